@@ -3,29 +3,22 @@
 Two numbers say so, each paired head by head, since a plan's errors differ more between inputs than between kernels:
 
 - the ratio of the mean squared errors in ulps. Between sound kernels and the plan that they follow it is 1 but for the
-  order of summation, tile sizes and the last bit of the exponential. Eight sound kernels (tiles of 48 and 64, split in
-  two, base two, an exponential in fp64, SDPA, eager, all in fp32) in 44 cases of 32 heads: in 70,400 cells in bf16
-  (seeds 1 to 200) it was at most 1.014, in 33,800 in fp16 (seeds 1 to 97) at most 1.07. `mixed_sign_v` is apart: there
-  one element that cancels decides, and the interval is as wide as the ratio. `LIMIT` lies above both.
-- the difference of their biases, where every accepted plan is unbiased. In the same cells it was at most 0.010 ulp.
+  order of summation, tile sizes and the last bit of the exponential: for eight kernels in 44 cases of 32 heads at most
+  1.014 in 70,400 cells in bf16, 1.07 in 33,800 in fp16. `LIMIT` lies above both.
+- the difference of their biases, where every accepted plan is unbiased: in the same cells at most 0.010 ulp.
 
 Most plans do not say where a backward pass rounds. Those that people ship are emulated from the kernel's own O and
 log-sum-exp, and the one whose bits dQ, dK and dV have is what they are held to: by the ratio of mean squared errors
 again, less the error that O's rounding puts into delta, beside which a cast of dS or of a sum would not show. If no
 two gradients have a pass's bits, the nearest pass counts where dQ and dK show that delta comes from O. Autograd's
 gradients depend on how attention is written: others are held to the largest errors of all passes, delta's among them.
-Seventeen sound kernels (tiles of 16 to 64, in either order, split in two, SDPA flash and math, attention written out in
-PyTorch in ten ways, through the row's maximum and past it, in 16 bits, mixed and in fp32) in the seven cases of normal
-numbers of 32 heads: in 1,140 cells in bf16 (seeds 1 to 10) the ratio was at most 1.011, in 228 in fp16 (seeds 1 and 2)
-at most 1.03, and the lower end of no interval above 1.004. One more cast to bf16 makes 1.2 and more of it.
-`tiebreak check FILE --cases 'random*' --heads 32 --seed N` measures them: `dq_square_ratio`, `dk_square_ratio`,
-`dv_square_ratio`. It found one kernel blamed in fp16 for its O: Q K^T in 16 bits and an fp32 scale were no known plan.
+For seventeen sound kernels on normal numbers the ratio was at most 1.011 in 1,140 cells in bf16, 1.03 in 228 in fp16,
+and the lower end of no interval above 1.004; one more cast to bf16 makes 1.2 and more of it.
 
 A third number asks which way gradients err on normal numbers: their *gain error*, sum(error * reference) /
-sum(reference^2), head by head. Rounding to nearest has none: over seeds 1 to 10 of 64 heads that of no sound kernel
-(FlashAttention-2's backward pass in tiles, SDPA's, autograd's of eager attention in bf16 and in fp32) differed from 0
-by 4 standard errors and 3e-4, and the error of delta read off dQ was at most 8e-5. `GAIN` is 1e-3 for both, half of
-what a bf16 number loses on average that is rounded in one direction.
+sum(reference^2), head by head. Rounding to nearest has none: that of no sound kernel differed from 0 by 4 standard
+errors and 3e-4, and the error of delta read off dQ was at most 8e-5. `GAIN` is 1e-3 for both, half of what a bf16
+number loses on average that is rounded in one direction.
 
 A cell falls if the whole interval lies beyond the limit. The interval's confidence leaves one false alarm in 10,000
 runs of 300 such questions, if the means over heads are normal. In the cells above the mean of (square - LIMIT times the
@@ -56,15 +49,9 @@ def _confident(samples: torch.Tensor) -> float:
 
 
 def square_ratio(ours: Errors, plans: Errors) -> Interval | None:
-    """Mean squared error over that of a plan on the same heads.
+    """Mean squared error over that of a plan on the same heads; None where fewer than two heads can be compared.
 
-    Args:
-        ours: errors of the output in question.
-        plans: errors of the plan's emulation.
-
-    Returns:
-        The ratio; the half width is that of a one-sided interval for one question of a run. None where fewer than two
-        heads can be compared.
+    The half width is that of a one-sided interval for one question of a run.
     """
     return ratio_of_means(ours.head_square, plans.head_square, ROUNDED_ONCE)
 
@@ -72,10 +59,7 @@ def square_ratio(ours: Errors, plans: Errors) -> Interval | None:
 def ratio_of_means(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> Interval | None:
     """Ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
-    Args:
-        ours: samples of the numerator; NaN and Inf are left out in pairs.
-        theirs: of the denominator.
-        floor: the least that the denominator counts as.
+    NaN and Inf are left out in pairs; the denominator counts as at least `floor`.
     """
     both = torch.isfinite(ours) & torch.isfinite(theirs)
     if int(both.sum()) < 2:
@@ -96,15 +80,12 @@ def bias_apart(ours: Errors, plans: Errors) -> Interval | None:
 
 
 def gain_error(along: torch.Tensor, squares: torch.Tensor, groups: int) -> Interval | None:
-    """How much too large a gradient is on the whole, with its one-sided interval.
+    """How much too large a gradient is on the whole: 0.01 of one per cent, with its one-sided interval.
 
     Args:
         along: mean product of the error of dQ, dK or dV with the reference's, by key head, fp64, (heads,).
         squares: mean square of the reference's, by head.
         groups: heads that share a key head, and so are no samples of their own.
-
-    Returns:
-        0.01 for a gradient that is one per cent too large; None where fewer than two heads have one.
     """
     share = along / squares.reshape(-1, groups).mean(1)
     share = share[torch.isfinite(share)]

@@ -152,10 +152,7 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     """Features that are added together, each with its value, if it was given one, in the order in which they are added.
 
     Args:
-        words: by which `takes` of a kernel calls them, and perhaps a value behind `=`.
-
-    Raises:
-        ValueError: a word is unknown, or a value none that it takes; one line.
+        words: by which `takes` of a kernel calls them, and perhaps a value behind `=`; ValueError: one makes no sense.
     """
     asked: dict[str, float | None] = {}
     for word in words:
@@ -172,12 +169,7 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
 
 
 def with_features(case: Case, words: Sequence[str]) -> Case:
-    """A case with further features, for all kernels; one that it has already stays as it is.
-
-    Args:
-        case: any.
-        words: as `added_features` takes them.
-    """
+    """A case with further features, as `added_features` takes them; one that it has already stays as it is."""
     features = added_features(words)
     stay = not any(value is not None for value in features.values()) and _tied(case.recipe)
     stay = stay and all(_ADDED[feature.taken].claims_stay for feature in features)

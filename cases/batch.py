@@ -68,16 +68,13 @@ class Batch:
         return least.float(), largest.float()
 
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
-        """Largest distance of O from the range of V that its row sees, as a share of what rounding allows.
+        """Largest distance of O from the range of V that its row sees: 0 inside, 1 at what the plan's rounding allows.
 
         NaN and Inf are another check's: elements of V or O with one count as 0.
 
         Args:
             o: as the kernel returned it, (batch, heads, queries, d).
             declaration: the plan whose rounding is allowed for.
-
-        Returns:
-            0 inside the range, 1 at the limit.
         """
         least, largest = self.value_range
         if torch.equal(o.clamp(*self._narrow_range), o):  # in fp32, which holds every V: nothing is outside

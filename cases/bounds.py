@@ -108,10 +108,6 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     O = (sum of rounded P-bar times V / sum of rounded P-bar) * (sum of rounded P-bar / l): the first factor is a mean
     of V, the second is 1 but for the casts of P-bar, for what of it is lost below the subnormals, and for the roundings
     of O-bar, l and O. That holds where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
-
-    Args:
-        inputs: of the call.
-        declaration: the plan, and the tiles that its roundings are counted in.
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
     steps = _ROUNDINGS_A_BLOCK * -(-keys // declaration.block.keys) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))

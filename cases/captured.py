@@ -34,6 +34,7 @@ _ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, 
 _FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
 _SCORES = 2**22  # of a case, at most: a worker then stays within 1.5 GiB (measured: 256 heads, 1,024 keys, d = 128)
 _FEWEST_ROWS = 32  # a case of very many heads gives up heads rather than more rows
+_LEAVE = "leave its case out with --cases"
 
 
 class CapturedError(ValueError):
@@ -64,26 +65,21 @@ class _Layer:
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
-    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer.
-
-    Only the files' headers are read.
+    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer; reads headers.
 
     Args:
-        folder: with at least one file `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others in it are
-            ignored.
+        folder: with `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; other files in it are ignored.
 
     Raises:
-        CapturedError: no such folder or file, an unreadable file, or layers that are no call of attention; also where
-            safetensors is not installed.
+        CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
-    files = [
-        (int(match[1]), int(match[2] or 0), path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))
-    ]
+    files = [(int(match[1]), match, path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
-    return tuple(_case(layer, folder) for *_, path in sorted(files) for layer in _layers(path))
+    files.sort(key=lambda file: (file[0], int(file[1][2] or 0), file[2]))
+    return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
 
 
 def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | None) -> str:
@@ -91,8 +87,7 @@ def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | N
 
     Args:
         tensors: q, k, v and do, and o where it is kept, by these names, on the host.
-        causal: as the file says.
-        scale: as in the file; None where the file has none.
+        causal, scale: as the file says; None where it has no scale.
     """
     crc = zlib.crc32(f"causal={causal} scale={scale!r}".encode())
     for name, tensor in sorted(tensors.items()):
@@ -105,17 +100,9 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
     """The same measures, errors in ulps without the elements of O that have cancelled.
 
     V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
-    in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds.
-
-    Args:
-        errors: measures of `output`, with all elements.
-        output: O as the kernel returned it, (batch, heads, queries, d).
-        inputs: of the kernel.
-        ref: the fp64 reference.
-
-    Returns:
-        Errors with the bias, the squares and the largest error over the elements of at least `CANCELLED` times
-        sum P |V|; the others count as left out. All else, the bound among it, is still over all elements.
+    in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds. So the bias,
+    the squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
+    left out. All else, the bound among it, is still over all elements.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
     error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
@@ -128,10 +115,8 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
     )
 
 
-def _case(layer: _Layer, folder: Path) -> Case:
-    match = FILE.fullmatch(layer.path.name)
-    assert match is not None
-    rank = "" if match[2] is None else f".rank={match[2]}"
+def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
+    rank = "" if name[2] is None else f".rank={name[2]}"
     fixed_heads = FixedHeads(
         heads=layer.heads,
         groups=layer.groups,
@@ -140,8 +125,8 @@ def _case(layer: _Layer, folder: Path) -> Case:
         checksum=partial(_checksum, layer),
     )
     return Case(
-        f"captured[step={match[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
-        f"layer {layer.number} as captured in step {match[1]}",
+        f"captured[step={name[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
+        f"layer {layer.number} as captured in step {name[1]}",
         layer.path.name,
         partial(_inputs, layer=layer, fixed_heads=fixed_heads),
         failure=True,
@@ -166,22 +151,40 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _layers(path: Path) -> list[_Layer]:
     with _opened(path) as file:
-        keys: list[str] = list(file.keys())
-        numbers = {match[1] for key in keys if (match := _KEY.fullmatch(key))}
+        numbers = {match[1] for key in list(file.keys()) if (match := _KEY.fullmatch(key))}
         if not numbers:
             raise CapturedError(f"{path}: no layers; expected keys such as layer0.q")
-        return [_layer(path, file, number, file.metadata() or {}) for number in sorted(numbers, key=int)]
+        return [_layer(path, file, number) for number in sorted(numbers, key=int)]
 
 
-def _causal(path: Path, metadata: Mapping[str, str], number: str) -> bool:
-    causal = metadata.get(f"layer{number}.causal", metadata.get("causal", "missing"))
+def _layer(path: Path, file: Any, number: str) -> _Layer:
+    metadata: Mapping[str, str] = file.metadata() or {}
+    own = {name: metadata.get(f"layer{number}.{name}") for name in ("causal", "scale", "made", "crc32", "order")}
+    causal, made = own["causal"] or metadata.get("causal", "missing"), own["made"] == "true"
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    return causal == "true"
+    names = {part: f"layer{number}.{part}" for part in _PARTS}
+    if missing := sorted(set(names.values()) - set(file.keys())):
+        raise CapturedError(f"{path}: {', '.join(missing)} is missing")
+    slices = {part: file.get_slice(name) for part, name in names.items()}
+    fmt = _format(path, {names[part]: tensor.get_dtype() for part, tensor in slices.items()})
+    shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
+    _check_shapes(path, number, causal == "true" and not made, shapes)
+    (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
+    groups, heads = heads // key_heads, batch * heads
+    common = path, number, causal == "true", _scale(path, own["scale"] or metadata.get("scale")), own["crc32"], fmt
+    if not made:
+        return _Layer(*common, groups, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
+    order, padding = own["order"] or _ORDERS[0], f"layer{number}.key_padding"
+    if order not in _ORDERS:
+        raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
+    padded = padding in set(file.keys())
+    if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
+        raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
+    return _Layer(*common, groups, heads, queries, keys, made, padded, order)  # small, and all of it matters
 
 
-def _scale(path: Path, metadata: Mapping[str, str], number: str) -> float | None:
-    text = metadata.get(f"layer{number}.scale", metadata.get("scale"))
+def _scale(path: Path, text: str | None) -> float | None:
     if text is None:
         return None
     try:
@@ -193,48 +196,16 @@ def _scale(path: Path, metadata: Mapping[str, str], number: str) -> float | None
     return scale
 
 
-def _layer(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> _Layer:
-    causal, scale, made = _causal(path, metadata, number), _scale(path, metadata, number), _made(metadata, number)
-    names = {part: f"layer{number}.{part}" for part in _PARTS}
-    if missing := sorted(set(names.values()) - set(file.keys())):
-        raise CapturedError(f"{path}: {', '.join(missing)} is missing")
-    slices = {part: file.get_slice(name) for part, name in names.items()}
-    dtypes = {names[part]: tensor.get_dtype() for part, tensor in slices.items()}
+def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
+    """The format of a layer. Training may leave dO in fp32: it is rounded like any fp32 tensor."""
     ours, *others, do = dtypes.values()
-    # Training may leave dO in fp32: it is rounded like any fp32 tensor.
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
         shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise CapturedError(f"{path}: {shown}; expected one of {', '.join(_FORMATS)} for all four, or F32 for do alone")
-    shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
-    q, k = _shapes(path, number, causal and not made, shapes)
-    heads, groups = q[0] * q[1], q[1] // k[1]
-    checksum = metadata.get(f"layer{number}.crc32")
-    common = path, number, causal, scale, checksum, _FORMATS[ours], groups
-    if made:  # small, and all of it matters
-        return _Layer(*common, heads, q[2], k[2], *_made_layout(path, file, number, metadata))
-    return _Layer(*common, *_used(heads, groups, queries=q[2], keys=k[2], causal=causal))
+    return _FORMATS[ours]
 
 
-def _made(metadata: Mapping[str, str], number: str) -> bool:
-    return metadata.get(f"layer{number}.made") == "true"
-
-
-def _made_layout(path: Path, file: Any, number: str, metadata: Mapping[str, str]) -> tuple[bool, bool, str]:
-    """That a layer is made, whether its keys are padded, and its order in memory."""
-    name, order = f"layer{number}.key_padding", metadata.get(f"layer{number}.order", _ORDERS[0])
-    padded = name in set(file.keys())
-    keys = file.get_slice(f"layer{number}.k").get_shape()[2]
-    if padded and file.get_slice(name).get_shape() != [keys]:
-        raise CapturedError(f"{path}: {name} {file.get_slice(name).get_shape()}; expected [{keys}], a number a key")
-    if order not in _ORDERS:
-        raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
-    return True, padded, order
-
-
-def _shapes(
-    path: Path, number: str, causal: bool, shapes: dict[str, tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of q and k, of a layer whose four shapes go together."""
+def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
     shown = ", ".join(f"layer{number}.{part} {shape}" for part, shape in shapes.items())
     if any(len(shape) != 4 or 0 in shape for shape in shapes.values()):
         raise CapturedError(f"{path}: {shown}; expected (batch, heads, tokens, d), none of them 0")
@@ -246,7 +217,6 @@ def _shapes(
         raise CapturedError(f"{path}: {shown}: {error}") from error
     if causal and q.shape[2] > k.shape[2]:
         raise CapturedError(f"{path}: {shown}: a causal mask leaves the first of more queries than keys without a key")
-    return shapes["q"], shapes["k"]
 
 
 def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> tuple[int, int, int]:
@@ -266,72 +236,49 @@ def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> 
     return min(heads, max(most, groups)), rows, visible(rows)
 
 
-@dataclass(frozen=True)
-class _Tensors:
-    """What is used of a layer, heads and batch entries in one dimension, fp32."""
-
-    q: Tensor  # (heads, rows, d)
-    k: Tensor  # (key heads, keys, d)
-    v: Tensor  # (key heads, keys, d)
-    do: Tensor  # (heads, rows, d)
-    key_padding: Tensor | None  # bool (1, keys), True where a key takes part
-
-
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
-def _load(layer: _Layer) -> _Tensors:
+def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
+    """What is used of q, k, v and dO, (heads, tokens, d) in fp32, and which keys take part, bool (1, keys)."""
     with _opened(layer.path) as file:
-        _verify_checksum(layer, file)
-        padding = file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
-        q, k, v, do = (_part(layer, file, part) for part in _PARTS)
-        return _Tensors(q, k, v, do, padding)
-
-
-def _verify_checksum(layer: _Layer, file: Any) -> None:
-    if layer.checksum is None:
-        return
-    names = set(file.keys())
-    tensors = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in names}
-    if layer_checksum(tensors, layer.causal, layer.scale) != layer.checksum:
-        reason = f"layer{layer.number} is not what was captured: its checksum differs"
-        raise CapturedError(f"{layer.path}: {reason}; capture it anew, or leave its case out with --cases")
-
-
-def _part(layer: _Layer, file: Any, part: str) -> Tensor:
-    ours, heads = (layer.rows, layer.heads) if part in {"q", "do"} else (layer.keys, layer.heads // layer.groups)
-    tensor: Tensor = file.get_slice(layer.key(part))[:, :, :ours].flatten(0, 1)[:heads].float()
-    if not layer.made and not bool(torch.isfinite(tensor).all()):
-        raise CapturedError(f"{layer.path}: {layer.key(part)} holds NaN or Inf; leave its case out with --cases")
-    return tensor
+        names = set(file.keys())
+        if layer.checksum is not None:
+            whole = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in names}
+            if layer_checksum(whole, layer.causal, layer.scale) != layer.checksum:
+                reason = f"layer{layer.number} is not what was captured: its checksum differs; capture it anew"
+                raise CapturedError(f"{layer.path}: {reason}, or {_LEAVE}")
+        tensors = {}
+        for part in _PARTS:
+            of_q = part in {"q", "do"}
+            rows, heads = (layer.rows, layer.heads) if of_q else (layer.keys, layer.heads // layer.groups)
+            tensors[part] = file.get_slice(layer.key(part))[:, :, :rows].flatten(0, 1)[:heads].float()
+            if not layer.made and not bool(torch.isfinite(tensors[part]).all()):
+                raise CapturedError(f"{layer.path}: {layer.key(part)} holds NaN or Inf; {_LEAVE}")
+        return tensors, file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
 
 
 @lru_cache(maxsize=1)
 def _checksum(layer: _Layer) -> int:
     """CRC-32 of what is used, 0 where the file is gone or cannot be read any more."""
     try:
-        tensors = _load(layer)
+        tensors, padding = _load(layer)
     except CapturedError:
         return 0
-    crc = zlib.crc32(b"causal" if layer.causal else b"")
-    crc = crc if layer.scale is None else zlib.crc32(f"scale={layer.scale!r}".encode(), crc)
-    crc = zlib.crc32(f"made order={layer.order}".encode(), crc) if layer.made else crc
-    crc = crc if tensors.key_padding is None else zlib.crc32(tensors.key_padding.numpy().tobytes(), crc)
-    for tensor in (tensors.q, tensors.k, tensors.v, tensors.do):
-        crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), crc))
-    return crc
+    parts = tensors if padding is None else {**tensors, "key_padding": padding}
+    return zlib.crc32(f"{layer_checksum(parts, layer.causal, layer.scale)} {layer.order}".encode())
 
 
 def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
     """One batch of a layer's heads as one batch entry."""
-    tensors, keys = _load(layer), fixed_heads.part(draw.batch, draw.heads)
+    (tensors, padding), keys = _load(layer), fixed_heads.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
-    parts = {"q": tensors.q[queries], "k": tensors.k[keys], "v": tensors.v[keys], "do": tensors.do[queries]}
-    rounded = {part: draw.rounded(tensor)[None] for part, tensor in parts.items()}
-    for part, tensor in rounded.items():
-        if not layer.made and not bool(torch.isfinite(tensor).all()):
-            reason = f"holds values beyond {draw.formats.inputs.name}"
-            reason += "; give another --dtype, or leave its case out with --cases"
+    parts = []
+    for part, tensor in tensors.items():
+        rounded = draw.rounded(tensor[queries if part in {"q", "do"} else keys])[None]
+        if not layer.made and not bool(torch.isfinite(rounded).all()):
+            reason = f"holds values beyond {draw.formats.inputs.name}; give another --dtype, or {_LEAVE}"
             raise CapturedError(f"{layer.path}: {layer.key(part)} {reason}")
-    q, k, v, do = (_laid(rounded[part], layer.order) for part in _PARTS)
+        parts.append(_in_order(rounded, layer.order))
+    q, k, v, do = parts
     return AttentionInputs(
         q,
         k,
@@ -339,13 +286,13 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
         do,
         draw.formats,
         causal=layer.causal,
-        key_padding=tensors.key_padding,
+        key_padding=padding,
         noise_seed=noise_seed(draw),
         softmax_scale=layer.scale,
     )
 
 
-def _laid(x: Tensor, order: str) -> Tensor:
+def _in_order(x: Tensor, order: str) -> Tensor:
     """The same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
     at = [_ORDERS[0].index(letter) for letter in order]
     return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])

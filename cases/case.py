@@ -109,6 +109,11 @@ class Case:
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property
+    def bits_tell(self) -> bool:
+        """Whether a plan predicts the bits of O: not where O cancels, or is chaotic."""
+        return not (self.cancels or self.chaotic)
+
+    @property
     def version(self) -> int:
         """Records of other versions are not comparable: the recipe's revision, or the checksum of what is at hand."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()
@@ -126,12 +131,8 @@ class Case:
         Args:
             seed: of the run.
             batch: index of the batch; each has its own random stream.
-            heads: query heads, split over the batch dimension; a batch of a long row may have fewer,
-                and so may the last of a fixed_heads.
-            fmt: format of q and k; the others follow by `formats`.
-
-        Raises:
-            ValueError: the format is none that torch devices compute in.
+            heads: query heads, split over the batch dimension; fewer of long rows, and at the end of fixed heads.
+            fmt: format of q and k; the others follow by `formats`. ValueError: none that torch devices compute in.
         """
         if fmt not in TORCH_DTYPES:
             raise ValueError(f"cases come in {', '.join(f.name for f in TORCH_DTYPES)}, not in {fmt.name}")

@@ -15,15 +15,12 @@ from tiebreak.kernels.reference import Reference
 
 
 def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
-    """sign(ref) * (out - ref) / ulp(ref): positive is away from zero.
+    """sign(ref) * (out - ref) / ulp(ref) in fp64: positive is away from zero.
 
     Args:
         out: a kernel's output.
         ref: the reference, fp64, same shape.
-        fmt: the output's format, whose ulp at `ref` is the unit.
-
-    Returns:
-        fp64, same shape; NaN where `ref` is 0 (no sign) or either is not finite.
+        fmt: the output's format, whose ulp at `ref` is the unit; NaN where `ref` is 0 or either is not finite.
     """
     return in_units(out.double() - ref, _units(ref, fmt))
 
@@ -158,30 +155,35 @@ def measure(
         ref: the fp64 reference.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
         yardstick: the reference's, if at hand.
-
-    Returns:
-        The batch's measures.
     """
     yardstick = yardstick or Yardstick.of(ref, inputs.formats.output)
     finite_out = torch.isfinite(output)
     whole = yardstick.whole and bool(finite_out.all())
     both = finite_out if whole else yardstick.finite & finite_out
     wide = output.to(torch.float64, copy=True)
-    absolute = wide - ref.o
-    rows, max_ulps = _rows(absolute, yardstick, whole)
+    difference = wide - ref.o
+    if whole:
+        error, counted = difference * yardstick.known, yardstick.counted
+    else:
+        error = in_units(difference, yardstick.units)
+        counted = (~error.isnan()).sum(-1).double()
+        error.nan_to_num_(nan=0.0)
+    total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square_()  # of every row
+    excess = (total / counted).abs() - _independent(square / counted, counted)
+    lowest, highest = error.aminmax()
     # In place, as all that follows: a fresh large tensor costs as much as what is computed into it.
-    absolute = absolute.abs_() if whole else torch.where(both, absolute.abs_(), 0.0)
+    absolute = difference.abs_() if whole else torch.where(both, difference.abs_(), 0.0)
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
     sizes = wide.abs_()
-    elements = by_key_head(rows.counted, inputs.groups)
+    elements = by_key_head(counted, inputs.groups)
     return Errors(
-        head_bias=by_key_head(rows.total, inputs.groups) / elements,
-        head_square=by_key_head(rows.square, inputs.groups) / elements,
-        head_coherence=by_key_head(rows.coherence_excess, inputs.groups),
+        head_bias=by_key_head(total, inputs.groups) / elements,
+        head_square=by_key_head(square, inputs.groups) / elements,
+        head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=max_ulps,
+        max_ulps=max(-lowest.item(), highest.item()),
         error_over_bound=absolute.div_(bound).nan_to_num_(nan=0.0).max().item(),
         # The sum of a flat tensor: the order of a sum, and so its last bit, depends on the shape.
         output_size=(sizes.reshape(-1) if whole else sizes[both]).sum().item(),
@@ -191,33 +193,6 @@ def measure(
         missed=0 if whole else int((~yardstick.finite & finite_out).sum()),
         elements=output.numel(),
     )
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Signed errors in ulps of every row of O, what has none left out."""
-
-    total: Tensor  # (batch, heads, queries)
-    square: Tensor  # sum of squares, likewise
-    counted: Tensor  # elements that have one, likewise, fp64
-
-    @property
-    def coherence_excess(self) -> Tensor:
-        """Row coherence less what independent errors give; NaN where nothing is counted."""
-        return (self.total / self.counted).abs() - _independent(self.square / self.counted, self.counted)
-
-
-def _rows(difference: Tensor, yardstick: Yardstick, whole: bool) -> tuple[_Rows, float]:
-    """Of what O is off by, and the largest of all."""
-    if whole:
-        error, counted = difference * yardstick.known, yardstick.counted
-    else:
-        error = in_units(difference, yardstick.units)
-        counted = (~error.isnan()).sum(-1).double()
-        error.nan_to_num_(nan=0.0)
-    square = torch.linalg.vector_norm(error, dim=-1).square_()
-    lowest, highest = error.aminmax()
-    return _Rows(error.sum(-1), square, counted), max(-lowest.item(), highest.item())
 
 
 def merge(batches: list[Errors]) -> Errors:

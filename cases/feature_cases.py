@@ -12,21 +12,39 @@ from typing import Any
 import torch
 
 from tiebreak.cases.case import Case, Draw, Scores, Shape, Values, as_inputs, scripted
-from tiebreak.cases.claims import BIASED_AWAY, BIASED_TOWARD, BREAKS_DOWN, OUTSIDE, UNBIASED, Claim, claim
+from tiebreak.cases.claims import (
+    BIASED_AWAY,
+    BIASED_TOWARD,
+    BREAKS_DOWN,
+    FUSED,
+    OUTSIDE,
+    OWN,
+    PAPER,
+    UNBIASED,
+    Claim,
+    claim,
+)
 from tiebreak.cases.recipes import normal_numbers
-from tiebreak.cases.shared_claims import FUSED, OWN, PAPER
 from tiebreak.kernels.formats import FP8_E4M3
 from tiebreak.kernels.inputs import AttentionInputs
 
 _LOUD = 100.0  # of V where no row sees it
 _AS_TIED = (
-    claim(BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", rules="safe", plans="paper all_bf16"),
-    claim(UNBIASED, f"{OWN}: where a kernel rounds decides", rules="safe lazy", plans=FUSED),
-    claim(UNBIASED, f"{OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic"),
-    claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard"),
+    claim(BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", "safe", "paper all_bf16"),
+    claim(UNBIASED, f"{OWN}: where a kernel rounds decides", "safe lazy", FUSED),
+    claim(UNBIASED, f"{OWN}: stochastic rounding of O", "safe", "fused_stochastic"),
+    claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", "standard"),
 )
 _TIED_UNLESS_S_IS_NARROW = tuple(replace(each, plans=each.plans - {"all_bf16"}) for each in _AS_TIED)
-_SOUND = (claim(UNBIASED, f"{OWN}: accuracy baseline", rules="safe lazy standard", plans=f"paper {FUSED} standard"),)
+_SOUND = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe lazy standard", f"paper {FUSED} standard")
+_CLAMPED = claim(OUTSIDE, f"{PAPER}, published code: the row sum's clamp at 1e-10", "stabilized_authors", "all_bf16")
+_STAGNATES = claim(
+    BIASED_TOWARD,
+    f"{OWN}: 128 terms of -2.45 to -2.1 are 1 to 1.2 or 2.1 to 2.4 ulp of a sum in bf16, and round to 1 or 2",
+    "safe",
+    "paper",
+)
+_CAST_ONCE = claim(UNBIASED, f"{OWN}: the mean of 16,384 is cast once", "safe lazy standard", f"{FUSED} standard")
 
 
 def _sink_at_maximum(draw: Draw) -> AttentionInputs:
@@ -89,14 +107,9 @@ def _softcap_near_ties(draw: Draw) -> AttentionInputs:
 
 
 def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
-    """One query and equal keys.
+    """One query and equal keys; from one column of V to the next the mean, which is -2.45 or above, grows by `apart`.
 
-    Args:
-        draw: of the batch.
-        keys: how many.
-        d: columns.
-        apart: from one column of V to the next, the mean, which is -2.45 or above.
-        jitters: by how much of `apart` above it: random numbers, one a column or one a head.
+    `jitters`: numbers that say by how much of `apart` it lies above: one a column or one a head.
     """
     q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
     means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))
@@ -135,90 +148,86 @@ def _case(name: str, about: str, recipe: Callable[[Draw], AttentionInputs], *cla
     return Case(name, about, OWN, recipe, claims, only_claimed=True, **fields)
 
 
-def feature_cases() -> tuple[Case, ...]:
-    """All of them."""
-    away = f"{OWN}: a sink without a V makes O smaller than every V, so what is left of the tail points away"
-    split_rounds = f"{OWN}: a partial O in the inputs' format breaks its tie before the splits are put together"
-    capped = f"{OWN}: P-bar rounds up to 1, what l sums does not"
-    stagnates = (
-        f"{OWN}: 128 terms of -2.45 to -2.1 are 1 to 1.2 or 2.1 to 2.4 ulp of a sum in bf16, and round to 1 or 2"
-    )
-    exact = f"{OWN}: P-bar = 1 twice and no tail: an exact tie, which goes to even"
-    unshifted = f"{OWN}: where the maximum is negative these shift by 0, and every P-bar is 0"
-    clamp = f"{PAPER}, published code: the row sum's clamp at 1e-10"
-    clamped = claim(OUTSIDE, clamp, rules="stabilized_authors", plans="all_bf16")
-    once = f"{OWN}: the mean of 16,384 is cast once"
-    negative = partial(scripted, scores=Scores(top=(-120.0, -100.0)))
-    split = partial(
-        scripted,
-        scores=Scores(maxima=3, positions=(17, 40, 145)),
-        values=Values(tail_mean=-0.1),
-        shape=Shape(keys=256),
-    )
-    return (
-        _case(
-            "sink_at_maximum",
-            "3 equal maxima and a learned sink as high: P-bar = 1 four times, V three times",
-            _sink_at_maximum,
-            claim(BIASED_AWAY, away, rules="safe lazy standard", plans=f"paper all_bf16 {FUSED} standard"),
-            failure=True,
-            gradients=True,
+FEATURE_CASES = (
+    _case(
+        "sink_at_maximum",
+        "3 equal maxima and a learned sink as high: P-bar = 1 four times, V three times",
+        _sink_at_maximum,
+        claim(
+            BIASED_AWAY,
+            f"{OWN}: a sink without a V makes O smaller than every V, so what is left of the tail points away",
+            "safe lazy standard",
+            f"paper all_bf16 {FUSED} standard",
         ),
-        _case("window_cuts_tie", "a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
-        _case("block_mask_cuts", "a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
-        _case("padded_maximum", "padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
-        _case(
-            "packed_ties",
-            "3 packed sequences, 2 maxima each, the next one's higher",
-            _packed,
-            *_AS_TIED,
-            most_heads=64,
+        failure=True,
+        gradients=True,
+    ),
+    _case("window_cuts_tie", "a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
+    _case("block_mask_cuts", "a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
+    _case("padded_maximum", "padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
+    _case("packed_ties", "3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
+    _case("bias_makes_tie", "2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
+    _case("paged_ties", "2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
+    _case(
+        "negative_lse",
+        "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
+        partial(scripted, scores=Scores(top=(-120.0, -100.0))),
+        claim(
+            BREAKS_DOWN,
+            f"{OWN}: where the maximum is negative these shift by 0, and every P-bar is 0",
+            "stabilized stabilized_v1 always_scaled",
+            "paper fused",
         ),
-        _case("bias_makes_tie", "2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
-        _case("paged_ties", "2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
-        _case(
-            "negative_lse",
-            "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
-            negative,
-            claim(BREAKS_DOWN, unshifted, rules="stabilized stabilized_v1 always_scaled", plans="paper fused"),
-            clamped,
-            *_AS_TIED,
-            gradients=True,
+        *(_CLAMPED, *_AS_TIED),
+        gradients=True,
+    ),
+    _case(
+        "split_tie",
+        "2 maxima on a sink in one split of the keys, a third in another",
+        partial(
+            scripted,
+            scores=Scores(maxima=3, positions=(17, 40, 145)),
+            values=Values(tail_mean=-0.1),
+            shape=Shape(keys=256),
         ),
-        _case(
-            "split_tie",
-            "2 maxima on a sink in one split of the keys, a third in another",
-            split,
-            claim(BIASED_TOWARD, split_rounds, rules="split", plans="fused,o_bar=input"),
-            claim(UNBIASED, f"{OWN}: of three maxima O is no tie", rules="safe split", plans=FUSED),
+        claim(
+            BIASED_TOWARD,
+            f"{OWN}: a partial O in the inputs' format breaks its tie before the splits are put together",
+            "split",
+            "fused,o_bar=input",
         ),
-        _case(
-            "softcap_near_ties",
-            "a soft cap near saturation: scores 2.3 apart come to lie 6e-5 apart, and both P-bar round to 1",
-            _softcap_near_ties,
-            claim(BIASED_AWAY, capped, rules="safe lazy", plans=FUSED),
-            claim(UNBIASED, exact, rules="safe standard", plans="paper all_bf16 standard"),
-            clamped,
+        claim(UNBIASED, f"{OWN}: of three maxima O is no tie", "safe split", FUSED),
+    ),
+    _case(
+        "softcap_near_ties",
+        "a soft cap near saturation: scores 2.3 apart come to lie 6e-5 apart, and both P-bar round to 1",
+        _softcap_near_ties,
+        claim(BIASED_AWAY, f"{OWN}: P-bar rounds up to 1, what l sums does not", "safe lazy", FUSED),
+        claim(
+            UNBIASED,
+            f"{OWN}: P-bar = 1 twice and no tail: an exact tie, which goes to even",
+            "safe standard",
+            "paper all_bf16 standard",
         ),
-        _case(
-            "decode_equal_keys",
-            "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
-            partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
-            claim(BIASED_TOWARD, stagnates, rules="safe", plans="paper"),
-            claim(UNBIASED, once, rules="safe lazy standard", plans=f"{FUSED} standard"),
-            most_heads=16,
-            study=True,
-        ),
-        _case(
-            "decode_64k",
-            "1 query and 65,536 equal keys",
-            partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
-            claim(BIASED_TOWARD, stagnates, rules="safe", plans="paper"),
-            claim(UNBIASED, once, rules="safe lazy standard", plans=f"{FUSED} standard"),
-            most_heads=8,
-            on_request=True,
-        ),
-        _case("single_visible_key", "1 visible key among 128: O is a row of V", _single_visible_key, *_SOUND),
-        _case("fp8_cache", "K and V held in e4m3 with descale factors", _fp8_cache, *_SOUND),
-        _case("value_dim", "q and K with d = 192, V with 128", _mla, *_SOUND, gradients=True),
-    )
+        _CLAMPED,
+    ),
+    _case(
+        "decode_equal_keys",
+        "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
+        partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
+        *(_STAGNATES, _CAST_ONCE),
+        most_heads=16,
+        study=True,
+    ),
+    _case(
+        "decode_64k",
+        "1 query and 65,536 equal keys",
+        partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
+        *(_STAGNATES, _CAST_ONCE),
+        most_heads=8,
+        on_request=True,
+    ),
+    _case("single_visible_key", "1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
+    _case("fp8_cache", "K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
+    _case("value_dim", "q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
+)

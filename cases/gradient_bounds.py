@@ -10,6 +10,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ class GradientBounds:
     elements: tuple[Tensor, Tensor, Tensor]  # of every element, fp64, in the shapes of q, k and v
     norms: tuple[float, float, float]  # of the Frobenius norms
     sink: Tensor | None = None  # of every element of dSink, fp64, (heads,), where the inputs have a sink
+
+
+class _Casts(NamedTuple):
+    """Relative errors, and an absolute one."""
+
+    unit: float  # of operands
+    least: float  # that an operand may lose below the subnormals
+    last: float  # of the cast to the format of gradients, at each sum over grouped heads too
+    accumulation: float  # of a sum over V's d in fp32
 
 
 @dataclass(frozen=True)
@@ -80,34 +90,24 @@ class GradientErrorBounds:
         ds = p * self._centred
         return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
 
-    @property
-    def _unit(self) -> float:
-        return self.forward.inputs.formats.operands.unit_roundoff
+    @cached_property
+    def _casts(self) -> "_Casts":
+        inputs = self.forward.inputs
+        operands, last = inputs.formats.operands, inputs.formats.output.unit_roundoff * inputs.groups
+        return _Casts(
+            operands.unit_roundoff, operands.smallest_subnormal, last, inputs.v.shape[-1] * FP32.unit_roundoff
+        )
 
     @cached_property
     def _lost(self) -> Tensor:
         """What a cast of P or dS may lose of a key that a row sees, as it falls below the subnormals."""
-        return self._least * (self.forward.ref.p > 0)
-
-    @property
-    def _least(self) -> float:
-        return self.forward.inputs.formats.operands.smallest_subnormal
-
-    @property
-    def _last(self) -> float:
-        """Of the cast to the format that gradients are returned in, at each sum over grouped heads too."""
-        return self.forward.inputs.formats.output.unit_roundoff * self.forward.inputs.groups
-
-    @property
-    def _accumulation(self) -> float:
-        """Of a sum over V's d in fp32."""
-        return self.forward.inputs.v.shape[-1] * FP32.unit_roundoff
+        return self._casts.least * (self.forward.ref.p > 0)
 
     @cached_property
     def _delta_rounding(self) -> Tensor:
         """What rowsum(dO O) errs by beside the error of O, a row."""
         size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
-        return size.mul_(self._unit + self._accumulation).add_(self._least)
+        return size.mul_(self._casts.unit + self._casts.accumulation).add_(self._casts.least)
 
     def _elements(
         self, declaration: Declaration, p_error: Tensor
@@ -117,10 +117,10 @@ class GradientErrorBounds:
         |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta| + w
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
         """
-        inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
+        inputs, ref, unit = self.forward.inputs, self.forward.ref, self._casts.unit
         l_error = p_error.sum(-1, keepdim=True) + self.forward.of_sink(declaration)
         p_error = p_error + ref.p * (l_error + unit) + self._lost
-        dp_error = (unit + self._accumulation) * self._dp_size + self._least
+        dp_error = (unit + self._casts.accumulation) * self._dp_size + self._casts.least
         from_o = (self._factors[2] * self.forward.of(declaration)).sum(-1, keepdim=True) + self._delta_rounding
         from_p = (p_error * self._dp.abs() + ref.p * dp_error).sum(-1, keepdim=True)
         both = dp_error + from_o + from_p
@@ -131,7 +131,7 @@ class GradientErrorBounds:
         def bound(error: Tensor, factor: Tensor, exact: Tensor, terms: int, scale: float) -> Tensor:
             total = torch.empty_like(exact)
             for e, f, x, part in zip(error, factor, exact, total, strict=True):  # which stay in a core's cache
-                torch.matmul(e, f, out=part).add_(x, alpha=self._last + terms * FP32.unit_roundoff).mul_(scale)
+                torch.matmul(e, f, out=part).add_(x, alpha=self._casts.last + terms * FP32.unit_roundoff).mul_(scale)
                 # Inf * 0, where the scores' rounding can move any weight to any key.
                 part.add_(inputs.formats.output.smallest_subnormal).nan_to_num_(nan=torch.inf, posinf=torch.inf)
             return total
@@ -149,8 +149,8 @@ class GradientErrorBounds:
         inputs, ref = self.forward.inputs, self.forward.ref
         p, delta = 1.0 - ref.p.sum(-1, keepdim=True), ref.delta.abs()
         p_error = self.forward.of_sink(declaration) + p * l_error
-        rows = ref.delta.numel() // inputs.q.shape[1]
-        error = p_error * delta + (p + p_error) * delta_error + p * delta * (self._last + rows * FP32.unit_roundoff)
+        last = self._casts.last + ref.delta.numel() // inputs.q.shape[1] * FP32.unit_roundoff
+        error = p_error * delta + (p + p_error) * delta_error + p * delta * last
         bound: Tensor = error.sum((0, 2, 3)) + inputs.formats.output.smallest_subnormal
         return bound.nan_to_num(nan=torch.inf)
 
@@ -163,20 +163,21 @@ class GradientErrorBounds:
         of a row have in common adds up as it is: the error of delta; in it those of O's columns do too, since ties give
         them one sign.
         """
-        inputs, ref, unit = self.forward.inputs, self.forward.ref, self._unit
+        inputs, ref, unit = self.forward.inputs, self.forward.ref, self._casts.unit
         of_sink = self.forward.of_sink(declaration)
         row = p_error.square().sum(-1, keepdim=True) + of_sink**2  # squared error of l
         relative = unit**2 + self.forward.of_slope(declaration) ** 2
         o_error = (p_error.square() @ self.forward.values.square() + row * ref.o.square()).sqrt()
         o_error = o_error + 2 * inputs.formats.output.unit_roundoff * ref.o.abs()
         delta_error = (self._factors[2] * o_error).sum(-1, keepdim=True) + self._delta_rounding
-        dp_error = unit * self._dp.abs() + self._accumulation * self._dp_size + self._least
+        dp_error = unit * self._dp.abs() + self._casts.accumulation * self._dp_size + self._casts.least
         p_square = p_error.square() + ref.p.square() * (row + unit**2) + self._lost.square()
         centred = self._centred.square()
         alone = p_square * centred + ref.p.square() * (dp_error.square() + relative * centred) + self._lost.square()
 
         def norm(square: Tensor, common: Tensor, exact: Tensor) -> float:
-            last = (self._last * exact.norm()).square() + exact.numel() * inputs.formats.output.smallest_subnormal**2
+            least = inputs.formats.output.smallest_subnormal
+            last = (self._casts.last * exact.norm()).square() + exact.numel() * least**2
             total = square.sum() + common.square().sum() + last
             return math.inf if total.isnan() else total.sqrt().item()
 

@@ -1,9 +1,9 @@
 """The paper's equations 1 and 2: how an error of delta becomes an error of dQ and of the query weights' gradient."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,32 +25,37 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ExactGradients:
-    """The fp64 gradients with their norms, which are as large as K and V, for all kernels."""
+    """The fp64 gradients of a batch, and what follows from them: as large as K and V, and computed once."""
 
     gradients: tuple[Tensor, Tensor, Tensor]  # dQ, dK and dV
-    norms: tuple[Tensor, Tensor, Tensor]  # of each
-    units: tuple[Tensor, Tensor, Tensor]  # of each, `row_units`
+    fmt: Format  # that a kernel's are returned in
     sink: Tensor | None = None  # dSink, (heads,), where the inputs have a sink
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
         """Those of a batch."""
-        dq, dk, dv = reference_gradients(inputs, ref)
-        fmt = inputs.formats.output
-        units = row_units(dq, fmt), row_units(dk, fmt), row_units(dv, fmt)
-        return cls((dq, dk, dv), (dq.norm(), dk.norm(), dv.norm()), units, sink_gradient(inputs, ref))
+        return cls(reference_gradients(inputs, ref), inputs.formats.output, sink_gradient(inputs, ref))
 
     def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> "GradientErrors":
         """Of dQ, dK and dV, of a call with so many query heads a key head."""
         outs, sharing = (gradients.dq, gradients.dk, gradients.dv), (groups, 1, 1)
-        dq, dk, dv = map(_errors, outs, self.gradients, bounds.elements, sharing)
-        return GradientErrors(gradients.dq.double() - self.gradients[0], (dq, dk, dv))
+        each = tuple(map(_errors, outs, self.gradients, bounds.elements, sharing))
+        return GradientErrors(gradients.dq.double() - self.gradients[0], each)
 
     @cached_property
-    def squares(self) -> tuple[Tensor, Tensor, Tensor]:
+    def norms(self) -> tuple[Tensor, ...]:
+        """Of each."""
+        return tuple(gradient.norm() for gradient in self.gradients)
+
+    @cached_property
+    def units(self) -> tuple[Tensor, ...]:
+        """`row_units` of each."""
+        return tuple(row_units(gradient, self.fmt) for gradient in self.gradients)
+
+    @cached_property
+    def squares(self) -> tuple[Tensor, ...]:
         """Their mean square, dQ's by head, (batch * heads,)."""
-        dq, dk, dv = (by_key_head(gradient.square(), 1) for gradient in self.gradients)
-        return dq, dk, dv
+        return tuple(by_key_head(gradient.square(), 1) for gradient in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class GradientErrors:
     """What dQ, dK and dV are off by, fp64."""
 
     dq: Tensor  # the kernel's less the reference's
-    each: tuple[ErrorsOfOne, ErrorsOfOne, ErrorsOfOne]
+    each: tuple[ErrorsOfOne, ...]
 
 
 def _errors(out: Tensor, exact: Tensor, bound: Tensor, groups: int) -> ErrorsOfOne:
@@ -99,55 +104,24 @@ def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
     return ours.transpose(-1, -2) @ theirs
 
 
-def gradient_measures(
-    output: AttentionOutput,
-    inputs: AttentionInputs,
-    ref: Reference,
-    exact: ExactGradients,
-    errors: GradientErrors,
-) -> dict[str, float]:
-    """Errors of the gradients, and how much of dQ's and dW_Q's error is the error of delta.
+def equation_cosines(
+    output: AttentionOutput, dq_error: Tensor, inputs: AttentionInputs, ref: Reference
+) -> tuple[float, float]:
+    """How much of dQ's and of dW_Q's error is the error of delta: cosines of each with what an equation makes of it.
 
     Equation 1: dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K; equation 2 is its sum over tokens against X. X is
-    taken as Q, that is W_Q = 1. hp is the fp64 reference.
-
-    Args:
-        output: of the kernel, with gradients.
-        inputs: what it was given.
-        ref: the fp64 reference.
-        exact: its gradients.
-        errors: of the output's gradients against them.
-
-    Returns:
-        Relative errors of dQ, dK and dV, and the cosines of the two errors with what the equations say.
+    taken as Q, that is W_Q = 1. hp is the fp64 reference; `dq_error` is dQ less the reference's.
     """
-    gradients = output.gradients
-    assert gradients is not None, "the kernel was run without its backward pass"
-    delta = gradients.delta
+    delta = None if output.gradients is None else output.gradients.delta
     if delta is None:
         delta = (inputs.do.double() * output.o.double()).sum(-1, keepdim=True)
-    predicted = inputs.scale * (delta.double() - ref.delta) * ref.pk
-    error = -errors.dq
-    dq_error, dk_error, dv_error = (
-        float(errors_of.rows.norm() / norm) for errors_of, norm in zip(errors.each, exact.norms, strict=True)
-    )
-    x = inputs.q.double()
-    return {
-        "dq_relative_error": dq_error,
-        "dk_relative_error": dk_error,
-        "dv_relative_error": dv_error,
-        "equation_1_cosine": cosine(error, predicted),
-        "equation_2_cosine": cosine(weight_gradient(error, x), weight_gradient(predicted, x)),
-    }
+    predicted, x = inputs.scale * (delta.double() - ref.delta) * ref.pk, inputs.q.double()
+    error = -dq_error
+    return cosine(error, predicted), cosine(weight_gradient(error, x), weight_gradient(predicted, x))
 
 
 def row_units(exact: Tensor, fmt: Format) -> Tensor:
-    """An ulp of the largest element of each row of a gradient, fp64, (..., N, 1); Inf in a row of zeros.
-
-    Args:
-        exact: the reference's dQ, dK or dV, (..., N, d).
-        fmt: the format that the gradient is returned in.
-    """
+    """An ulp of the largest element of each row of a gradient in a format, fp64, (..., N, 1); Inf in a row of zeros."""
     largest = exact.abs().amax(-1, keepdim=True)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
     return unit.masked_fill(largest == 0, torch.inf)
@@ -159,7 +133,7 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
     Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
 
     Args:
-        rows: norms of the rows of the error of dQ, dK or dV, fp64, (batch, heads, N, 1).
+        rows: norms of the rows of the error, fp64, (batch, heads, N, 1).
         units: `row_units` of the reference's.
         d: elements of a row.
     """
@@ -169,16 +143,10 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
 
 
 def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
-    """Mean error of delta, relative to mean |delta|, read off the error of dQ (paper, equation 1).
+    """Mean error of delta, relative to mean |delta|, read off dQ and the reference's (paper, equation 1).
 
     dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
     the kernel rounds in its backward pass counts too, where it falls along P K.
-
-    Args:
-        dq: the kernel's, (batch, heads, queries, d).
-        inputs: what it was given.
-        ref: the fp64 reference.
-        exact: the reference's dQ.
     """
     along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
@@ -189,53 +157,37 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
 
 
 def contains_bias(delta: Interval, fmt: Format) -> Verdict:
-    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much.
+    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_error_of`).
 
-    Args:
-        delta: its error as a share, `delta_error_of`.
-        fmt: of O. A bias of the margin, in ulps, is at least as many unit roundoffs of O's size.
-
-    Returns:
-        Biased: they contain it; unbiased: they don't.
+    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)
 
 
+class Faults(NamedTuple):
+    """What is wrong with gradients, at worst."""
+
+    nonfinite: int  # elements that are NaN or Inf where the reference's are finite
+    over_bound: float  # the largest error as a share of its bound, of an element or of a norm
+
+
 def gradient_faults(
-    gradients: Sequence[Tensor], errors: GradientErrors, exact: Sequence[Tensor], bounds: GradientBounds
-) -> dict[str, float]:
-    """What is wrong with gradients, at worst.
-
-    Args:
-        gradients: dQ, dK and dV of a kernel.
-        errors: of them.
-        exact: the reference's.
-        bounds: of their errors.
-
-    Returns:
-        `nonfinite`, elements that are NaN or Inf where the reference's are finite, and `over_bound`, the largest error
-        as a share of its bound, of an element or of a norm.
-    """
-    lost, worst = 0, 0.0
-    for ours, theirs, errors_of, norm in zip(gradients, exact, errors.each, bounds.norms, strict=True):
-        size = errors_of.rows.norm().item()
+    gradients: Gradients, errors: GradientErrors, exact: ExactGradients, bounds: GradientBounds
+) -> Faults:
+    """What is wrong with dQ, dK, dV and, where a kernel tells it, dSink, by their errors and the bounds of these."""
+    faults = [sink_faults(gradients.dsink, exact.sink, bounds.sink)]
+    made = (gradients.dq, gradients.dk, gradients.dv)
+    for ours, theirs, error, norm in zip(made, exact.gradients, errors.each, bounds.norms, strict=True):
+        lost, size = 0, error.rows.norm().item()
         if not math.isfinite(size):
-            lost += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
-            size = errors_of.finite
-        worst = max(worst, errors_of.over_bound, size / norm if norm else 0.0)
-    return {"nonfinite": float(lost), "over_bound": worst}
+            lost, size = int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum()), error.finite
+        faults.append(Faults(lost, max(error.over_bound, size / norm if norm else 0.0)))
+    return Faults(sum(each.nonfinite for each in faults), max(each.over_bound for each in faults))
 
 
-def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> dict[str, float]:
-    """What is wrong with dSink, as `gradient_faults` has it.
-
-    Args:
-        dsink: of a kernel, (heads,); None where it tells none.
-        exact: the reference's; None without a sink.
-        bound: of its errors; None likewise.
-    """
+def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> Faults:
+    """What is wrong with dSink, (heads,); None: a kernel tells none, or there is no sink."""
     if dsink is None or exact is None or bound is None:
-        return {"nonfinite": 0.0, "over_bound": 0.0}
-    lost = float((~torch.isfinite(dsink)).sum())
+        return Faults(0, 0.0)
     share = (dsink.double() - exact).abs() / bound
-    return {"nonfinite": lost, "over_bound": share.nan_to_num(nan=0.0, posinf=0.0).max().item()}
+    return Faults(int((~torch.isfinite(dsink)).sum()), share.nan_to_num(nan=0.0, posinf=0.0).max().item())

@@ -3,6 +3,8 @@
 A claim is made only where its source makes one: the paper (arXiv 2510.04212, v1 and v2), its published code, the
 commentary on it (kexue.fm, archive 11371), or this suite's own measurements (docs/science.md). Everything else
 is measured, held to its plan's error bound and, on a device, to the emulation's prediction.
+
+A claim reads: what is expected, who says so, of which shift rules, at which plans, and in which formats if not bf16.
 """
 
 from collections.abc import Mapping
@@ -31,61 +33,65 @@ from tiebreak.cases.claims import (
     BIASED_AWAY,
     BIASED_TOWARD,
     BREAKS_DOWN,
+    FAIR,
     FLUSHED_OR_ACCURATE,
+    FUSED,
     INACCURATE,
     INACCURATE_OR_BREAKS_DOWN,
+    OFFSET_HARMS,
     OUTSIDE,
+    OWN,
+    PAPER,
     ROWS_ERR_APART,
     ROWS_ERR_TOGETHER,
     UNBIASED,
+    V1_IN_FP16,
     Claim,
     breaks_down_in,
     claim,
     shrinks,
     within,
 )
-from tiebreak.cases.eight_bits import eight_bits
-from tiebreak.cases.feature_cases import feature_cases
+from tiebreak.cases.eight_bits import EIGHT_BITS
+from tiebreak.cases.feature_cases import FEATURE_CASES
 from tiebreak.cases.recipes import growing, normal_numbers
-from tiebreak.cases.shared_claims import FAIR, FUSED, OFFSET_HARMS, OWN, PAPER, V1_IN_FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.probe_inputs import tied_p_bar
 
 _COMMENTARY = "kexue.fm 11371"
+_CLAMP = f"{PAPER}, published code: the row sum's clamp at 1e-10"
 
-_FIXES = "stabilized stabilized_v1 stabilized_authors as_printed_v2 gamma always_scaled"
+_16_BITS = "bf16 fp16"
+_PLAIN = "safe as_printed_v1"
 _SCALED = "stabilized as_printed_v2 gamma always_scaled"  # by beta = 2, and nothing else done about underflow
+_FIXES = f"{_SCALED} stabilized_v1 stabilized_authors"
 
-_STOCHASTIC = claim(UNBIASED, f"{OWN}: stochastic rounding of O", rules="safe", plans="fused_stochastic")
-_DITHERED = claim(UNBIASED, f"{OWN}: the dithered shift", rules="dithered", plans="paper")
-_PLAIN_IS_BIASED = claim(
-    BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", rules="safe as_printed_v1", plans="paper all_bf16"
-)
-_FUSED_IS_NOT, _FUSED_ROUNDED_FIRST_IS_NOT = (
-    claim(UNBIASED, f"{OWN}: where a kernel rounds decides", rules="safe", plans=plans) for plans in (FUSED, "fused")
-)
-_LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing lags", rules="lazy", plans="fused")
+_STOCHASTIC = claim(UNBIASED, f"{OWN}: stochastic rounding of O", "safe", "fused_stochastic")
+_DITHERED = claim(UNBIASED, f"{OWN}: the dithered shift", "dithered", "paper")
+_PLAIN_IS_BIASED = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", _PLAIN, "paper all_bf16")
+_FUSED_IS_NOT = claim(UNBIASED, f"{OWN}: where a kernel rounds decides", "safe", FUSED)
+_FUSED_ROUNDED_FIRST_IS_NOT = replace(_FUSED_IS_NOT, plans=frozenset({"fused"}))
+_LAZY_IS_FUSED = claim(UNBIASED, f"{OWN}: no later block is higher, so nothing lags", "lazy", "fused")
 # Its delta does not see O, and so not the bias: see docs/science.md.
-_STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", rules="standard")
-_FAST_EXP_ERRS = claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", rules="safe", plans="fused_fast_exp")
-_TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", rules="safe", plans="fused_p_bar_o_away")
-_FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_FIXES, plans="paper all_bf16")
+_STANDARD_IS_BIASED = claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", "standard")
+_FAST_EXP_ERRS = claim(BIASED_AWAY, f"{OWN}: an exp(0) below 1 makes l small", "safe", "fused_fast_exp")
+_TIES_GO_AWAY = claim(BIASED_AWAY, f"{OWN}: a cast of O away from zero", "safe", "fused_p_bar_o_away")
+_FIX_HOLDS = claim(UNBIASED, f"{PAPER} v2, section 4", _FIXES, "paper all_bf16")
 # Of plans that scale nothing, where two maxima tie.
 _FUSED_ROUNDS_ONCE = (_FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC)
 _WITHOUT_A_FIX = (*_FUSED_ROUNDS_ONCE, _STANDARD_IS_BIASED)
 _TIES_BREAK = (_PLAIN_IS_BIASED, _FIX_HOLDS, *_WITHOUT_A_FIX)
 _SCALED_BREAKS_DOWN = claim(
-    BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", rules="always_scaled", formats="bf16 fp16"
+    BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", "always_scaled", formats=_16_BITS
 )
 _TILE_OVERSHOOTS = claim(
     BREAKS_DOWN,
     f"{OWN}: a tile without the maximum repeats its own, is scaled, and every P-bar is 0",
-    rules="stabilized",
-    formats="bf16 fp16",
+    "stabilized",
+    formats=_16_BITS,
     tiled=True,
 )
 _NO_TAIL = (200.0, 210.0)  # below the maxima: exp of it is 0 in fp32
-_SAFE_BLIND_FIXES = "safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma"
 _ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
 
@@ -110,28 +116,32 @@ def _tied(name: str, about: str, scores: Scores, *claims: Claim, **fields: Any) 
     return _scripted(name, about, scores, *claims, _DITHERED, source=PAPER, failure=True, **fields)
 
 
-def _tied_maxima() -> list[Case]:
-    """K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin."""
-    cases = []
-    for k in (2, 3, 4, 8, 16):
-        claims = (*(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE), V1_IN_FP16)
-        scores = Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0))
-        name, about = f"tied_maxima[k={k}]", f"{k} equal maxima, V negative"
-        family = Family("number of equal maxima", k)
-        cases.append(_tied(name, about, scores, *claims, gradients=k == 2, traced=k == 2, study=k != 2, family=family))
-    return cases
+#: K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin.
+_EQUAL_MAXIMA = tuple(
+    _tied(
+        f"tied_maxima[k={k}]",
+        f"{k} equal maxima, V negative",
+        Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0)),
+        *(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE),
+        V1_IN_FP16,
+        gradients=k == 2,
+        traced=k == 2,
+        study=k != 2,
+        family=Family("number of equal maxima", k),
+    )
+    for k in (2, 3, 4, 8, 16)
+)
 
-
-def _shapes_of_v() -> list[Case]:
-    positive = _tied(
+_OTHER_V = (
+    _tied(
         "tied_maxima_positive_v",
         "2 equal maxima, V positive: the same bias, the other way",
         Scores(),
         *_TIES_BREAK,
         V1_IN_FP16,
         values=Values(mean=2.4),
-    )
-    unscaled = _tied(
+    ),
+    _tied(
         "tied_maxima_unscaled",
         "2 equal maxima, alpha = 1: scores are not scaled, as in T5",
         Scores(),
@@ -139,75 +149,69 @@ def _shapes_of_v() -> list[Case]:
         V1_IN_FP16,
         shape=Shape(scale=1.0),
         study=True,
-    )
-    sink = _tied(
+    ),
+    _tied(
         "sink_tie",
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
         _PLAIN_IS_BIASED,
-        claim(BIASED_TOWARD, f"{OWN}: where a kernel rounds decides", rules="safe lazy", plans=FUSED),
-        _FIX_HOLDS,
-        _STOCHASTIC,
-        _STANDARD_IS_BIASED,
-        V1_IN_FP16,
+        claim(BIASED_TOWARD, f"{OWN}: where a kernel rounds decides", "safe lazy", FUSED),
+        *(_FIX_HOLDS, _STOCHASTIC, _STANDARD_IS_BIASED, V1_IN_FP16),
         values=Values(tail_mean=-0.1),
         gradients=True,
-    )
-    mixed = _scripted(
+    ),
+    _scripted(
         "mixed_sign_v",
         "2 equal maxima, V of mixed sign (control): ties break both ways",
         Scores(),
-        claim(UNBIASED, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper", tiled=False),
-        claim(BIASED_TOWARD, f"{OWN}: measured, -0.09 ulp; no mechanism is known", rules="safe lazy", plans=FUSED),
+        claim(UNBIASED, f"{PAPER}, section 3.3.2", _PLAIN, "paper", tiled=False),
+        claim(BIASED_TOWARD, f"{OWN}: measured, -0.09 ulp; no mechanism is known", "safe lazy", FUSED),
         claim(
             within(112.0),
             f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
-            rules=f"{_SCALED} stabilized_authors",
-            plans="paper fused all_bf16",
-            formats="fp16",
+            f"{_SCALED} stabilized_authors",
+            "paper fused all_bf16",
+            "fp16",
         ),
         V1_IN_FP16,
         source=PAPER,
         values=Values(mean=0.0, std=1.0),
-    )
-    no_tail = _scripted(
+    ),
+    _scripted(
         "no_tail",
         "2 equal maxima and no remainder (control): exact ties go to even",
         Scores(gap=_NO_TAIL),
-        _FAST_EXP_ERRS,
-        _TIES_GO_AWAY,
-        claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1"),
+        *(_FAST_EXP_ERRS, _TIES_GO_AWAY),
+        claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", _PLAIN),
         V1_IN_FP16,
         source=_COMMENTARY,
-    )
-    return [positive, unscaled, sink, mixed, no_tail]
+    ),
+)
 
-
-def _single_maximum() -> list[Case]:
-    plain = _scripted(
+_ONE_MAXIMUM = (
+    _scripted(
         "single_maximum",
         "1 maximum, the tail's V like the rest (control)",
         Scores(maxima=1, gap=(9.0, 15.0)),
         source=PAPER,
         unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
-    )
-    sink = _scripted(
+    ),
+    _scripted(
         "single_maximum_sink",
         "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
         Scores(maxima=1, gap=(9.0, 15.0)),
         claim(
             BIASED_AWAY,
             f"{OWN}: the limit of the fix",
-            rules=f"{_SAFE_BLIND_FIXES} lazy",
-            plans=f"paper all_bf16 {FUSED}",
+            f"{_PLAIN} as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma lazy",
+            f"paper all_bf16 {FUSED}",
         ),
-        claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", rules="standard"),
-        _DITHERED,
-        _STOCHASTIC,
+        claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", "standard"),
+        *(_DITHERED, _STOCHASTIC),
         values=Values(tail_mean=-0.1),
         failure=True,
-    )
-    large = _scripted(
+    ),
+    _scripted(
         "single_maximum_large",
         "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
         Scores(maxima=1, top=(105.0, 120.0)),
@@ -215,70 +219,58 @@ def _single_maximum() -> list[Case]:
         claim(
             INACCURATE,
             f"{OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
-            rules="stabilized",
-            formats="bf16 fp16",
+            "stabilized",
+            formats=_16_BITS,
             tiled=True,
         ),
         source=f"{PAPER} v1, appendix C",
-    )
-    return [plain, sink, large]
+    ),
+)
 
-
-def _row_maximum_near_zero() -> list[Case]:
-    zero = _tied(
+_MAXIMA_NEAR_ZERO = (
+    _tied(
         "repeated_zero",
         "repeated maximum exactly 0: neither branch of the fix applies",
         Scores(top=(0.0, 0.0)),
         _PLAIN_IS_BIASED,
-        claim(BIASED_AWAY, f"{OWN}: no branch for 0", rules=_FIXES, plans="paper all_bf16"),
+        claim(BIASED_AWAY, f"{OWN}: no branch for 0", _FIXES, "paper all_bf16"),
         *_WITHOUT_A_FIX,
-    )
-    tiny = _tied(
+    ),
+    _tied(
         "repeated_tiny",
         "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
         Scores(top=(0.001, 0.004)),
         _PLAIN_IS_BIASED,
-        claim(BIASED, _ROUNDS_BACK, rules=_SCALED, plans="paper"),
-        claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", rules="stabilized_authors", plans="all_bf16"),
+        claim(BIASED, _ROUNDS_BACK, _SCALED, "paper"),
+        claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", "stabilized_authors", "all_bf16"),
         *_WITHOUT_A_FIX,
         study=True,
         unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
-    )
-    negative = _tied(
+    ),
+    _tied(
         "repeated_negative",
         "repeated maximum of -6 to -1: the fix's negative branch",
         Scores(top=(-6.0, -1.0)),
-        claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", rules="as_printed_v2", plans="paper"),
-        claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", rules="gamma", plans="paper"),
+        claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", "as_printed_v2", "paper"),
+        claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", "gamma", "paper"),
         *_TIES_BREAK,
-    )
-    return [zero, tiny, negative]
+    ),
+)
 
 
-def _row_maximum_large() -> list[Case]:
+def _large_maxima() -> tuple[Case, ...]:
     """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
 
     The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
     P-bar is 0 from 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/science.md).
     """
-    holds = claim(UNBIASED, f"{PAPER} v2, section 4", rules=_SCALED, plans="paper")
-    common = claim(BIASED, f"{OWN}: one r_m is one common error of P-bar", rules=_SCALED, plans="paper fused")
-    coarse = claim(INACCURATE, f"{OWN}: P-bar is subnormal", rules=_SCALED, plans="paper fused")
-    breaks = claim(BREAKS_DOWN, f"{OWN}: 0/0", rules=_SCALED, plans="paper fused", formats="bf16 fp16")
-    v1_breaks = claim(
-        BREAKS_DOWN,
-        f"{OWN}: beta = 7 underflows from 17.4 on",
-        rules="stabilized_v1",
-        plans="paper",
-        formats="bf16 fp16",
-    )
-    authors_right = claim(UNBIASED, f"{PAPER}, published code", rules="stabilized_authors", plans="all_bf16")
-
-    def authors(low: float, high: float) -> Claim:
-        clamp = f"{PAPER}, published code: the row sum's clamp at 1e-10"
-        return claim(shrinks(low, high), clamp, rules="stabilized_authors", plans="all_bf16")
-
-    gone = authors(0.0, 1e-9)
+    holds = claim(UNBIASED, f"{PAPER} v2, section 4", _SCALED, "paper")
+    common = claim(BIASED, f"{OWN}: one r_m is one common error of P-bar", _SCALED, "paper fused")
+    coarse = claim(INACCURATE, f"{OWN}: P-bar is subnormal", _SCALED, "paper fused")
+    breaks = claim(BREAKS_DOWN, f"{OWN}: 0/0", _SCALED, "paper fused", _16_BITS)
+    v1_breaks = claim(BREAKS_DOWN, f"{OWN}: beta = 7 underflows from 17.4 on", "stabilized_v1", "paper", _16_BITS)
+    authors = partial(claim, source=_CLAMP, rules="stabilized_authors", plans="all_bf16")
+    gone = authors(shrinks(0.0, 1e-9))
     in_fp16 = partial(claim, rules=_SCALED, plans="paper fused", formats="fp16")
     lost = (
         in_fp16(shrinks(0.0, 0.0), f"{OWN}: P-bar is 0 in fp16, l in fp32 is not", tiled=False),
@@ -288,184 +280,176 @@ def _row_maximum_large() -> list[Case]:
     no_sum = claim(
         BREAKS_DOWN,
         f"{OWN}: l, and the published code's clamp of it, are 0 in fp16",
-        rules=f"{_SCALED} stabilized_authors",
-        plans="all_bf16",
-        formats="fp16",
+        f"{_SCALED} stabilized_authors",
+        "all_bf16",
+        "fp16",
     )
     rows: dict[int, tuple[float, tuple[Claim, ...]]] = {
-        20: (22.0, (authors_right, *lost)),
-        25: (25.0, (common, authors(0.26, 0.30), *lost)),
-        30: (32.0, (holds, authors(0.0002, 0.0019), *lost)),
+        20: (22.0, (authors(UNBIASED, source=f"{PAPER}, published code"), *lost)),
+        25: (25.0, (common, authors(shrinks(0.26, 0.30)), *lost)),
+        30: (32.0, (holds, authors(shrinks(0.0002, 0.0019)), *lost)),
         60: (65.0, (holds, gone, *lost)),
         90: (92.0, (coarse, gone, flushed)),
         105: (110.0, (breaks, gone)),
-        10000: (10100.0, (breaks, authors(0.0, 1e-2))),
+        10000: (10100.0, (breaks, authors(shrinks(0.0, 1e-2)))),
     }
-    few_maxima = (
-        "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties, and contracted, one of three r_m decides"
-    )
-    plain = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2", rules="safe as_printed_v1", plans="paper")
-    unclaimed = {20: f"the fix {_ON_THE_MARGIN}", 10000: few_maxima}
-    return [
+    unclaimed = {
+        20: f"the fix {_ON_THE_MARGIN}",
+        10000: "at 1e4 bf16 spaces scores by 64: where S is in bf16 every key ties, and contracted, one of three r_m"
+        " decides",
+    }
+    plain = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2", _PLAIN, "paper")
+    cases = tuple(
         _tied(
             f"repeated_large[r={r}]",
             f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
             Scores(top=(float(r), high)),
             plain if r == 10000 else _PLAIN_IS_BIASED,
-            *claims,
-            v1_breaks,
-            no_sum,
+            *(*claims, v1_breaks, no_sum),
             *((_FUSED_ROUNDED_FIRST_IS_NOT, *_WITHOUT_A_FIX[1:]) if r == 10000 else _WITHOUT_A_FIX),
             study=r in (25, 30, 60, 90),
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
             unclaimed=unclaimed.get(r),
         )
         for r, (high, claims) in rows.items()
-    ] + _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
+    )
+    return cases + _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
 
 
-def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> list[Case]:
+def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> tuple[Case, ...]:
     """Row maxima whose product with alpha log2 e is no fp32 number, and nothing that could break a tie but that.
 
     Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
     here. The cast makes P-bar 1, l has it as it is, and all ties of a row break to the side of -e. Which side that is
-    depends on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V.
-
-    Args:
-        at_60: what scaled shifts come to at repeated maxima of about 60.
-        at_600: the same at 600.
+    depends on r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V. What
+    scaled shifts come to at repeated maxima of about 60 and 600 is given.
     """
-    together = claim(ROWS_ERR_TOGETHER, f"{OWN}: m c is rounded and S c is not", rules="safe", plans="fused_contracted")
-    apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", rules="safe as_printed_v1 lazy")
-    alone = claim(ROWS_ERR_APART, f"{OWN}: O is one row of V", rules="safe as_printed_v1 lazy standard")
-    scaled = partial(claim, rules="always_scaled", formats="fp16")
-    v1_lost = claim(shrinks(0.0, 0.0), f"{OWN}: exp(-6 r_m) is 0 in fp16", rules="stabilized_v1", formats="fp16")
-    lost = scaled(shrinks(0.0, 0.0), f"{OWN}: P-bar is 0 in fp16, l in fp32 is not")
+    together = claim(ROWS_ERR_TOGETHER, f"{OWN}: m c is rounded and S c is not", "safe", "fused_contracted")
+    apart = claim(ROWS_ERR_APART, f"{_COMMENTARY}: eliminating the remainder", f"{_PLAIN} lazy")
+    alone = claim(ROWS_ERR_APART, f"{OWN}: O is one row of V", f"{_PLAIN} lazy standard")
+    v1_lost = claim(shrinks(0.0, 0.0), f"{OWN}: exp(-6 r_m) is 0 in fp16", "stabilized_v1", formats="fp16")
+    lost = claim(shrinks(0.0, 0.0), f"{OWN}: P-bar is 0 in fp16, l in fp32 is not", "always_scaled", formats="fp16")
     # The ranges hold dozens of numbers of bf16, of which half round m c up and half down: 1 % to 7 % apart.
     rows = {
         6: ((5.0, 7.75), (v1_lost,), ()),
         60: ((60.0, 85.0), at_60, (lost,)),
         600: ((520.0, 1000.0), at_600, (_SCALED_BREAKS_DOWN, _TILE_OVERSHOOTS)),
     }
-    unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, common to a row"
-    repeated = [
-        _scripted(
-            f"inexact_ties[r={r}]",
-            f"2 equal maxima of about {r} times log2 e, which fp32 rounds, and no remainder",
+    rounded = "times log2 e, which fp32 rounds, and no remainder"
+
+    def case(kind: str, about: str, r: int, scores: Scores, *claims: Claim) -> Case:
+        unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, common to a row"
+        return _scripted(f"inexact_{kind}[r={r}]", about, scores, *claims, study=r != 6, unclaimed=unclaimed)
+
+    repeated = tuple(
+        case(
+            "ties",
+            f"2 equal maxima of about {r} {rounded}",
+            r,
             Scores(top=top, gap=_NO_TAIL),
             *(together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart, *harm),
-            study=r != 6,
-            unclaimed=unclaimed,
         )
         for r, (top, harm, _) in rows.items()
-    ]
-    return repeated + [
-        _scripted(
-            f"inexact_single[r={r}]",
-            f"1 maximum of about {r} times log2 e, which fp32 rounds, and no remainder (control): nothing ties",
+    )
+    single = tuple(
+        case(
+            "single",
+            f"1 maximum of about {r} {rounded} (control): nothing ties",
+            r,
             Scores(maxima=1, top=top, gap=_NO_TAIL),
             *(alone, *harm),
-            study=r != 6,
-            unclaimed=unclaimed,
         )
         for r, (top, _, harm) in rows.items()
-    ]
+    )
+    return repeated + single
 
 
-def _across_blocks() -> list[Case]:
-    across = _scripted(
+_ACROSS_BLOCKS = (
+    _scripted(
         "ties_across_blocks",
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
         Scores(positions=(17, 145)),
-        *(_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED),
+        *(_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE, _DITHERED),
         shape=Shape(keys=256),
         failure=True,
-    )
-    long_row = _scripted(
+    ),
+    _scripted(
         "ties_across_long_blocks",
         "4 equal maxima of 2,048 keys, 512 apart: a library that sums P V in bf16 between blocks errs in each",
         Scores(maxima=4, positions=(100, 700, 1300, 1900)),
-        *(_STANDARD_IS_BIASED, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC),
+        *(_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE),
         shape=Shape(keys=2048),
         failure=True,
         most_heads=64,
         study=True,
         unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
-    )
-    overshoot = _scripted(
+    ),
+    _scripted(
         "overshooting_shift",
         "a repeated maximum in the first block, scaled above the true maximum of the second",
         Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
         V1_IN_FP16,
         shape=Shape(keys=256),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
-    )
-    return [across, long_row, overshoot, *_growing_maximum()]
+    ),
+)
 
-
-def _growing_maximum() -> list[Case]:
-    """Rows whose first key block ends below the maximum, but not by so much that lazy rescaling follows it.
-
-    P-bar of the maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O
-    as long as l sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
-    """
-    plain = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, V1_IN_FP16, FAIR, OFFSET_HARMS)
-    common = claim(BIASED_TOWARD, f"{OWN}: e^4 rounds down", rules="lazy", plans="paper fused fused_stochastic")
-    drawn, alike = (partial(growing, growth=growth) for growth in ((1.0, 5.0), (4.0, 4.0)))
-    return [
-        Case(
-            "growing_maximum",
-            "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
-            f"{OWN}, FlashAttention-4's lazy rescaling",
-            drawn,
-            plain,
-            failure=True,
+# Rows whose first key block ends below the maximum, but not by so much that lazy rescaling follows it. P-bar of the
+# maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O as long as l
+# sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
+_GROWN = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, V1_IN_FP16, FAIR, OFFSET_HARMS)
+_GROWING_MAXIMUM = (
+    Case(
+        "growing_maximum",
+        "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
+        f"{OWN}, FlashAttention-4's lazy rescaling",
+        partial(growing, growth=(1.0, 5.0)),
+        _GROWN,
+        failure=True,
+    ),
+    Case(
+        "growing_maximum[by=4]",
+        "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
+        f"{OWN}, FlashAttention-4's lazy rescaling",
+        partial(growing, growth=(4.0, 4.0)),
+        (
+            claim(BIASED_TOWARD, f"{OWN}: e^4 rounds down", "lazy", "paper fused fused_stochastic"),
+            *_GROWN,
+            _STANDARD_IS_BIASED,
         ),
-        Case(
-            "growing_maximum[by=4]",
-            "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
-            f"{OWN}, FlashAttention-4's lazy rescaling",
-            alike,
-            (common, *plain, _STANDARD_IS_BIASED),
-            failure=True,
-            gradients=True,
-            study=True,
-        ),
-    ]
+        failure=True,
+        gradients=True,
+        study=True,
+    ),
+)
 
-
-def _near_ties() -> list[Case]:
-    sum_unrounded = f"{OWN}: P-bar rounds up to 1, what l sums does not"
-    inside = _tied(
+_SUM_UNROUNDED = f"{OWN}: P-bar rounds up to 1, what l sums does not"
+_NEAR_TIES = (
+    _tied(
         "near_tie_inside",
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
         Scores(offsets=(0.0, -(2.0**-11))),
-        claim(
-            BIASED_AWAY,
-            f"{PAPER} v2: both P-bar round to 1",
-            rules="safe as_printed_v1 stabilized_v1",
-            plans="paper all_bf16",
-        ),
-        claim(UNBIASED, f"{PAPER} v2: eps = 1e-3", rules="stabilized", plans="paper"),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy", plans=FUSED),
+        claim(BIASED_AWAY, f"{PAPER} v2: both P-bar round to 1", f"{_PLAIN} stabilized_v1", "paper all_bf16"),
+        claim(UNBIASED, f"{PAPER} v2: eps = 1e-3", "stabilized", "paper"),
+        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy", FUSED),
         _STANDARD_IS_BIASED,
-    )
-    outside = _tied(
+    ),
+    _tied(
         "near_tie_outside",
         "2 maxima 1.5e-3 apart, outside the fix's tolerance: both P-bar still round to 1",
         Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
         claim(
             BIASED_AWAY,
             f"{OWN}: the limit of eps",
-            rules="safe as_printed_v1 as_printed_v2 stabilized stabilized_v1 gamma",
-            plans="paper all_bf16",
+            f"{_PLAIN} as_printed_v2 stabilized stabilized_v1 gamma",
+            "paper all_bf16",
         ),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe lazy stabilized", plans=FUSED),
-        claim(BIASED_AWAY, sum_unrounded, rules="safe", plans="fused_stochastic"),
+        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy stabilized", FUSED),
+        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe", "fused_stochastic"),
         _STANDARD_IS_BIASED,
         study=True,
-    )
-    return [inside, outside]
+    ),
+)
 
 
 def _equal_keys(draw: Draw) -> AttentionInputs:
@@ -475,6 +459,91 @@ def _equal_keys(draw: Draw) -> AttentionInputs:
     q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))
     k[:, :, 1] = k[:, :, 0]
     return replace(inputs, q=q, k=k)
+
+
+def _tied_p_bar(draw: Draw) -> AttentionInputs:
+    """Every other head's ties lie above neighbours with an odd last bit."""
+    batch, heads = draw.batch_and_heads
+    odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
+    inputs = tied_p_bar(draw.rng, odd, noise_seed(draw))
+    q, k, v = map(draw.rounded, (inputs.q, inputs.k, inputs.v))
+    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, noise_seed=inputs.noise_seed)
+
+
+_CONTROLS = (
+    Case(
+        "equal_keys",
+        "duplicate tokens: ties exact in any arithmetic",
+        OWN,
+        _equal_keys,
+        (*_TIES_BREAK, _DITHERED, V1_IN_FP16, FAIR, OFFSET_HARMS),
+        failure=True,
+    ),
+    _scripted(
+        "faint_tail",
+        "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
+        Scores(gap=(20.5, 22.5)),
+        *(_TIES_GO_AWAY, V1_IN_FP16),
+    ),
+    Case(
+        "tied_p_bar",
+        "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
+        OWN,
+        _tied_p_bar,
+        (
+            claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_p_bar_away fused_p_bar_o_away"),
+            claim(UNBIASED, f"{OWN}: to even, half of the ties go either way", "safe", f"{FUSED} paper"),
+        ),
+        unclaimed="where S is in bf16 P-bar is no tie",
+    ),
+    Case(
+        "random_mixed_v",
+        "normal q, k, v: O cancels",
+        OWN,
+        partial(normal_numbers, shape=SHAPE, v_mean=0.0, v_std=1.0),
+        cancels=True,
+    ),
+)
+
+
+def _random(name: str, about: str, shape: Shape = SHAPE, *claims: Claim, causal: bool = False) -> Case:
+    """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
+    # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
+    coarse = claim(ACCURATE, f"{OWN}: accuracy in 8 bits", plans="fused_fp8", formats=_16_BITS)
+    sound = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe standard dithered", formats=_16_BITS)
+    return Case(
+        name,
+        about,
+        OWN,
+        partial(normal_numbers, shape=shape, causal=causal),
+        (*claims, coarse, sound),
+        gradients=True,
+        normal=True,
+        unclaimed="a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random"
+        " scores",
+    )
+
+
+_NORMAL_NUMBERS = (
+    _random("random", "normal q and k, V about 1: the accuracy baseline"),
+    _random("random_causal", "under a causal mask", Shape(queries=48, keys=48, d=32), causal=True),
+    _random(
+        "random_causal_chunk",
+        "under a causal mask, 16 queries at the end of 100 keys",
+        Shape(queries=16, keys=100, d=32),
+        causal=True,
+    ),
+    _random("random_wide", "d = 128", Shape(d=128)),
+    _random("random_grouped", "grouped-query heads, 4 to a key head", Shape(groups=4)),
+    _random("random_odd", "7 queries, 100 keys, d = 40: no powers of two", Shape(queries=7, keys=100, d=40)),
+    _random(
+        "random_scaled",
+        "alpha = 0.3, no power of two",
+        Shape(scale=0.3),
+        # r_m is 6 in the middle here, 11 at most: what is left of P-bar is then subnormal in fp16.
+        claim(INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", "always_scaled", formats="fp16"),
+    ),
+)
 
 
 def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
@@ -490,7 +559,7 @@ def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
 
 def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
     """Random input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
-    inputs = normal_numbers(draw, Shape())
+    inputs = normal_numbers(draw, SHAPE)
     q, v = inputs.q.clone(), inputs.v.clone()
     (q if tensor == "q" else v)[:, :, 1, 0] = value
     return replace(inputs, q=q, v=v)
@@ -498,187 +567,81 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
 
 def _subnormal(draw: Draw) -> AttentionInputs:
     """V below the smallest normal value of the format."""
-    inputs = normal_numbers(draw, Shape())
+    inputs = normal_numbers(draw, SHAPE)
     tiny = inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal)
     return replace(inputs, v=draw.rounded(tiny))
 
 
-def _tied_p_bar(draw: Draw) -> AttentionInputs:
-    """Every other head's ties lie above neighbours with an odd last bit."""
-    batch, heads = draw.batch_and_heads
-    odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
-    inputs = tied_p_bar(draw.rng, odd, noise_seed(draw))
-    q, k, v = map(draw.rounded, (inputs.q, inputs.k, inputs.v))
-    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, noise_seed=inputs.noise_seed)
-
-
-def _controls() -> list[Case]:
-    numbers = partial(normal_numbers, shape=Shape())
-    sound = (_FIX_HOLDS, _FUSED_IS_NOT, _LAZY_IS_FUSED, _STOCHASTIC, _DITHERED, V1_IN_FP16, FAIR)
-    duplicates = (_PLAIN_IS_BIASED, _STANDARD_IS_BIASED, *sound, OFFSET_HARMS)
-    return [
-        Case(
-            "equal_keys", "duplicate tokens: ties exact in any arithmetic", OWN, _equal_keys, duplicates, failure=True
+_OF_AUTHORS = partial(claim, rules="stabilized_authors", plans="all_bf16")
+_CLAMPED = _OF_AUTHORS(OUTSIDE, _CLAMP)
+_TIED_BY_CAST = _OF_AUTHORS(
+    breaks_down_in(0.05),
+    f"{OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
+    formats="fp16",
+)
+_SHIFT_CLAMPED = _OF_AUTHORS(
+    BREAKS_DOWN, f"{OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16", formats="fp16"
+)
+_EDGES = (
+    Case("padded", "a key padding mask", OWN, partial(_padded, all_masked=False), gradients=True),
+    Case(
+        "wholly_masked",
+        "rows without a visible key give zeros",
+        OWN,
+        partial(_padded, all_masked=True),
+        gradients=True,
+    ),
+    Case(
+        "low_logits",
+        "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
+        OWN,
+        partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
+        (_SCALED_BREAKS_DOWN, _CLAMPED, _SHIFT_CLAMPED, _TILE_OVERSHOOTS, OFFSET_HARMS),
+        unclaimed="where S is in bf16, in steps of 256 here, every key ties",
+        chaotic=True,
+    ),
+    Case(
+        "huge_logits",
+        "scores of about 1e4: near one-hot rows",
+        OWN,
+        partial(normal_numbers, shape=SHAPE, size=1e4),
+        (_SCALED_BREAKS_DOWN, _CLAMPED, _TIED_BY_CAST, OFFSET_HARMS),
+        unclaimed="where S is in bf16, in steps of 64 here, which key wins a row is chance",
+        chaotic=True,
+    ),
+    Case(
+        "inf_in_v",
+        "one Inf in V: its column is lost, no other",
+        OWN,
+        partial(_poisoned, value=torch.inf, tensor="v"),
+    ),
+    Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(_poisoned, value=torch.nan, tensor="q")),
+    Case(
+        "subnormal_v",
+        "V below the smallest normal value: exact, or flushed to zero",
+        OWN,
+        _subnormal,
+        (
+            claim(INACCURATE, f"{OWN}: scaling takes P V below the subnormals", "always_scaled", formats=_16_BITS),
+            claim(FLUSHED_OR_ACCURATE, f"{OWN}: a device may flush subnormals", formats=_16_BITS),
         ),
-        _scripted(
-            "faint_tail",
-            "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
-            Scores(gap=(20.5, 22.5)),
-            _TIES_GO_AWAY,
-            V1_IN_FP16,
-        ),
-        Case(
-            "tied_p_bar",
-            "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
-            OWN,
-            _tied_p_bar,
-            (
-                claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_p_bar_away fused_p_bar_o_away"),
-                claim(
-                    UNBIASED, f"{OWN}: to even, half of the ties go either way", rules="safe", plans=f"{FUSED} paper"
-                ),
-            ),
-            unclaimed="where S is in bf16 P-bar is no tie",
-        ),
-        Case(
-            "random_mixed_v",
-            "normal q, k, v: O cancels",
-            OWN,
-            partial(numbers, v_mean=0.0, v_std=1.0),
-            cancels=True,
-        ),
-    ]
-
-
-def _random() -> list[Case]:
-    """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
-    sound = claim(UNBIASED, f"{OWN}: accuracy baseline", rules="safe standard dithered", formats="bf16 fp16")
-    # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
-    coarse = claim(ACCURATE, f"{OWN}: accuracy in 8 bits", plans="fused_fp8", formats="bf16 fp16")
-    recipes = {
-        "random": ("normal q and k, V about 1: the accuracy baseline", partial(normal_numbers, shape=Shape())),
-        "random_causal": (
-            "under a causal mask",
-            partial(normal_numbers, shape=Shape(queries=48, keys=48, d=32), causal=True),
-        ),
-        "random_causal_chunk": (
-            "under a causal mask, 16 queries at the end of 100 keys",
-            partial(normal_numbers, shape=Shape(queries=16, keys=100, d=32), causal=True),
-        ),
-        "random_wide": ("d = 128", partial(normal_numbers, shape=Shape(d=128))),
-        "random_grouped": ("grouped-query heads, 4 to a key head", partial(normal_numbers, shape=Shape(groups=4))),
-        "random_odd": (
-            "7 queries, 100 keys, d = 40: no powers of two",
-            partial(normal_numbers, shape=Shape(queries=7, keys=100, d=40)),
-        ),
-        "random_scaled": ("alpha = 0.3, no power of two", partial(normal_numbers, shape=Shape(scale=0.3))),
-    }
-    claims = (coarse, sound)
-    # r_m is 6 in the middle here, 11 at most: what is left of P-bar is then subnormal in fp16.
-    subnormal = claim(
-        INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", rules="always_scaled", formats="fp16"
-    )
-    unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"
-    return [
-        Case(
-            name,
-            about,
-            OWN,
-            recipe,
-            (subnormal, *claims) if name == "random_scaled" else claims,
-            gradients=True,
-            normal=True,
-            unclaimed=unclaimed,
-        )
-        for name, (about, recipe) in recipes.items()
-    ]
-
-
-def _edges() -> list[Case]:
-    shrunk = claim(
-        INACCURATE, f"{OWN}: scaling takes P V below the subnormals", rules="always_scaled", formats="bf16 fp16"
-    )
-    clamped = claim(
-        OUTSIDE,
-        f"{PAPER}, published code: the row sum's clamp at 1e-10",
-        rules="stabilized_authors",
-        plans="all_bf16",
-    )
-    tied = claim(
-        breaks_down_in(0.05),
-        f"{OWN}: S's cast to fp16 ties two maxima, and the clamp of l is 0 in fp16",
-        rules="stabilized_authors",
-        plans="all_bf16",
-        formats="fp16",
-    )
-    lost = claim(
-        BREAKS_DOWN,
-        f"{OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16",
-        rules="stabilized_authors",
-        plans="all_bf16",
-        formats="fp16",
-    )
-    flushed = claim(FLUSHED_OR_ACCURATE, f"{OWN}: a device may flush subnormals", formats="bf16 fp16")
-    huge = partial(normal_numbers, shape=Shape(), size=1e4)
-    one_hot = "where S is in bf16, in steps of 64 here, which key wins a row is chance"
-    return [
-        Case("padded", "a key padding mask", OWN, partial(_padded, all_masked=False), gradients=True),
-        Case(
-            "wholly_masked",
-            "rows without a visible key give zeros",
-            OWN,
-            partial(_padded, all_masked=True),
-            gradients=True,
-        ),
-        Case(
-            "low_logits",
-            "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
-            OWN,
-            partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
-            (_SCALED_BREAKS_DOWN, clamped, lost, _TILE_OVERSHOOTS, OFFSET_HARMS),
-            unclaimed="where S is in bf16, in steps of 256 here, every key ties",
-            chaotic=True,
-        ),
-        Case(
-            "huge_logits",
-            "scores of about 1e4: near one-hot rows",
-            OWN,
-            huge,
-            (_SCALED_BREAKS_DOWN, clamped, tied, OFFSET_HARMS),
-            unclaimed=one_hot,
-            chaotic=True,
-        ),
-        Case(
-            "inf_in_v",
-            "one Inf in V: its column is lost, no other",
-            OWN,
-            partial(_poisoned, value=torch.inf, tensor="v"),
-        ),
-        Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(_poisoned, value=torch.nan, tensor="q")),
-        Case(
-            "subnormal_v",
-            "V below the smallest normal value: exact, or flushed to zero",
-            OWN,
-            _subnormal,
-            (shrunk, flushed),
-            chaotic=True,
-        ),
-    ]
-
+        chaotic=True,
+    ),
+)
 
 #: The scripted cases by what they are about.
 GROUPS: Mapping[str, tuple[Case, ...]] = {
-    "equal maxima": tuple(_tied_maxima()),
-    "equal maxima, other values of V": tuple(_shapes_of_v()),
-    "one maximum": tuple(_single_maximum()),
-    "maxima near zero and below it": tuple(_row_maximum_near_zero()),
-    "large maxima": tuple(_row_maximum_large()),
-    "maxima in several key blocks": tuple(_across_blocks()),
-    "maxima that differ by less than P-bar's rounding": tuple(_near_ties()),
-    "controls": tuple(_controls()),
-    "V in 8 bits": tuple(eight_bits()),
-    "normal numbers": tuple(_random()),
-    "masks, NaN, Inf, subnormal and very large numbers": tuple(_edges()),
-    "what calls ask beyond softmax(Q K^T) V": feature_cases(),
+    "equal maxima": _EQUAL_MAXIMA,
+    "equal maxima, other values of V": _OTHER_V,
+    "one maximum": _ONE_MAXIMUM,
+    "maxima near zero and below it": _MAXIMA_NEAR_ZERO,
+    "large maxima": _large_maxima(),
+    "maxima in several key blocks": _ACROSS_BLOCKS + _GROWING_MAXIMUM,
+    "maxima that differ by less than P-bar's rounding": _NEAR_TIES,
+    "controls": _CONTROLS,
+    "V in 8 bits": EIGHT_BITS,
+    "normal numbers": _NORMAL_NUMBERS,
+    "masks, NaN, Inf, subnormal and very large numbers": _EDGES,
+    "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
 }
 SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)

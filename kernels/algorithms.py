@@ -1,18 +1,10 @@
 """The algorithms that a kernel may declare. One more is one more object here: everything else goes by its fields."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import FEATURES, HIDDEN_NAN, Feature
-from tiebreak.kernels.flash import Block, flash, flash_1, split, standard
+from tiebreak.kernels.flash import Forward, flash, flash_1, split, standard
 from tiebreak.kernels.hashing import hashed_once
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.plans import RoundingPlan
-from tiebreak.kernels.shift_rules import ShiftRule
-
-# (inputs, plan in the formats of the call, shift rule, arithmetic, tile sizes) -> O and the log-sum-exp
-Forward = Callable[[AttentionInputs, RoundingPlan, ShiftRule, Arithmetic, Block], AttentionOutput]
 
 
 @hashed_once
@@ -28,36 +20,15 @@ class Algorithm:
     unused: frozenset[str] = frozenset()  # fields of a plan that it makes nothing of
 
 
-def _flash_1(
-    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
-) -> AttentionOutput:
-    del shift_rule  # each tile is shifted by its maximum
-    return flash_1(inputs, plan, arithmetic, block)
-
-
-def _standard(
-    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
-) -> AttentionOutput:
-    del shift_rule  # a row that is seen whole is shifted by its maximum
-    return standard(inputs, plan, arithmetic, block)
-
-
-def _split(
-    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
-) -> AttentionOutput:
-    del shift_rule  # each split is shifted by its maximum
-    return split(inputs, plan, arithmetic, block)
-
-
 _TAKES = frozenset(FEATURES) - {HIDDEN_NAN}  # 0 times NaN is NaN
 _OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8", "sink"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
-FLASH_ATTENTION_1 = Algorithm("flash_1", _flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
-SPLIT_ATTENTION = Algorithm("split", _split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
+FLASH_ATTENTION_1 = Algorithm("flash_1", flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
+SPLIT_ATTENTION = Algorithm("split", split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
 STANDARD_ATTENTION = Algorithm(
     "standard",
-    _standard,
+    standard,
     tiled=False,
     takes=_TAKES,
     claimed_as="standard",

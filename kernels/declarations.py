@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
-from typing import TypeVar
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import ONE_TILE, Block
@@ -28,40 +27,34 @@ from tiebreak.kernels.quantization import Quantization, parse_quantization
 from tiebreak.kernels.roster import composed_kernel, rule_names
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
-_Value = TypeVar("_Value")
-
-_LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
-_ROW_SUM, _L_FROM, _EXPONENTIAL, _CONTRACTED = "row_sum", "row_sum_of", "exponential", "contracted"
-_ACCUMULATOR, _OF_PRODUCTS = "accumulator", ("pv", "o_bar")
-# Of fields that go by another name.
-_KEYS = {_ROW_SUM: "l", _L_FROM: "l_from", _EXPONENTIAL: "base", _CONTRACTED: "contract"}
-_TILE = "tile"
-_OUTPUTS = ("o", "gradients")
-_BASES = {"2": True, "e": False}
-_SUMS = {of.value: of for of in SumOf}
-_YES = {"yes": True, "no": False}
-_ACCUMULATORS = {accumulator.name.lower(): accumulator for accumulator in Accumulator}
-# Fields whose values are words, by their keys.
-_FLAGS: Mapping[str, Mapping[str, object]] = {
-    _KEYS[_L_FROM]: _SUMS,
-    _KEYS[_CONTRACTED]: _YES,
-    "smooth_k": _YES,
-    "sink": {entry.value: entry for entry in SinkEntry},
-    _ACCUMULATOR: _ACCUMULATORS,
-}
-_QUANTIZED, _OFFSET, _NONE, _SATURATES = ("q8", "k8", "v8", "p8"), "offset", "none", "sat"
+_LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
+_TILE, _NONE, _SATURATES = "tile", "none", "sat"
+_OUTPUTS, _OF_PRODUCTS = ("o", "gradients"), ("pv", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
 
-# The fields of a plan that a change may name, in the order in which they come to be rounded, by their keys.
-_POINTS = (
-    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", _ROW_SUM, "o"),
+# The casts of a plan that a change may name, in the order in which they come to be rounded, then its other fields.
+_CASTS = (
+    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"),
     *BACKWARD_POINTS,
 )
-_OTHERS = (_L_FROM, _EXPONENTIAL, _CONTRACTED, _OFFSET, *_QUANTIZED, "smooth_k", "sink", _ACCUMULATOR)
-_FIELDS = {_KEYS.get(field, field): field for field in (*_POINTS, *_OTHERS)}
+_QUANTIZED = ("q8", "k8", "v8", "p8")
+_OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "smooth_k", "sink", "accumulator")
+# Of fields that go by another name.
+_KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
+_FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
 #: Keys of what the forward pass is made of, and their fields.
 FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
+_YES = {"yes": True, "no": False}
+# Fields whose values are words, by their keys.
+_WORDS: Mapping[str, Mapping[str, object]] = {
+    "l_from": {of.value: of for of in SumOf},
+    "contract": _YES,
+    "smooth_k": _YES,
+    "sink": {entry.value: entry for entry in SinkEntry},
+    "accumulator": {accumulator.name.lower(): accumulator for accumulator in Accumulator},
+    "base": {"2": True, "e": False},
+}
 
 
 def parse_declaration(text: str) -> Declaration:
@@ -99,7 +92,7 @@ def parse_declaration(text: str) -> Declaration:
             raise ValueError(f"{key} stands twice in {text!r}")
         values[key] = value
     # Contraction and a rounded S - m exclude one another, and so do two roundings of q: what goes goes first.
-    turns = {(_KEYS[_CONTRACTED], "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, (_KEYS[_CONTRACTED], "yes"): 1}
+    turns = {("contract", "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, ("contract", "yes"): 1}
     for key, value in sorted(values.items(), key=lambda change: turns.get(change, 0)):
         try:
             declaration = changed(declaration, key, value)
@@ -180,11 +173,9 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
     """
     field = FORWARD[key]
     named = dict.fromkeys(_text(key, getattr(plan, field)) for plan in PLANS.values())
-    if key in _FLAGS:
-        return tuple(_FLAGS[key])
-    if field == _EXPONENTIAL:
-        return tuple(_BASES)
-    if field == _OFFSET or field in _QUANTIZED:
+    if key in _WORDS:
+        return tuple(_WORDS[key])
+    if field not in _CASTS:
         return tuple(named)
     modes = [mode for mode in _MODES if mode != Rounding.STOCHASTIC.value or key == "o"]
     if key in _OUTPUTS:
@@ -213,17 +204,16 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
     if field in algorithm.unused:
         raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
     plan = declaration.plan
-    if key in _FLAGS:
-        plan = replace(plan, **{field: _choice(key, value, _FLAGS[key])})  # type: ignore[arg-type]
-    elif field == _OFFSET:
-        plan = replace(plan, offset=_whole(key, value))
+    made: object
+    if key == "base":
+        made = replace(plan.exponential, base_two=_WORDS[key][_known(key, value)])  # type: ignore[arg-type]
+    elif key in _WORDS:
+        made = _WORDS[key][_known(key, value)]
     elif field in _QUANTIZED:
-        plan = replace(plan, **{field: _quantization(key, value)})  # type: ignore[arg-type]
-    elif field == _EXPONENTIAL:
-        plan = replace(plan, exponential=replace(plan.exponential, base_two=_choice(key, value, _BASES)))
+        made = _quantization(key, value)
     else:
-        plan = replace(plan, **{field: _cast(key, value)})  # type: ignore[arg-type]
-    return replace(declaration, plan=plan)
+        made = _offset(key, value) if key == "offset" else _cast(key, value)
+    return replace(declaration, plan=replace(plan, **{field: made}))  # type: ignore[arg-type]
 
 
 def _cast(key: str, value: str) -> Cast:
@@ -263,7 +253,7 @@ def _quantization(key: str, value: str) -> Quantization | None:
     return quantization
 
 
-def _whole(key: str, value: str) -> int:
+def _offset(key: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or int(value) > _LARGEST_OFFSET:
         raise ValueError(f"{key}={value}: expected a whole number from 0 to {_LARGEST_OFFSET}, a power of two")
     return int(value)
@@ -278,10 +268,10 @@ def _block(value: str) -> Block:
     return Block(int(sizes[0]), int(sizes[-1]))
 
 
-def _choice(key: str, value: str, known: Mapping[str, _Value]) -> _Value:
-    if value not in known:
-        raise ValueError(f"{key}={value}: expected {' or '.join(known)}")
-    return known[value]
+def _known(key: str, word: str) -> str:
+    if word not in _WORDS[key]:
+        raise ValueError(f"{key}={word}: expected {' or '.join(_WORDS[key])}")
+    return word
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
@@ -297,19 +287,14 @@ def values_apart(one: RoundingPlan, other: RoundingPlan) -> dict[str, str]:
 
 
 def _text(key: str, value: object) -> str:
-    if isinstance(value, Exponential):
-        return _word(value.base_two, _BASES)
-    if key in _FLAGS:
-        return _word(value, _FLAGS[key])
+    if key in _WORDS:
+        meant = value.base_two if isinstance(value, Exponential) else value
+        return next(word for word, each in _WORDS[key].items() if each is meant)
     if not isinstance(value, Cast):
         return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
     mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
     return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
-
-
-def _word(value: object, known: Mapping[str, object]) -> str:
-    return next(word for word, meant in known.items() if meant is value)
 
 
 def _known_keys() -> str:

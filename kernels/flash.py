@@ -6,9 +6,9 @@ operations in the order written here; everything else goes through the arithmeti
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
 
 import torch
 from torch import Tensor
@@ -83,13 +83,13 @@ class Softmax:
         """What 1 in a natural logarithm is in the exponential's, contracted."""
         return math.log2(math.e) if self.plan.exponential.base_two else 1.0
 
-    def of(self, s: Tensor, shift: Tensor) -> Tensor:
+    def p_bar(self, s: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(S - shift), as the plan casts it."""
         return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential, self.plan.offset), self.plan.exp)
 
     def _exp(self, s: Tensor, shift: Tensor, exponential: Exponential, offset: int = 0) -> Tensor:
         if self.plan.contracted:  # FlashAttention-3 and -4 take the offset off m c
-            addend = shift * -self.factor + offset * self.unit * math.log(2.0)
+            addend = shift * -self.factor + offset * self.unit * _LN_2
             return self.arithmetic.exp_of_fma(s, self.factor, addend, exponential)
         p = self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
         return p * 2.0**offset if offset else p
@@ -101,13 +101,13 @@ class Softmax:
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
         return self._exp(earlier, shift, self.rescale)
 
-    def of_probabilities(self, s: Tensor, lse: Tensor) -> Tensor:
+    def p(self, s: Tensor, lse: Tensor) -> Tensor:
         """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
         return self.arithmetic.exp(s - lse, self.rescale)
 
-    def of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
+    def p_of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
         if self.plan.contracted:  # FlashAttention-3: exp2(sink log2 e - m c)
             p = self.arithmetic.exp_of_fma(sink.expand_as(shift), self.unit, shift * -self.factor, self.rescale)
@@ -125,109 +125,124 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
-def _final(o: Tensor, rows: slice, operands: Operands, noise: Noise) -> Tensor:
-    """O's cast; rows without a visible key give zeros."""
-    plan = operands.plan
-    if operands.hidden is not None:
-        blind = cut(operands.hidden, rows, slice(None)).all(-1, keepdim=True)
-        o = _zeroed(o, blind)
-    stochastic = plan.o.rounding is Rounding.STOCHASTIC
-    return operands.arithmetic.cast(o, plan.o, noise.bits(o.shape, rows.start, o.device) if stochastic else None)
+@dataclass(frozen=True)
+class _Tiled:
+    """What both passes have in common, which go over a call tile by tile."""
+
+    operands: Operands
+    block: Block
+
+    @property
+    def plan(self) -> RoundingPlan:
+        return self.operands.plan
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return self.operands.arithmetic
+
+    @cached_property
+    def softmax(self) -> Softmax:
+        return Softmax(self.operands.unit, self.plan, self.arithmetic)
+
+    def row_sum(self, x: Tensor) -> Tensor:
+        return self.arithmetic.row_sum(x, self.plan.accumulator)
 
 
-def _by_rows(
-    inputs: AttentionInputs, operands: Operands, block: Block, rows_of: Callable[[slice], tuple[Tensor, Tensor]]
-) -> AttentionOutput:
-    """O after its cast, and the log-sum-exp, a tile of rows at a time: of what gives both for some rows."""
-    noise = Noise(inputs.noise_seed, inputs.q.shape[1])
-    outputs, sums = [], []
-    for rows in operands.query_tiles(block.queries):
-        o, lse = rows_of(rows)
-        outputs.append(_final(o, rows, operands, noise))
-        sums.append(lse)
-    return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+@dataclass(frozen=True)
+class _Pass(_Tiled):
+    """A forward pass: what its algorithms have in common."""
+
+    shift_rule: ShiftRule
+    noise: Noise
+
+    def sum_cast(self, x: Tensor) -> Tensor:
+        return self.arithmetic.cast(x, self.plan.row_sum)
+
+    def o_bar_cast(self, x: Tensor) -> Tensor:
+        return self.arithmetic.cast(x, self.plan.o_bar)
+
+    def begun(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What a row begins with: m, l, both as the plan says that a sink has changed them, and an O of 0."""
+        q, plan, sink = self.operands.q[:, :, rows], self.plan, self.operands.sink
+        m = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        if sink is not None and plan.sink in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
+            m = (sink * self.softmax.logit).expand_as(m)
+        first = sink is not None and plan.sink is SinkEntry.FIRST
+        o = q.new_zeros(*q.shape[:-1], self.operands.v.shape[-1])
+        return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), o
+
+    def final(self, o: Tensor, rows: slice) -> Tensor:
+        """O's cast; rows without a visible key give zeros."""
+        cast, hidden = self.plan.o, self.operands.hidden
+        if hidden is not None:
+            o = _zeroed(o, cut(hidden, rows, slice(None)).all(-1, keepdim=True))
+        stochastic = cast.rounding is Rounding.STOCHASTIC
+        return self.arithmetic.cast(o, cast, self.noise.bits(o.shape, rows.start, o.device) if stochastic else None)
 
 
-def flash(
-    inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
-) -> AttentionOutput:
-    """Tiled attention with a running shift (paper, algorithm 1).
-
-    Args:
-        inputs: q, k, v and masks.
-        plan: where and how to round.
-        shift_rule: how each row's shift is chosen.
-        arithmetic: the device's operations.
-        block: tile sizes.
-
-    Returns:
-        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
-    """
-    operands, noise = Operands.of(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
-    parts = [
-        _flash_rows(operands, rows, plan, shift_rule, arithmetic, block, noise)
-        for rows in operands.query_tiles(block.queries)
-    ]
-    o, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
-    return AttentionOutput(o, lse, tiles=operands.tiles)
+# (inputs, plan in the formats of the call, shift rule, arithmetic, tile sizes) -> O (batch, heads, queries, d) and the
+# log-sum-exp, without gradients
+Forward = Callable[[AttentionInputs, RoundingPlan, ShiftRule, Arithmetic, Block], AttentionOutput]
 
 
-def _flash_rows(
-    operands: Operands,
-    rows: slice,
-    plan: RoundingPlan,
-    shift_rule: ShiftRule,
-    arithmetic: Arithmetic,
-    block: Block,
-    noise: Noise,
-) -> tuple[Tensor, Tensor]:
-    q = operands.q[:, :, rows]
-    softmax = Softmax(operands.unit, plan, arithmetic)
-    m, l, sink = _begun(operands, rows, softmax)
-    o_bar = q.new_zeros(*q.shape[:-1], operands.v.shape[-1])
-    dither = noise.dither(q.shape, rows.start, q.device) if shift_rule.dithered else torch.zeros_like(m)
-    for keys in operands.key_tiles(block.keys):
+def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) -> Forward:
+    """A forward pass, of what gives O before its cast, and the log-sum-exp, for some rows."""
+
+    @wraps(algorithm)
+    def run(
+        inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
+    ) -> AttentionOutput:
+        operands = Operands.from_call(inputs, plan, arithmetic)
+        forward = _Pass(operands, block, shift_rule, Noise(inputs.noise_seed, inputs.q.shape[1]))
+        outputs, sums = [], []
+        for rows in operands.query_tiles(block.queries):
+            o, lse = algorithm(forward, rows)
+            outputs.append(forward.final(o, rows))
+            sums.append(lse)
+        return AttentionOutput(torch.cat(outputs, 2), torch.cat(sums, 2), tiles=operands.tiles)
+
+    return run
+
+
+@_tile_by_tile
+def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+    """Tiled attention with a running shift (paper, algorithm 1)."""
+    operands, plan, softmax, rule = forward.operands, forward.plan, forward.softmax, forward.shift_rule
+    q, sink = operands.q[:, :, rows], operands.sink
+    m, l, o_bar = forward.begun(rows)
+    dither = forward.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
+    for keys in operands.key_tiles(forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
-        proposed = shift_rule.propose(s, row_max, dither, softmax.logit)
+        proposed = rule.propose(s, row_max, dither, softmax.logit)
         # A wholly masked tile has no maximum to shift by.
         new_m = torch.maximum(m, torch.where(row_max == -torch.inf, row_max, proposed))
-        if shift_rule.lag:
-            new_m = torch.where(new_m - m <= shift_rule.lag * softmax.logit, m, new_m)
+        if rule.lag:
+            new_m = torch.where(new_m - m <= rule.lag * softmax.logit, m, new_m)
         shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
-        p = softmax.of(s, shift)
+        p = softmax.p_bar(s, shift)
         p_bar = operands.p_bar(p)
-        block_sum = arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator)
-        if shift_rule.row_sum_floor:
-            block_sum = block_sum.clamp(min=shift_rule.row_sum_floor)
-        block_sum = arithmetic.cast(block_sum, plan.row_sum)
-        pv = operands.weighted(p_bar, keys)
-        if keys.start == 0 and operands.sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
+        block_sum = forward.row_sum(_summed(p, p_bar, plan))
+        if rule.row_sum_floor:
+            block_sum = block_sum.clamp(min=rule.row_sum_floor)
+        block_sum = forward.sum_cast(block_sum)
+        pv = operands.weighted(p_bar, keys, plan.o_bar)
+        if keys.start == 0 and sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
         else:
             alpha = softmax.between(m, shift)
-            l = arithmetic.cast(arithmetic.cast(alpha * l, plan.row_sum) + block_sum, plan.row_sum)
-            o_bar = arithmetic.cast(arithmetic.cast(alpha * o_bar, plan.o_bar) + pv, plan.o_bar)
+            l = forward.sum_cast(forward.sum_cast(alpha * l) + block_sum)
+            o_bar = forward.o_bar_cast(forward.o_bar_cast(alpha * o_bar) + pv)
         m = new_m
     if sink is not None and plan.sink in (SinkEntry.MAXIMUM, SinkEntry.LAST):
         # Of a row without a visible key the sink is all there is.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
-        l = arithmetic.cast(l + softmax.of_sink(sink, m), plan.row_sum)
-    o = _final(operands.unscaled(o_bar / l), rows, operands, noise)
-    lse = softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
+        l = forward.sum_cast(l + softmax.p_of_sink(sink, m))
+    o = operands.unscaled(o_bar / l)
+    lse = softmax.natural(m) + torch.log(l) - plan.offset * _LN_2
     if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
         return o, lse
-    return _final(o * torch.sigmoid(lse - sink), rows, operands, noise), torch.logaddexp(lse, sink.expand_as(lse))
-
-
-def _begun(operands: Operands, rows: slice, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a row begins with: m, l and its sink, if it has one; what the plan says that the sink has done to both."""
-    q, plan, sink = operands.q[:, :, rows], operands.plan, operands.sink
-    m = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    if sink is not None and plan.sink in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
-        m = (sink * softmax.logit).expand_as(m)
-    first = sink is not None and plan.sink is SinkEntry.FIRST
-    return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), sink
+    return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
 
 
 def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
@@ -241,140 +256,94 @@ def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
             return p_bar.whole
 
 
-def flash_1(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
+@_tile_by_tile
+def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention whose running O is normalised after every tile, and whose P is before its cast.
 
     FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
     lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~,
-    O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V.
-
-    Args:
-        inputs: q, k, v and masks.
-        plan: `p_bar` casts the normalised P, `o_bar` is the running O's; l sums P before its cast, always.
-        arithmetic: the device's operations.
-        block: tile sizes.
-
-    Returns:
-        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
+    running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
     """
-    operands = Operands.of(inputs, plan, arithmetic)
-    rows_of = partial(_flash_1_rows, operands, plan=plan, arithmetic=arithmetic, block=block)
-    return _by_rows(inputs, operands, block, rows_of)
-
-
-def _flash_1_rows(
-    operands: Operands, rows: slice, plan: RoundingPlan, arithmetic: Arithmetic, block: Block
-) -> tuple[Tensor, Tensor]:
-    softmax = Softmax(operands.unit, plan, arithmetic)
-    m, l, _ = _begun(operands, rows, softmax)
-    o = m.new_zeros(*m.shape[:-1], operands.v.shape[-1])
-    for keys in operands.key_tiles(block.keys):
+    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
+    m, l, o = forward.begun(rows)
+    for keys in operands.key_tiles(forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         # A wholly masked tile has no maximum to shift by, and weighs nothing.
         own, shift = (torch.where(top == -torch.inf, torch.zeros_like(top), top) for top in (row_max, new_m))
-        p = softmax.of(s, own)
+        p = softmax.p_bar(s, own)
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
-        carried, added = (arithmetic.cast(part, plan.row_sum) for part in (alpha * l, beta * block_sum))
-        new_l = arithmetic.cast(carried + added, plan.row_sum)
+        block_sum = forward.sum_cast(forward.row_sum(p))
+        new_l = forward.sum_cast(forward.sum_cast(alpha * l) + forward.sum_cast(beta * block_sum))
         # No key has been visible yet: a row of zeros stays one.
         divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
-        p = arithmetic.cast(p * (beta / divisor), plan.p_bar)
-        pv = arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
-        o = arithmetic.cast(arithmetic.cast(o * (l / divisor * alpha), plan.o_bar) + pv, plan.o_bar)
+        p = forward.arithmetic.cast(p * (beta / divisor), plan.p_bar)
+        pv = forward.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
+        o = forward.o_bar_cast(forward.o_bar_cast(o * (l / divisor * alpha)) + pv)
         m, l = new_m, new_l
     return operands.unscaled(o), softmax.natural(m) + torch.log(l)
 
 
-def split(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
+@_tile_by_tile
+def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Every tile of keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
 
     Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
-
-    Args:
-        inputs: q, k, v and masks.
-        plan: `o_bar` casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
-        arithmetic: the device's operations.
-        block: its `keys` are those of a split.
-
-    Returns:
-        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    `o_bar` of the plan casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
+    Each tile is shifted by its maximum.
     """
-    operands = Operands.of(inputs, replace(plan, o_bar=_FP32), arithmetic)  # O is cast once it is normalised
-
-    def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
-        tiles = operands.key_tiles(block.keys)
-        parts = [_split(operands, rows, keys, plan, arithmetic, sink=keys is tiles[0]) for keys in tiles]
-        return _merged(parts, plan, arithmetic)
-
-    return _by_rows(inputs, operands, block, rows_of)
-
-
-def _split(
-    operands: Operands, rows: slice, keys: slice, plan: RoundingPlan, arithmetic: Arithmetic, *, sink: bool
-) -> tuple[Tensor, Tensor]:
-    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
-
-    A sink is that of the first split, as in vLLM's unified kernel.
-    """
-    s = operands.scores(rows, keys)
-    m = s.amax(-1, keepdim=True)
-    softmax = Softmax(operands.unit, plan, arithmetic)
-    if sink and operands.sink is not None:
-        m = torch.maximum(m, operands.sink * softmax.logit)
-    blind = m == -torch.inf
-    shift = m.masked_fill(blind, 0.0)
-    p = softmax.of(s, shift)
-    p_bar = operands.p_bar(p)
-    l = arithmetic.cast(arithmetic.row_sum(_summed(p, p_bar, plan), plan.accumulator), plan.row_sum)
-    if sink and operands.sink is not None:
-        l = arithmetic.cast(l + softmax.of_sink(operands.sink, shift), plan.row_sum)
-    o = operands.unscaled(operands.weighted(p_bar, keys) / l.masked_fill(blind, 1.0))
-    return arithmetic.cast(o, plan.o_bar), softmax.natural(m) + torch.log(l) - plan.offset * math.log(2.0)
-
-
-def _merged(
-    parts: Sequence[tuple[Tensor, Tensor]], plan: RoundingPlan, arithmetic: Arithmetic
-) -> tuple[Tensor, Tensor]:
-    """The mean of outputs, weighted by the exponentials of their log-sum-exps, in fp32, one after the other."""
+    tiles = forward.operands.key_tiles(forward.block.keys)
+    parts = [_split(forward, rows, keys, forward.operands.sink if keys is tiles[0] else None) for keys in tiles]
+    # Their mean, weighted by the exponentials of their log-sum-exps, in fp32, one after the other.
     top = torch.stack([lse for _, lse in parts]).amax(0)
     shift = top.masked_fill(top == -torch.inf, 0.0)
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
-        weight = arithmetic.exp(lse - shift, _NATURAL)
-        o, total = o + weight * part, arithmetic.cast(total + weight, plan.row_sum)
+        weight = forward.arithmetic.exp(lse - shift, _NATURAL)
+        o, total = o + weight * part, forward.sum_cast(total + weight)
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
 
 
-def standard(inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, block: Block) -> AttentionOutput:
-    """Standard attention: softmax over the whole row, normalised before P is cast.
+def _split(forward: _Pass, rows: slice, keys: slice, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
 
-    Args:
-        inputs: q, k, v and masks.
-        plan: `p_bar` casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
-        arithmetic: the device's operations.
-        block: only its `queries` matters: rows are processed in tiles to bound memory.
-
-    Returns:
-        O (batch, heads, queries, d) and the log-sum-exp, without gradients.
+    A sink is that of the first split, as in vLLM's unified kernel.
     """
-    operands, every_key = Operands.of(inputs, plan, arithmetic), slice(0, inputs.k.shape[-2])
-    softmax = Softmax(operands.unit, plan, arithmetic)
+    operands, softmax = forward.operands, forward.softmax
+    s = operands.scores(rows, keys)
+    m = s.amax(-1, keepdim=True)
+    if sink is not None:
+        m = torch.maximum(m, sink * softmax.logit)
+    blind = m == -torch.inf
+    shift = m.masked_fill(blind, 0.0)
+    p = softmax.p_bar(s, shift)
+    p_bar = operands.p_bar(p)
+    l = forward.sum_cast(forward.row_sum(_summed(p, p_bar, forward.plan)))
+    if sink is not None:
+        l = forward.sum_cast(l + softmax.p_of_sink(sink, shift))
+    o = operands.unscaled(operands.weighted(p_bar, keys, _FP32) / l.masked_fill(blind, 1.0))
+    return forward.o_bar_cast(o), softmax.natural(m) + torch.log(l) - forward.plan.offset * _LN_2
 
-    def rows_of(rows: slice) -> tuple[Tensor, Tensor]:
-        s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
-        row_max = s.amax(-1, keepdim=True)
-        shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
-        p = softmax.of(s, shift)
-        l = arithmetic.cast(arithmetic.row_sum(p, plan.accumulator), plan.row_sum)
-        p = p[..., every_key]
-        p = arithmetic.cast(p / l, plan.p_bar)
-        o = operands.unscaled(arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
-        return o, softmax.natural(shift) + torch.log(l)
 
-    return _by_rows(inputs, operands, block, rows_of)
+@_tile_by_tile
+def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
+    """Standard attention: softmax over the whole row, shifted by its maximum and normalised before P is cast.
+
+    `p_bar` of the plan casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
+    Rows are processed in tiles to bound memory.
+    """
+    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
+    every_key = slice(0, operands.k.shape[-2])
+    s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
+    row_max = s.amax(-1, keepdim=True)
+    shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
+    p = softmax.p_bar(s, shift)
+    l = forward.sum_cast(forward.row_sum(p))
+    p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
+    o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
+    return o, softmax.natural(shift) + torch.log(l)
 
 
 def backward(
@@ -399,8 +368,8 @@ def backward(
     Returns:
         dQ, dK, dV and delta.
     """
-    operands = Operands.of(inputs, plan, arithmetic, output.tiles)
-    tape = _Tape(operands, output, plan, arithmetic, block)
+    operands = Operands.from_call(inputs, plan, arithmetic, output.tiles)
+    tape = _Tape(operands, block, output)
     delta = tape.delta()
     dq, dk, dv = (
         torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
@@ -417,7 +386,7 @@ def backward(
                 p = arithmetic.cast(p, plan.p)
                 tape.add_by_key(dv[:, :, keys], tape.product(p.transpose(-1, -2), tape.do[:, :, rows]))
             if wanted[0]:
-                tape.add(dq[:, :, rows], in_dq * tape.product(ds, k[:, :, keys]))
+                tape.add(dq[:, :, rows], in_dq * tape.product(ds, k[:, :, keys]), plan.sums)
             if wanted[1]:
                 tape.add_by_key(dk[:, :, keys], in_dk * tape.product(ds.transpose(-1, -2), q[:, :, rows]))
     if plan.scaled_q.narrows:
@@ -433,14 +402,15 @@ def backward(
 
 
 @dataclass(frozen=True)
-class _Tape:
+class _Tape(_Tiled):
     """The tiles that the backward pass recomputes."""
 
-    operands: Operands
     output: AttentionOutput
-    plan: RoundingPlan
-    arithmetic: Arithmetic
-    block: Block
+
+    @property
+    def _lse(self) -> Tensor:
+        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
+        return self.output.lse
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return self.arithmetic.matmul(a, b, _FP32, self.plan.accumulator)
@@ -449,17 +419,15 @@ class _Tape:
         return self.operands.tiles.shared("p", rows, keys, lambda: self._p(rows, keys))
 
     def _p(self, rows: slice, keys: slice) -> Tensor:
-        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
-        lse = self.output.lse[:, :, rows]
+        lse = self._lse[:, :, rows]
         shift = self._shift[:, :, rows] if self._unnormalised else lse
         if self.plan.scaled_k.narrows and self.operands.unchanged:
-            s = self.operands.masked(
-                self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT), rows, keys
-            )
+            product = self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT)
+            s = self.operands.masked(product, rows, keys)
             p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
         else:
             s = self.operands.scores(rows, keys)
-            p = Softmax(self.operands.unit, self.plan, self.arithmetic).of_probabilities(s, shift)
+            p = self.softmax.p(s, shift)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         return _zeroed(p, lse == -torch.inf)
 
@@ -480,16 +448,13 @@ class _Tape:
     def _shift(self) -> Tensor:
         """A row's maximum, a natural logarithm."""
         every = slice(0, self.operands.q.shape[2]), slice(0, self.operands.k.shape[2])
-        softmax = Softmax(self.operands.unit, self.plan, self.arithmetic)
-        s = self.operands.with_sink(self.operands.scores(*every), softmax.logit)
-        return softmax.natural(s.amax(-1, keepdim=True))
+        s = self.operands.with_sink(self.operands.scores(*every), self.softmax.logit)
+        return self.softmax.natural(s.amax(-1, keepdim=True))
 
     @cached_property
     def _l(self) -> Tensor:
         """Sum of P-bar; 1 in a row without a visible key."""
-        lse = self.output.lse
-        assert lse is not None, "the forward pass must return its log-sum-exp"
-        return torch.exp(lse - self._shift).masked_fill(lse == -torch.inf, 1.0)
+        return torch.exp(self._lse - self._shift).masked_fill(self._lse == -torch.inf, 1.0)
 
     @cached_property
     def _scaled_k(self) -> Tensor:
@@ -524,37 +489,28 @@ class _Tape:
         s, left = self.operands.scores(rows, keys), ds.sum(-1, keepdim=True)
         if self.operands.sink is not None:
             left = left - self._p_of_sink(rows) * delta
-        softmax = Softmax(self.operands.unit, self.plan, self.arithmetic)
-        every = self.operands.with_sink(s, softmax.logit)
+        every = self.operands.with_sink(s, self.softmax.logit)
         largest = (every == every.amax(-1, keepdim=True)).to(ds)
         return ds - (largest / largest.sum(-1, keepdim=True))[..., : s.shape[-1]] * left
 
     def _p_of_sink(self, rows: slice) -> Tensor:
         assert self.operands.sink is not None
-        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
-        return self.arithmetic.exp(self.operands.sink - self.output.lse[:, :, rows], _NATURAL)
+        return self.arithmetic.exp(self.operands.sink - self._lse[:, :, rows], _NATURAL)
 
     def dsink(self, delta: Tensor) -> Tensor | None:
         """Less the sum over rows of P of the sink times delta, (heads,)."""
         if self.operands.sink is None:
             return None
         of_heads = (self._p_of_sink(slice(None)) * delta).transpose(0, 1).flatten(1)
-        total = self.arithmetic.row_sum(of_heads, self.plan.accumulator)[:, 0]
-        return self.arithmetic.cast(-total, self.plan.gradients)
-
-    def add(self, total: Tensor, added: Tensor) -> None:
-        self._add(total, added, self.plan.sums)
+        return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
     def add_by_key(self, total: Tensor, added: Tensor) -> None:
         """To dK or dV, which has every head's sum, or that of a key head."""
-        if not self.plan.group_sums.narrows:
-            return self.add(total, added)
-        groups = added.shape[1] // total.shape[1]
+        groups, of_groups = added.shape[1] // total.shape[1], self.plan.group_sums
         for member in range(groups):
-            self._add(total, added[:, member::groups], self.plan.group_sums)
-        return None
+            self.add(total, added[:, member::groups], of_groups if of_groups.narrows else self.plan.sums)
 
-    def _add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
+    def add(self, total: Tensor, added: Tensor, cast: Cast) -> None:
         total.add_(added)
         if cast.narrows:
             total.copy_(self.arithmetic.cast(total, cast))
@@ -571,18 +527,17 @@ class _Tape:
         do, source = self.operands.do, self.plan.delta_from
         if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
             o = self._o_bar() / self._l if self._unnormalised else self.output.o.float()
-            total = self.arithmetic.row_sum(do * o, self.plan.accumulator)
-            return self.arithmetic.cast(total, self.plan.delta)
+            return self.arithmetic.cast(self.row_sum(do * o), self.plan.delta)
         tiles = []
         for rows in self.operands.query_tiles(self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
             for keys in self.operands.key_tiles(self.block.keys):
                 p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
                 if source is DeltaSource.PROBABILITIES:
-                    total = total + self.arithmetic.row_sum(p * self.dp(rows, keys), self.plan.accumulator)
+                    total = total + self.row_sum(p * self.dp(rows, keys))
                 else:
                     pv = self.product(p, self.operands.v[:, :, keys])
-                    total = total + self.arithmetic.row_sum(do[:, :, rows] * pv, self.plan.accumulator)
+                    total = total + self.row_sum(do[:, :, rows] * pv)
             tiles.append(total)
         return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)
 
@@ -591,5 +546,5 @@ class _Tape:
         for rows in self.operands.query_tiles(self.block.queries):
             for keys in self.operands.key_tiles(self.block.keys):
                 p_bar = self.arithmetic.cast(self.p(rows, keys), self.plan.p_bar)
-                self._add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
+                self.add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
         return o_bar

@@ -1,7 +1,7 @@
 """What goes into an attention kernel and what comes out of it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -66,19 +66,14 @@ def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> 
         lengths: of packed sequences, each a call of its own.
     """
     hidden = torch.ones(queries, keys, dtype=torch.bool)
-    for rows, columns in _sequences(lengths or ((0, queries), (0, keys))):
+    for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
+        rows, columns = (slice(*ends) for ends in begun)
         every, (left, right) = hidden[rows, columns].clone(), sides
         diagonal = every.shape[1] - every.shape[0]
         behind = torch.zeros_like(every) if right is None else every.triu(diagonal + right + 1)
         before = torch.zeros_like(every) if left is None else every.tril(diagonal - left - 1)
         hidden[rows, columns] = behind | before
     return hidden[None, None]
-
-
-def _sequences(lengths: Lengths) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of each packed sequence."""
-    for rows, columns in zip(pairwise(lengths[0]), pairwise(lengths[1]), strict=True):
-        yield slice(*rows), slice(*columns)
 
 
 @dataclass(frozen=True)
@@ -117,39 +112,12 @@ class AttentionInputs:
             raise ValueError(f"{heads} query heads are no multiple of {self.k.shape[1]} key heads")
         if self.do.shape != (batch, heads, queries, self.v.shape[3]):
             raise ValueError(f"dO {tuple(self.do.shape)} does not go with q {tuple(self.q.shape)}")
-        for fault in self._faults():
-            raise ValueError(fault)
-
-    def _faults(self) -> Iterator[str]:
-        """What is wrong with what the call asks beyond q, K and V, a line each."""
-        batch, heads, queries, keys = *self.q.shape[:3], self.k.shape[2]
         if any(side is not None and side < 0 for side in self.window):
-            yield f"window {self.window}: its sides are 0 or more keys, or None for all"
+            raise ValueError(f"window {self.window}: its sides are 0 or more keys, or None for all")
         if not 0.0 <= self.softcap < math.inf:
-            yield f"softcap {self.softcap}: expected a positive number, or 0 for none"
-        if self.sink is not None and self.sink.shape != (heads,):
-            yield f"sink {tuple(self.sink.shape)}: expected one logit for each of {heads} heads"
-        whole = batch, heads, queries, keys
-        if self.bias is not None and not _stands_for(self.bias, whole):
-            yield f"bias {tuple(self.bias.shape)}: expected {whole}, any of them 1"
-        if self.bias is not None and not bool(torch.isfinite(self.bias).all()):
-            yield "bias: holds Inf or NaN; a mask is what hides keys"
-        if self.lengths is not None:
-            yield from _faults_of_lengths(self.lengths, batch, (queries, keys))
-        blocks = -(-queries // self.block_size[0]), -(-keys // self.block_size[1])
-        if self.block_mask is not None and (
-            not _stands_for(self.block_mask, (batch, heads, *blocks)) or self.block_mask.shape[2:] != blocks
-        ):
-            yield f"block mask {tuple(self.block_mask.shape)}: expected {(batch, heads, *blocks)}, the first two or 1"
-        if self.block_table is not None and self.page_size < 1:
-            yield f"page size {self.page_size}: expected 1 key or more"
-        elif self.block_table is not None:
-            yield from _faults_of_table(self.block_table, self.pool_pages, (batch, -(-keys // self.page_size)))
-        if (self.k_descale is None) != (self.v_descale is None):
-            yield "descale factors: of K and of V, or of neither"
-        for name, factors in (("K", self.k_descale), ("V", self.v_descale)):
-            if factors is not None and factors.shape != self.k.shape[:2]:
-                yield f"descale factors of {name} {tuple(factors.shape)}: expected {tuple(self.k.shape[:2])}"
+            raise ValueError(f"softcap {self.softcap}: expected a positive number, or 0 for none")
+        if self.page_size < 1:
+            raise ValueError(f"page size {self.page_size}: expected 1 key or more")
 
     @property
     def scale(self) -> float:
@@ -190,31 +158,34 @@ class AttentionInputs:
             feature: has this keyword.
             keyword: one of the common ones; a sliding window is a number of keys, the row's own among them.
         """
-        if feature in (LENGTHS, PAGES, BLOCK_MASK, DESCALE):
-            return self._one_of_several(keyword)
+        if feature in (LENGTHS, PAGES):
+            return self._of_sequences(feature, keyword)
+        if feature is DESCALE or keyword == "block_size":
+            value: object = getattr(self, keyword)
+            return value
         left, right = (-1 if side is None else side for side in self.window)
-        window = (left + 1 or None) if keyword == "sliding_window" else (left, right)
-        values = {GROUPED: self.groups > 1, OWN_SCALE: self.scale, WINDOW: window, SOFTCAP: self.softcap}
-        return {**values, SINK: self.sink, BIAS: self.bias}[feature]
+        return {
+            GROUPED: self.groups > 1,
+            OWN_SCALE: self.scale,
+            WINDOW: (left + 1 or None) if keyword == "sliding_window" else (left, right),
+            SOFTCAP: self.softcap,
+            SINK: self.sink,
+            BIAS: self.bias,
+            BLOCK_MASK: self.block_mask,
+        }[feature]
 
-    def _one_of_several(self, keyword: str) -> object:
-        """What a kernel is given by one keyword of a feature that goes by several."""
-        named = {"block_size": self.block_size, "k_descale": self.k_descale, "v_descale": self.v_descale}
-        if keyword in named:
-            return named[keyword]
-        if keyword in BLOCK_MASK.keywords:
-            return self.block_mask
-        sizes, device = (self.q.shape[2], self.k.shape[2]), self.q.device
+    def _of_sequences(self, feature: Feature, keyword: str) -> object:
+        """Where packed sequences begin, how long they are, or which pages they are in."""
+        sizes, device, of_keys = (self.q.shape[2], self.k.shape[2]), self.q.device, keyword.endswith("_k")
+        if feature is LENGTHS:
+            begins = self.lengths[of_keys] if self.lengths else (0, sizes[of_keys])
+            longest = max(end - begin for begin, end in pairwise(begins))
+            return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
         if keyword in ("cache_seqlens", "seqused_k"):
             seen = self.key_padding
             lengths = [sizes[1]] * len(self.q) if seen is None else seen.sum(-1).tolist()
             return torch.tensor(lengths, dtype=torch.int32, device=device)
-        if keyword in PAGES.keywords:
-            return None if self.block_table is None else self.block_table.to(torch.int32)
-        of = keyword.endswith("_k")
-        begins = self.lengths[of] if self.lengths else (0, sizes[of])
-        longest = max(end - begin for begin, end in pairwise(begins))
-        return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
+        return None if self.block_table is None else self.block_table.to(torch.int32)
 
     def held(self, name: str) -> tuple[Tensor, torch.dtype]:
         """K or V, by its name, as kernels get it, and in which format: in 8 bits, or in a pool of pages."""
@@ -304,33 +275,6 @@ class AttentionInputs:
             rows = (~self.block_mask).repeat_interleave(self.block_size[0], 2)[:, :, :queries]
             masks[BLOCK_MASK] = rows.repeat_interleave(self.block_size[1], 3)[..., :keys]
         return masks
-
-
-def _stands_for(x: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has a shape, or 1 in the place of any size."""
-    return x.dim() == len(shape) and all(n in (1, size) for n, size in zip(x.shape, shape, strict=True))
-
-
-def _faults_of_lengths(lengths: Lengths, batch: int, sizes: tuple[int, int]) -> Iterator[str]:
-    if batch != 1:
-        yield f"lengths: sequences are packed into a batch of 1, not of {batch}"
-    if len(lengths[0]) != len(lengths[1]):
-        yield f"lengths: {len(lengths[0]) - 1} sequences of queries, {len(lengths[1]) - 1} of keys"
-    for name, begins, size in zip(("queries", "keys"), lengths, sizes, strict=True):
-        if len(begins) < 2 or begins[0] != 0 or any(begin > end for begin, end in pairwise(begins)):
-            yield f"lengths of {name} {begins}: expected where each sequence begins, 0 first, then the last one's end"
-        elif begins[-1] != size:
-            yield f"lengths of {name} {begins}: they end at {begins[-1]}, and there are {size}"
-
-
-def _faults_of_table(table: Tensor, pages: int, shape: tuple[int, int]) -> Iterator[str]:
-    if table.shape != shape:
-        yield f"block table {tuple(table.shape)}: the keys of these sequences take {shape} pages"
-    elif not bool(((table >= 0) & (table < pages)).all()):
-        beyond = table[(table < 0) | (table >= pages)][0].item()
-        yield f"block table: page {beyond} of a pool of {pages}"
-    elif len(set(table.flatten().tolist())) < table.numel():
-        yield "block table: a page is in it twice"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Kernels under test: an implementation, and the declaration of how it rounds."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,8 +57,19 @@ Undeclared = Callable[[AttentionInputs], str | None]
 Unsuited = Callable[[Formats], str | None]
 
 
+class Whose(enum.Enum):
+    """Whose it is that a call gives no answer."""
+
+    CALL = "call"  # it is none for this kernel, or not here: its cell is skipped
+    KERNEL = "kernel"  # the kernel breaks its contract: its cell falls
+
+
 class CannotRunError(Exception):
-    """A kernel refuses the inputs of a call, in one line. The cell is skipped."""
+    """A call that gives no answer: why, in one line, and whose that is."""
+
+    def __init__(self, reason: str, whose: Whose = Whose.CALL) -> None:
+        super().__init__(reason)
+        self.whose = whose
 
 
 def _nothing(inputs: object) -> None:
@@ -73,9 +85,7 @@ class Kernel:
     declaration: Declaration | None  # what it claims to do; None where nobody knows
     has_backward: bool = True  # whether it can return gradients
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: inputs that ask for more are skipped
-    missing_requirement: MissingRequirement = (
-        _nothing  # what it misses here: a package, a head dimension, a format, PyTorch's consent
-    )
+    missing_requirement: MissingRequirement = _nothing  # what it lacks here: a package, a format, PyTorch's consent
     undeclared: Undeclared = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in

@@ -7,10 +7,9 @@ torch_npu.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,20 +32,14 @@ _TOCKENS = ("pre_tockens", "next_tockens")  # so spelt by the training operators
 _PACKED = "TND"  # the layout of packed sequences
 _SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
 _TAKES = COMMON | MASKS | {SINK}
+_TRAINING = ("npu_fusion_attention", "npu_fusion_attention_grad")
 
 Operator = Callable[..., Any]
-
-
-class Operators(Protocol):
-    """Where the operators come from."""
-
-    def __call__(self, name: str) -> Operator | None:
-        """The operator called `name`, None where this release has none."""
-        ...
+Operators = Callable[[str], Operator | None]  # the operator of a name; None where this release has none
 
 
 def torch_npu_operators(name: str) -> Operator | None:
-    """torch-npu's operator called `name`, None before it is imported or where its release has none."""
+    """torch-npu's operator of a name, None before it is imported or where its release has none."""
     operator: Operator | None = getattr(torch.ops.npu, name, None)
     return operator
 
@@ -118,8 +111,7 @@ def _triangle(device: torch.device) -> Tensor:
     return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1).to(device)
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """What npu_fusion_attention returns, in its order, as the operator laid it out."""
 
     o: Tensor  # O in the layout
@@ -140,20 +132,13 @@ class FusionAttention:
     operators: Operators = torch_npu_operators  # where they come from
 
     def forward(self, inputs: AttentionInputs) -> Forward:
-        """Run the forward operator.
+        """Run the forward operator on q, k, v and masks on the NPU."""
+        layout = self._layout_of(inputs)
+        tensors = _packed(inputs, layout, inputs.q, inputs.k, inputs.v)
+        asked = self._asked(inputs) | {"scale": inputs.scale}
+        return Forward(*_operator(self.operators, _TRAINING[0])(*tensors, inputs.q.shape[1], layout, **asked))
 
-        Args:
-            inputs: q, k, v and masks on the NPU.
-
-        Returns:
-            All that it returns.
-        """
-        layout, heads = self.layout_of(inputs), inputs.q.shape[1]
-        q, k, v = _packed(inputs, layout, inputs.q, inputs.k, inputs.v)
-        common = self._asked(inputs) | {"scale": inputs.scale}
-        return Forward(*_operator(self.operators, "npu_fusion_attention")(q, k, v, heads, layout, **common))
-
-    def layout_of(self, inputs: AttentionInputs) -> str:
+    def _layout_of(self, inputs: AttentionInputs) -> str:
         """Its own, but for packed sequences, which have one."""
         return _PACKED if packs(inputs) else self.layout
 
@@ -163,76 +148,59 @@ class FusionAttention:
         if inputs.lengths is not None and packs(inputs):
             ends = (list(begins[1:]) for begins in inputs.lengths)
             asked |= dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
-        return asked | _sink(self.operators, "npu_fusion_attention", inputs)
+        return asked | _sink(self.operators, _TRAINING[0], inputs)
 
-    def backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
-        """Run the backward operator.
-
-        Args:
-            inputs: q, k, v, dO and masks on the NPU.
-            forward: what the forward operator returned.
-
-        Returns:
-            dQ, dK and dV in the inputs' shapes.
-        """
-        layout = self.layout_of(inputs)
-        q, k, v, do = _packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do)
+    def _backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
+        layout = self._layout_of(inputs)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
+        kept = forward._asdict()
         # Newer releases return gradients of arguments that are not used here, too; that of a sink is the last.
-        dq, dk, dv, *others = _operator(self.operators, "npu_fusion_attention_grad")(
-            q,
-            k,
-            v,
-            do,
+        dq, dk, dv, *others = _operator(self.operators, _TRAINING[1])(
+            *_packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do),
             heads,
             layout,
-            softmax_max=forward.softmax_max,
-            softmax_sum=forward.softmax_sum,
-            softmax_in=forward.softmax_in,
-            attention_in=forward.o,
+            attention_in=kept.pop("o"),
             scale_value=inputs.scale,
-            seed=forward.seed,
-            offset=forward.offset,
-            numels=forward.numels,
+            **kept,
             **self._asked(inputs),
         )
         dq, dk, dv = (unpack(x, layout, n) for x, n in ((dq, heads), (dk, key_heads), (dv, key_heads)))
         return Gradients(dq, dk, dv, dsink=None if inputs.sink is None else others[-1])
 
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """As `tiebreak.kernels.kernel.Compute`."""
+        """Compute attention: `Compute` of a kernel."""
         del arithmetic
-        forward = self.forward(inputs)
+        forward, layout, heads = self.forward(inputs), self._layout_of(inputs), inputs.q.shape[1]
         # The kernel's own statistics, so that log-sum-exp is checked with them. Whether a sink is in them nobody says.
         lse = (forward.softmax_max + torch.log(forward.softmax_sum))[..., :1] if inputs.sink is None else None
-        layout = self.layout_of(inputs)
         if lse is not None and layout == _PACKED:
-            lse = unpack(lse, layout, inputs.q.shape[1])
-        o = unpack(forward.o, layout, inputs.q.shape[1])
-        return AttentionOutput(o, lse, self.backward(inputs, forward) if gradients else None)
+            lse = unpack(lse, layout, heads)
+        return AttentionOutput(
+            unpack(forward.o, layout, heads), lse, self._backward(inputs, forward) if gradients else None
+        )
 
 
-def _infer(
-    operators: Operators,
-    name: str,
-    own: Mapping[str, Any],
-    scale: str,
-    inputs: AttentionInputs,
-    arithmetic: Arithmetic,
-    gradients: bool,
-) -> AttentionOutput:
-    """An inference operator, with what it alone takes, and its scale by the name that it has there."""
-    del arithmetic, gradients
-    returned = _operator(operators, name)(
-        *_packed(inputs, "BNSD", inputs.q, inputs.k, inputs.v),
-        num_heads=inputs.q.shape[1],
-        num_key_value_heads=inputs.k.shape[1],
-        input_layout="BNSD",
-        # One's default of 0 tokens after a query's own hides every later key, mask or not.
-        **dict.fromkeys(_TOKENS, _NO_LIMIT) | {**own, scale: inputs.scale} | masking(inputs, _TOKENS),
-        **_sink(operators, name, inputs),
-    )
-    return AttentionOutput(*returned) if isinstance(returned, tuple) else AttentionOutput(returned)
+@dataclass(frozen=True)
+class _Inference:
+    """An inference operator."""
+
+    name: str
+    scale: str  # what it calls the scale
+    operators: Operators
+    own: Mapping[str, Any] = field(default_factory=dict)  # what it alone takes
+
+    def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        del arithmetic, gradients
+        returned = _operator(self.operators, self.name)(
+            *_packed(inputs, "BNSD", inputs.q, inputs.k, inputs.v),
+            num_heads=inputs.q.shape[1],
+            num_key_value_heads=inputs.k.shape[1],
+            input_layout="BNSD",
+            # One's default of 0 tokens after a query's own hides every later key, mask or not.
+            **dict.fromkeys(_TOKENS, _NO_LIMIT) | {**self.own, self.scale: inputs.scale} | masking(inputs, _TOKENS),
+            **_sink(self.operators, self.name, inputs),
+        )
+        return AttentionOutput(*returned) if isinstance(returned, tuple) else AttentionOutput(returned)
 
 
 def _sink(operators: Operators, name: str, inputs: AttentionInputs) -> dict[str, Tensor]:
@@ -264,41 +232,29 @@ def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
     return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/devices.md)" if missing else None
 
 
-def _training_requirement(operators: Operators, inputs: AttentionInputs) -> str | None:
-    names = "npu_fusion_attention", "npu_fusion_attention_grad"
-    return _absent(operators, names) or _sinkless(operators, names[0], inputs)
+def _requirement(operators: Operators, names: tuple[str, ...], inputs: AttentionInputs) -> str | None:
+    if names != _TRAINING and inputs.formats.inputs == FP32:
+        return f"{names[0]} takes no fp32"
+    absent = _absent(operators, names)
+    if absent is not None or inputs.sink is None or _keyword(operators, names[0]) is not None:
+        return absent
+    return f"{names[0]} knows no {SINK.words} here: install a newer torch-npu (docs/devices.md)"
 
 
-def _inference_requirement(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
-    if inputs.formats.inputs == FP32:
-        return f"{name} takes no fp32"
-    return _absent(operators, (name,)) or _sinkless(operators, name, inputs)
-
-
-def _sinkless(operators: Operators, name: str, inputs: AttentionInputs) -> str | None:
-    if SINK not in inputs.asks() or _keyword(operators, name) is not None:
-        return None
-    return f"{name} knows no {SINK.words} here: install a newer torch-npu (docs/devices.md)"
-
-
-def fusion_attention(layout: str, inner_precise: int, operators: Operators = torch_npu_operators) -> Kernel:
+def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
     """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
-    compute = FusionAttention(layout, inner_precise, operators)
-    name = f"npu_fusion_{layout.lower()}_p{inner_precise}"
-    return Kernel(name, compute, None, takes=_TAKES, missing_requirement=partial(_training_requirement, operators))
-
-
-def _inference(
-    name: str, operators: Operators, operator: str, scale: str, own: Mapping[str, Any] = MappingProxyType({})
-) -> Kernel:
     return Kernel(
-        name,
-        partial(_infer, operators, operator, own, scale),
+        f"npu_fusion_{layout.lower()}_p{inner_precise}",
+        FusionAttention(layout, inner_precise, operators),
         None,
-        has_backward=False,
-        takes=_TAKES - {LENGTHS},
-        missing_requirement=partial(_inference_requirement, operators, operator),
+        takes=_TAKES,
+        missing_requirement=partial(_requirement, operators, _TRAINING),
     )
+
+
+def _inference(name: str, operator: _Inference) -> Kernel:
+    lacking = partial(_requirement, operator.operators, (operator.name,))
+    return Kernel(name, operator, None, has_backward=False, takes=_TAKES - {LENGTHS}, missing_requirement=lacking)
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
@@ -311,16 +267,16 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
         npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators,
         forward only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
     """
-    training = [fusion_attention(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
-    training += [fusion_attention(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
-    inference = [_inference("npu_prompt_flash", operators, "npu_prompt_flash_attention", "scale_value")]
+    training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
+    training += [_training(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
+    inference = [_inference("npu_prompt_flash", _Inference("npu_prompt_flash_attention", "scale_value", operators))]
     for precise in INNER_PRECISE[:2]:  # 2 and 3 differ from them in rows without a visible key only
         own = {"inner_precise": precise, "softmax_lse_flag": True}
-        name = f"npu_fused_infer_p{precise}"
-        inference.append(_inference(name, operators, "npu_fused_infer_attention_score", "scale", own))
+        operator = _Inference("npu_fused_infer_attention_score", "scale", operators, own)
+        inference.append(_inference(f"npu_fused_infer_p{precise}", operator))
     return (*training, *inference)
 
 
 def every_fusion_attention(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """npu_fusion_attention in every layout at every `inner_precise`."""
-    return tuple(fusion_attention(layout, precise, operators) for layout in LAYOUTS for precise in INNER_PRECISE)
+    return tuple(_training(layout, precise, operators) for layout in LAYOUTS for precise in INNER_PRECISE)

@@ -77,7 +77,7 @@ class Operands:
     taken: tuple[Scaled, Scaled, Scaled]  # q, K and V as products take them
 
     @classmethod
-    def of(
+    def from_call(
         cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
     ) -> "Operands":
         """Those of a call.
@@ -208,15 +208,15 @@ class Operands:
         """P-bar of one tile as the product takes it."""
         return _quantized(self.arithmetic.cast(p, self.plan.p_bar), self.plan.p8, self.arithmetic)
 
-    def weighted(self, p: Scaled, keys: slice) -> Tensor:
-        """P-bar V of one tile, in the plan's format of it; a block's scale of V is in it, one of a head is not.
+    def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
+        """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.
 
         Raises:
             ValueError: a tile holds V of more than one block.
         """
         plan, v = self.plan, self.taken[2].rows(keys)
-        first = plan.pv if plan.pv.narrows else plan.o_bar
-        pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), plan.o_bar)
+        first = plan.pv if plan.pv.narrows else cast
+        pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), cast)
         if v.scale is None or not self._v_by_blocks:
             return _unscaled(pv, p.scale)
         if (v.scale != v.scale[:, :, :1]).any():

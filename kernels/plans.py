@@ -1,9 +1,9 @@
 """Rounding plans: format and mode of every rounding point of an attention kernel, and the presets."""
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
 from tiebreak.kernels.hashing import hashed_once
@@ -112,11 +112,11 @@ class RoundingPlan:
     """
 
     name: str  # how tables and --plan call it
-    s: Cast  # scores S
-    p_bar: Cast  # unnormalised probabilities P-bar (standard attention: the normalised P)
-    o_bar: Cast  # unnormalised output O-bar, at every operation on it
-    row_sum: Cast  # row sum l
-    o: Cast  # output O
+    s: Cast = Cast(FP32)  # scores S
+    p_bar: Cast = Cast(FP32)  # unnormalised probabilities P-bar (standard attention: the normalised P)
+    o_bar: Cast = Cast(FP32)  # unnormalised output O-bar, at every operation on it
+    row_sum: Cast = Cast(FP32)  # row sum l
+    o: Cast = Cast(FP32)  # output O
     row_sum_of: SumOf = SumOf.UNROUNDED  # which P-bar l sums
     accumulator: Accumulator = Accumulator.EXACT  # of matrix products and row sums
     exponential: Exponential = Exponential()  # of the softmax
@@ -203,71 +203,72 @@ BACKWARD_POINTS = tuple(
 )
 
 
-# Presets stand as they are for a call in bf16.
 _LOW = Cast(BF16, follows=Follows.OPERANDS)
 OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call
 _HIGH = Cast(FP32)
 
-PAPER = RoundingPlan("paper", s=_HIGH, p_bar=_LOW, o_bar=_LOW, row_sum=_HIGH, o=OUTPUT)
-ALL_BF16 = replace(PAPER, name="all_bf16", s=_LOW, row_sum=_LOW)
-FUSED = RoundingPlan(
-    "fused", s=_HIGH, p_bar=_LOW, o_bar=_HIGH, row_sum=_HIGH, o=OUTPUT, p=_LOW, ds=_LOW, gradients=OUTPUT
-)
-FUSED_STOCHASTIC = replace(FUSED, name="fused_stochastic", o=replace(OUTPUT, rounding=Rounding.STOCHASTIC))
-STANDARD = RoundingPlan(
-    "standard",
-    s=_HIGH,
-    p_bar=_LOW,
-    o_bar=_HIGH,
-    row_sum=_HIGH,
-    o=OUTPUT,
-    delta_from=DeltaSource.PROBABILITIES,
-)
-FP32_PLAN = RoundingPlan("fp32", s=_HIGH, p_bar=_HIGH, o_bar=_HIGH, row_sum=_HIGH, o=_HIGH)
+#: Every plan that has a name. They stand as they are for a call in bf16.
+PLANS: dict[str, RoundingPlan] = {}
+
+
+def _plan(name: str, like: RoundingPlan, **changes: Any) -> RoundingPlan:
+    """A plan with a name: another one's casts but for some."""
+    PLANS[name] = replace(like, name=name, **changes)
+    return PLANS[name]
+
+
+_UNROUNDED = RoundingPlan("fp32")
+PAPER = _plan("paper", _UNROUNDED, p_bar=_LOW, o_bar=_LOW, o=OUTPUT)
+ALL_BF16 = _plan("all_bf16", PAPER, s=_LOW, row_sum=_LOW)
+FUSED = _plan("fused", _UNROUNDED, p_bar=_LOW, o=OUTPUT, p=_LOW, ds=_LOW, gradients=OUTPUT)
+FUSED_STOCHASTIC = _plan("fused_stochastic", FUSED, o=replace(OUTPUT, rounding=Rounding.STOCHASTIC))
+STANDARD = _plan("standard", _UNROUNDED, p_bar=_LOW, o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
+FP32_PLAN = _plan("fp32", _UNROUNDED)
+PRESETS = tuple(PLANS.values())
 
 # The paper's section 3.2: what each single change to the plan is said to cure.
 ISOLATION = (
-    replace(PAPER, name="delta_from_dp", delta_from=DeltaSource.PROBABILITIES),
-    replace(PAPER, name="o_recomputed", delta_from=DeltaSource.RECOMPUTED_OUTPUT),
-    replace(PAPER, name="o_fp32", o_bar=_HIGH, o=_HIGH),
-    replace(PAPER, name="pv_fp32", p_bar=_HIGH, o_bar=_HIGH),
+    _plan("delta_from_dp", PAPER, delta_from=DeltaSource.PROBABILITIES),
+    _plan("o_recomputed", PAPER, delta_from=DeltaSource.RECOMPUTED_OUTPUT),
+    _plan("o_fp32", PAPER, o_bar=_HIGH, o=_HIGH),
+    _plan("pv_fp32", PAPER, p_bar=_HIGH, o_bar=_HIGH),
 )
 
 # Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
 _AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
-FUSED_P_BAR_AWAY = replace(FUSED, name="fused_p_bar_away", p_bar=_AWAY)
-FUSED_P_BAR_O_AWAY = replace(FUSED, name="fused_p_bar_o_away", p_bar=_AWAY, o=_OUTPUT_AWAY)
+FUSED_P_BAR_AWAY = _plan("fused_p_bar_away", FUSED, p_bar=_AWAY)
+FUSED_P_BAR_O_AWAY = _plan("fused_p_bar_o_away", FUSED, p_bar=_AWAY, o=_OUTPUT_AWAY)
 
 # P-bar in 8 bits, as fp8 attention has it: 2^-10 and less of it is 0.
-FUSED_FP8 = replace(FUSED, name="fused_fp8", p_bar=Cast(FP8_E4M3, saturates=True))
-
+FUSED_FP8 = _plan("fused_fp8", FUSED, p_bar=Cast(FP8_E4M3, saturates=True))
 # Times 2^8, as in FlashAttention-3 and -4: 2^-18 and less of P is 0, and 448 is 1.75 times the largest P-bar.
-FUSED_FP8_OFFSET = replace(FUSED_FP8, name="fused_fp8_offset", offset=8)
+FUSED_FP8_OFFSET = _plan("fused_fp8_offset", FUSED_FP8, offset=8)
 # Where FlashAttention-4's running maximum is behind by up to 4 in base two (rule `lazy_4`), 2^4 of it is all that fits.
-FUSED_FP8_OFFSET_4 = replace(FUSED_FP8, name="fused_fp8_offset_4", offset=4)
-FUSED_E5M2_OFFSET = replace(FUSED_FP8_OFFSET, name="fused_e5m2_offset", p_bar=Cast(FP8_E5M2, saturates=True))
+FUSED_FP8_OFFSET_4 = _plan("fused_fp8_offset_4", FUSED_FP8, offset=4)
 # What l counts is what P V gets where both are clamped.
-FUSED_FP8_CLAMPED = replace(FUSED_FP8_OFFSET, name="fused_fp8_clamped", row_sum_of=SumOf.CLAMPED)
-
+FUSED_FP8_CLAMPED = _plan("fused_fp8_clamped", FUSED_FP8_OFFSET, row_sum_of=SumOf.CLAMPED)
 # What fairness takes in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
-FUSED_FP8_FAIR = replace(
-    FUSED_FP8_OFFSET, name="fused_fp8_fair", row_sum_of=SumOf.ROUNDED, o=replace(OUTPUT, rounding=Rounding.STOCHASTIC)
-)
+FUSED_FP8_FAIR = _plan("fused_fp8_fair", FUSED_FP8_OFFSET, row_sum_of=SumOf.ROUNDED, o=FUSED_STOCHASTIC.o)
+FUSED_E5M2_OFFSET = _plan("fused_e5m2_offset", FUSED_FP8_OFFSET, p_bar=Cast(FP8_E5M2, saturates=True))
+
+
+def _of_q_k_v(how: Quantization) -> dict[str, Quantization]:
+    return dict.fromkeys(("q8", "k8", "v8"), how)
+
 
 # All of attention in 8 bits, as FlashAttention-3 takes it: e4m3 with a scale a head.
 _HEAD = Quantization(FP8_E4M3, Scaling.HEAD)
-FP8 = replace(FUSED_FP8_OFFSET, name="fp8", q8=_HEAD, k8=_HEAD, v8=_HEAD)
-_TENSOR, _BLOCK = Quantization(FP8_E4M3, Scaling.TENSOR), Quantization(FP8_E4M3, Scaling.BLOCK, 128)
-FP8_TENSOR = replace(FP8, name="fp8_tensor", q8=_TENSOR, k8=_TENSOR, v8=_TENSOR)
-FP8_BLOCK = replace(FP8, name="fp8_block", q8=_BLOCK, k8=_BLOCK, v8=_BLOCK)
-FP8_E5M2_V = replace(FP8, name="fp8_e5m2_v", v8=replace(_HEAD, fmt=FP8_E5M2))
+FP8 = _plan("fp8", FUSED_FP8_OFFSET, **_of_q_k_v(_HEAD))
+FP8_TENSOR = _plan("fp8_tensor", FP8, **_of_q_k_v(Quantization(FP8_E4M3, Scaling.TENSOR)))
+FP8_BLOCK = _plan("fp8_block", FP8, **_of_q_k_v(Quantization(FP8_E4M3, Scaling.BLOCK, 128)))
+FP8_E5M2_V = _plan("fp8_e5m2_v", FP8, v8=replace(_HEAD, fmt=FP8_E5M2))
 # The OCP's microscaling formats: 32 numbers along a product's inner dimension share a power of two.
 _MX = Quantization(FP8_E4M3, Scaling.MICRO, 32)
-MXFP8 = replace(FUSED, name="mxfp8", p_bar=_HIGH, q8=_MX, k8=_MX, v8=_MX, p8=_MX)
+MXFP8 = _plan("mxfp8", FUSED, p_bar=_HIGH, p8=_MX, **_of_q_k_v(_MX))
 # SageAttention (arXiv 2410.02367), its Triton kernel: q and K in 8-bit integers, P V in fp16 and summed there.
-SAGE = replace(
+SAGE = _plan(
+    "sage",
     FUSED,
-    name="sage",
     q8=Quantization(INT8, Scaling.BLOCK, 128, Rounding.TIES_AWAY, takes_scale=True),
     k8=Quantization(INT8, Scaling.BLOCK, 64, Rounding.TIES_AWAY),
     smooth_k=True,
@@ -277,60 +278,25 @@ SAGE = replace(
 )
 
 # FlashAttention-2's and -4's exponential, and that of a Triton kernel which leaves contraction on.
-FUSED_CONTRACTED = replace(FUSED, name="fused_contracted", exponential=Exponential(base_two=True), contracted=True)
+FUSED_CONTRACTED = _plan("fused_contracted", FUSED, exponential=Exponential(base_two=True), contracted=True)
 
 # PyTorch's flash kernel for CPUs with vector instructions, Vectorized<float>::fexp_u20 (aten/src/ATen/cpu/vec), for
 # bf16 and fp16 on AVX-512. Its exponential errs by up to 1.1e-4, at 0 by 5.3e-5.
 FEXP_U20 = Exponential(
     correction=(0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236), lanes=16
 )
-FUSED_FAST_EXP = replace(FUSED, name="fused_fast_exp", exponential=FEXP_U20)
+FUSED_FAST_EXP = _plan("fused_fast_exp", FUSED, exponential=FEXP_U20)
 
 # Upcast attention: fp32 in all but what is returned.
-FP32_INSIDE = replace(FP32_PLAN, name="fp32_inside", o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
+FP32_INSIDE = _plan("fp32_inside", FP32_PLAN, o=OUTPUT, delta_from=DeltaSource.PROBABILITIES)
 
-# Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand.
-_TENSOR_CORE = (
-    *(
-        replace(plan, name=f"{plan.name}_{core.name.lower()}", accumulator=core)
-        for plan in (PAPER, FUSED, FUSED_STOCHASTIC)
-        for core in (Accumulator.AMPERE, Accumulator.HOPPER)
-    ),
-    *(replace(plan, name=f"{plan.name}_bfmmla", accumulator=Accumulator.BFMMLA) for plan in (PAPER, FUSED)),
-    replace(FUSED, name="fused_volta", accumulator=Accumulator.VOLTA),
-    replace(FUSED, name="fused_cdna3", accumulator=Accumulator.CDNA3),
-    # All products, Q K^T too: of a call whose q, k and v fp8 holds.
-    replace(FUSED_FP8, name="fused_fp8_ada", accumulator=Accumulator.ADA_FP8),
-    replace(FUSED_FP8, name="fused_fp8_hopper", accumulator=Accumulator.HOPPER_FP8),
-    replace(FP8, name="fp8_ada", accumulator=Accumulator.ADA_FP8),
-    replace(FP8, name="fp8_hopper", accumulator=Accumulator.HOPPER_FP8),
-)
-
-PRESETS = (PAPER, ALL_BF16, FUSED, FUSED_STOCHASTIC, STANDARD, FP32_PLAN)
-
-# Every plan that has a name.
-PLANS: Mapping[str, RoundingPlan] = {
-    plan.name: plan
-    for plan in (
-        *PRESETS,
-        *ISOLATION,
-        FUSED_P_BAR_AWAY,
-        FUSED_P_BAR_O_AWAY,
-        FUSED_FP8,
-        FUSED_FP8_OFFSET,
-        FUSED_FP8_OFFSET_4,
-        FUSED_FP8_CLAMPED,
-        FUSED_FP8_FAIR,
-        FUSED_E5M2_OFFSET,
-        FP8,
-        FP8_TENSOR,
-        FP8_BLOCK,
-        FP8_E5M2_V,
-        MXFP8,
-        SAGE,
-        FUSED_CONTRACTED,
-        FUSED_FAST_EXP,
-        FP32_INSIDE,
-        *_TENSOR_CORE,
-    )
-}
+# Plans whose matrix products are a tensor core's: what a GPU makes of them, before one is at hand. Of fp8's, all
+# products, Q K^T too: of a call whose q, k and v fp8 holds.
+for _of, _cores in (
+    *((plan, (Accumulator.AMPERE, Accumulator.HOPPER)) for plan in (PAPER, FUSED, FUSED_STOCHASTIC)),
+    *((plan, (Accumulator.BFMMLA,)) for plan in (PAPER, FUSED)),
+    (FUSED, (Accumulator.VOLTA, Accumulator.CDNA3)),
+    *((plan, (Accumulator.ADA_FP8, Accumulator.HOPPER_FP8)) for plan in (FUSED_FP8, FP8)),
+):
+    for _core in _cores:
+        _plan(f"{_of.name}_{_core.name.lower().removesuffix('_fp8')}", _of, accumulator=_core)

@@ -6,7 +6,6 @@ The statements about implementations on a GPU are from PyTorch's source; none of
 import math
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import BIAS, CAUSAL, COMMON, GROUPED, MASKS, OWN_SCALE, VALUE_DIM, Feature
 from tiebreak.kernels.flash import BLOCK, Block
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import Compute, Declaration, Kernel
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import FEXP_U20, FP32_INSIDE, FUSED, FUSED_FAST_EXP
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
@@ -40,13 +40,9 @@ _FUSED_OPERATORS = "aten::_scaled_dot_product_"
 _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
 
-class NotTheOneForcedError(RuntimeError):
-    """PyTorch ran another implementation than the one that was forced."""
-
-
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation behind `scaled_dot_product_attention`."""
+    """One implementation behind `scaled_dot_product_attention`. It computes attention, forced, if it is called."""
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
@@ -60,6 +56,62 @@ class Implementation:
         schema = getattr(torch.ops.aten, self.operator.removeprefix("aten::")).default._schema
         return _WITH_MASK if _MASK_ARGUMENTS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
 
+    def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        """Compute attention by it: `Compute` of a kernel.
+
+        Raises:
+            RuntimeError: another implementation ran, or PyTorch has none to run: the forced one can't take the inputs.
+        """
+        return through_autograd(self._o, inputs, arithmetic, gradients)
+
+    def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """What a call has beside q, k and v: a mask, True where a key is seen, or with a bias the bias and -Inf.
+
+        PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
+        """
+        square = inputs.q.shape[2] == inputs.k.shape[2]
+        flag = self.causal_flag and square and inputs.masks().keys() == {CAUSAL} and inputs.bias is None
+        hidden, mask = None if flag else inputs.hidden(), None
+        if inputs.bias is not None:
+            mask = inputs.bias.to(TORCH_DTYPES[inputs.formats.inputs])
+            mask = mask if hidden is None else mask.masked_fill(hidden.to(mask.device), -torch.inf)
+        elif hidden is not None:
+            mask = ~hidden.to(inputs.q.device)
+        grouped = inputs.groups > 1
+        return {"attn_mask": mask, "is_causal": flag, "scale": inputs.softmax_scale, "enable_gqa": grouped}
+
+    def _o(self, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator."""
+        arguments = self._arguments(inputs)
+        with sdpa_kernel([self.backend]), _Operators() as ran:
+            out = scaled_dot_product_attention(q, k, v, **arguments)
+        fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
+        if fused != {self.operator} - {None}:
+            names = ", ".join(sorted(fused)) or "the composed implementation"
+            raise RuntimeError(f"{self.backend.name} was forced, but PyTorch ran {names}")
+        return out
+
+    def missing_requirement(self, inputs: AttentionInputs) -> str | None:
+        """None, or what keeps it from running some inputs on their device, in one line.
+
+        The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
+        between releases and cards. Nothing is computed.
+        """
+        if (nothing := empty(inputs)) is not None:
+            return nothing
+        arguments, dtype = self._arguments(inputs), TORCH_DTYPES[inputs.formats.inputs]
+        # As for a backward pass: some implementations take more without one.
+        q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
+        with warnings.catch_warnings(record=True) as caught, sdpa_kernel([self.backend]):
+            warnings.simplefilter("always")
+            try:
+                chosen = torch._fused_sdp_choice(q, k, v, **arguments)
+            except RuntimeError as error:
+                return f"{self.backend.name}: {_reason([str(warning.message) for warning in caught], error)}"
+        if chosen == self.backend.value:
+            return None
+        return f"{self.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
+
 
 CPU_FLASH = Implementation(SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu")
 MATH = Implementation(SDPBackend.MATH, None)
@@ -68,31 +120,6 @@ CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_produ
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
-
-
-def _flagged(implementation: Implementation, inputs: AttentionInputs) -> bool:
-    """Whether is_causal describes the whole mask.
-
-    PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
-    """
-    square = inputs.q.shape[2] == inputs.k.shape[2]
-    return implementation.causal_flag and square and inputs.masks().keys() == {CAUSAL} and inputs.bias is None
-
-
-def _mask(implementation: Implementation, inputs: AttentionInputs) -> Tensor | None:
-    """The mask to pass, True where a key is seen; of a call with a bias, that, and -Inf where none is.
-
-    None where no mask is needed, or is_causal describes it.
-    """
-    hidden = None if _flagged(implementation, inputs) else inputs.hidden()
-    if inputs.bias is None:
-        return None if hidden is None else ~hidden.to(inputs.q.device)
-    bias = inputs.bias.to(TORCH_DTYPES[inputs.formats.inputs])
-    return bias if hidden is None else bias.masked_fill(hidden.to(bias.device), -torch.inf)
-
-
-def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    return {"scale": inputs.softmax_scale, "enable_gqa": inputs.groups > 1}
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -109,51 +136,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.name())
         return func(*args, **(kwargs or {}))
-
-
-def _call(implementation: Implementation, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator.
-
-    Raises:
-        NotTheOneForcedError: another implementation ran.
-        RuntimeError: PyTorch has none to run: the forced one can't take the inputs.
-    """
-    mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
-    with sdpa_kernel([implementation.backend]), _Operators() as ran:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
-    fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
-    if fused != {implementation.operator} - {None}:
-        names = ", ".join(sorted(fused)) or "the composed implementation"
-        raise NotTheOneForcedError(f"{implementation.backend.name} was forced, but PyTorch ran {names}")
-    return out
-
-
-def computing(implementation: Implementation) -> Compute:
-    """Attention by the implementation of `scaled_dot_product_attention` that is forced; see `_call`."""
-    return partial(through_autograd, partial(_call, implementation))
-
-
-def missing_requirement(implementation: Implementation, inputs: AttentionInputs) -> str | None:
-    """None, or what keeps an implementation from running some inputs on their device, in one line.
-
-    The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
-    between releases and cards. Nothing is computed.
-    """
-    if (nothing := empty(inputs)) is not None:
-        return nothing
-    mask, flag = _mask(implementation, inputs), _flagged(implementation, inputs)
-    dtype = TORCH_DTYPES[inputs.formats.inputs]
-    # As for a backward pass: some implementations take more without one.
-    q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    with warnings.catch_warnings(record=True) as caught, sdpa_kernel([implementation.backend]):
-        warnings.simplefilter("always")
-        try:
-            chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=flag, **_options(inputs))
-        except RuntimeError as error:
-            return f"{implementation.backend.name}: {_reason([str(warning.message) for warning in caught], error)}"
-    if chosen == implementation.backend.value:
-        return None
-    return f"{implementation.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
 
 
 def _reason(messages: list[str], error: RuntimeError) -> str:
@@ -188,14 +170,14 @@ def cpu_sdpa_flash() -> Kernel:
     if _is_fast(measure_exp_at_zero()):
         plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
     declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    lacking = partial(missing_requirement, CPU_FLASH)
-    return Kernel("sdpa_flash", computing(CPU_FLASH), declaration, takes=CPU_FLASH.takes, missing_requirement=lacking)
+    lacking = CPU_FLASH.missing_requirement
+    return Kernel("sdpa_flash", CPU_FLASH, declaration, takes=CPU_FLASH.takes, missing_requirement=lacking)
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     declaration = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-    return Kernel("sdpa_math", computing(MATH), declaration, takes=MATH.takes)
+    return Kernel("sdpa_math", MATH, declaration, takes=MATH.takes)
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
@@ -208,10 +190,10 @@ def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     kernels = (
         Kernel(
             name,
-            computing(implementation),
+            implementation,
             fused_on_gpu(block),
             takes=implementation.takes,
-            missing_requirement=partial(missing_requirement, implementation),
+            missing_requirement=implementation.missing_requirement,
         )
         for name, implementation, block in fused
     )

@@ -46,7 +46,7 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
 
 
 def _windowed(inputs: AttentionInputs) -> AttentionInputs:
-    """As it is called: packed, a causal mask as a window without keys behind."""
+    """The call that is made: packed, a causal mask as a window without keys behind."""
     left, _ = inputs.window
     plain = packed(inputs)
     return plain if not inputs.causal else replace(plain, causal=False, window=(left, 0))

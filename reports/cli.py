@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 class Verb:
     """One verb of the command."""
 
-    module: str  # has function(arguments) -> exit code
+    module: str  # of tiebreak, has function(arguments) -> exit code
     help: str
     function: str = "main"  # of the module
 
@@ -65,56 +65,33 @@ class Group:
     verbs: Mapping[str, Verb]
 
 
-_LIST = Group(
-    "what there is: cases, kernels, plans, vendors' plans",
-    {
-        "cases": Verb("tiebreak.programs.listing", "inputs and training runs, a line each; all of one", "cases"),
-        "kernels": Verb("tiebreak.programs.listing", "of every backend, and adapters of packages", "kernels"),
-        "plans": Verb("tiebreak.programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
-        "vendors": Verb(
-            "tiebreak.programs.listing", "plans of kernels that vendors ship, with their sources", "vendors"
-        ),
-    },
-)
-_LAB = Group(
-    "the training laboratory: train, sweep, sharpness, fleet",
-    {
-        "train": Verb("tiebreak.laboratory.train", "a GPT-2 with any attention kernel, watched by monitors"),
-        "sweep": Verb(
-            "tiebreak.laboratory.sweep", "how often training diverges: seeds, learning rates, formats, kernels"
-        ),
-        "sharpness": Verb(
-            "tiebreak.laboratory.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"
-        ),
-        "fleet": Verb("tiebreak.laboratory.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
-    },
-)
 VERBS: Mapping[str, Verb | Group] = {
-    "check": Verb("tiebreak.programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "identify": Verb("tiebreak.programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
-    "show": Verb("tiebreak.reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
-    "compare": Verb(
-        "tiebreak.reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"
-    ),
-    "gate": Verb("tiebreak.reports.gate.command", "fail if a run is worse than a baseline"),
-    "page": Verb(
-        "tiebreak.reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"
-    ),
-    "audit": Verb("tiebreak.programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
-    "statement": Verb(
-        "tiebreak.programs.statement", "a folder of records to hand in, held to a profile; --verify: whether one holds"
-    ),
-    "schema": Verb("tiebreak.reports.schemas", "the JSON Schema of a kind of file that the others write"),
-    "rules": Verb("tiebreak.programs.rules", "acceptance rules of other projects, and what they say of kept records"),
-    "levels": Verb(
-        "tiebreak.programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"
-    ),
-    "shrink": Verb(
-        "tiebreak.programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"
-    ),
-    "list": _LIST,
-    "lab": _LAB,
-}
+    "check": Verb("programs.check", "a kernel of your own: the verdict, and what it rests on"),
+    "identify": Verb("programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
+    "show": Verb("reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
+    "compare": Verb("reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"),
+    "gate": Verb("reports.gate.command", "fail if a run is worse than a baseline"),
+    "page": Verb("reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
+    "audit": Verb("programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
+    "statement": Verb("programs.statement",
+                      "a folder of records to hand in, held to a profile; --verify: whether one holds"),
+    "schema": Verb("reports.schemas", "the JSON Schema of a kind of file that the others write"),
+    "rules": Verb("programs.rules", "acceptance rules of other projects, and what they say of kept records"),
+    "levels": Verb("programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"),
+    "shrink": Verb("programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"),
+    "list": Group("what there is: cases, kernels, plans, vendors' plans", {
+        "cases": Verb("programs.listing", "inputs and training runs, a line each; all of one", "cases"),
+        "kernels": Verb("programs.listing", "of every backend, and adapters of packages", "kernels"),
+        "plans": Verb("programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
+        "vendors": Verb("programs.listing", "plans of kernels that vendors ship, with their sources", "vendors"),
+    }),
+    "lab": Group("the training laboratory: train, sweep, sharpness, fleet", {
+        "train": Verb("laboratory.train", "a GPT-2 with any attention kernel, watched by monitors"),
+        "sweep": Verb("laboratory.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
+        "sharpness": Verb("laboratory.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
+        "fleet": Verb("laboratory.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
+    }),
+}  # fmt: skip
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
@@ -188,7 +165,7 @@ def _help(command: str, verbs: Mapping[str, Verb | Group]) -> str:
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     try:
-        code: int = getattr(import_module(verb.module), verb.function)(arguments)
+        code: int = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)(arguments)
     except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE

@@ -47,6 +47,22 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
     return f"no {kind} named: {_all_of(known, listed)}"
 
 
+def pick(kind: str, names: str, known: Collection[str], listed: str) -> list[str]:
+    """Return the known names that a comma list of names and globs stands for, each once; see `unknown`.
+
+    Raises:
+        ValueError: a name stands for none, or the list is empty.
+    """
+    picked: dict[str, None] = {}
+    for name in split(names):
+        if not (fitting := matching(name, known)):
+            raise ValueError(unknown(kind, name, known, listed))
+        picked |= dict.fromkeys(fitting)
+    if not picked:
+        raise ValueError(none_named(kind, known, listed))
+    return list(picked)
+
+
 def _meant(name: str, known: Collection[str]) -> list[str]:
     """Return names that are spelled alike, or that begin alike, or else those that have this one in them."""
     bare = name.strip("*?")

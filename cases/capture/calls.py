@@ -48,12 +48,15 @@ class Masks:
 
     _known: dict[tuple[object, ...], tuple[Tensor, bool | None]] = field(default_factory=dict)
 
-    def causal(self, mask: Tensor, queries: int, keys: int) -> bool | None:
-        """Whether a mask is causal; False where it hides nothing, None where it is any other mask."""
+    def causal(self, mask: Tensor, queries: int, keys: int) -> bool:
+        """Whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask._version, queries, keys)
         if key not in self._known:
             self._known[key] = (mask, _causal(mask.detach(), queries, keys))  # held: its address is not given away
-        return self._known[key][1]
+        causal = self._known[key][1]
+        if causal is None:
+            raise NotHeldError("a mask that is not causal")
+        return causal
 
 
 def _causal(mask: Tensor, queries: int, keys: int) -> bool | None:
@@ -85,11 +88,7 @@ def sdpa_call(
     enable_gqa: bool = False,
     **more: Any,
 ) -> AttentionCall:
-    """A call of `torch.nn.functional.scaled_dot_product_attention`, by its own arguments.
-
-    Raises:
-        NotHeldError: the format can't hold it.
-    """
+    """A call of `torch.nn.functional.scaled_dot_product_attention`; NotHeldError: the format can't hold it."""
     del enable_gqa  # the shapes say it
     if more:
         raise NotHeldError(f"{', '.join(more)}")
@@ -98,7 +97,7 @@ def sdpa_call(
     q, k, v = _tensors(query, key, value)
     causal = is_causal
     if attn_mask is not None:
-        causal = _is_causal(masks, attn_mask, q.shape[2], k.shape[2])
+        causal = masks.causal(attn_mask, q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     return replace(_call(q, k, v, causal, scale), sure=True)
@@ -117,21 +116,9 @@ def hugging_face_call(
     is_causal: bool | None = None,
     **more: Any,
 ) -> AttentionCall:
-    """A call of one of Hugging Face's attention functions, by the arguments that they share.
+    """A call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
 
-    Args:
-        name: of the function: `eager` gets a causal mask as a mask alone, all others a flag too.
-        masks: of this step.
-        module: the attention module, whose `is_causal` counts where the call has no flag.
-        query, key, value: (batch, heads, tokens, d), key and value perhaps of fewer heads.
-        attention_mask: None, (batch, keys), or to be broadcast to the scores.
-        dropout: of P.
-        scaling: alpha.
-        is_causal: the call's flag.
-        more: further keyword arguments of the function.
-
-    Raises:
-        NotHeldError: the format can't hold it.
+    Called `eager` it gets a causal mask as a mask alone; all others have a flag too, the module's if the call has none.
     """
     for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:
@@ -144,32 +131,19 @@ def hugging_face_call(
         raise NotHeldError("a sliding window")
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise NotHeldError(f"a {type(attention_mask).__name__}")
-    flag = False if name == "eager" else bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if attention_mask is None:
-        causal = flag
-    elif attention_mask.dim() == 2 and name != "eager":
-        if not bool(attention_mask.all()):
-            raise NotHeldError("padding")
-        causal = flag
+    if attention_mask is not None and (name == "eager" or attention_mask.dim() != 2):
+        causal = masks.causal(attention_mask, q.shape[2], k.shape[2])
+    elif attention_mask is not None and not bool(attention_mask.all()):
+        raise NotHeldError("padding")
     else:
-        causal = _is_causal(masks, attention_mask, q.shape[2], k.shape[2])
+        flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = name != "eager" and bool(flag)
     return _call(q, k, v, causal, scaling)
 
 
 def plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> AttentionCall:
-    """A call whose tensors, (batch, heads, tokens, d), and mask are known.
-
-    Raises:
-        NotHeldError: the format can't hold it.
-    """
+    """A call whose tensors, (batch, heads, tokens, d), and mask are known; NotHeldError: the format can't hold it."""
     return _call(*_tensors(q, k, v), causal, scale)
-
-
-def _is_causal(masks: Masks, mask: Tensor, queries: int, keys: int) -> bool:
-    causal = masks.causal(mask, queries, keys)
-    if causal is None:
-        raise NotHeldError("a mask that is not causal")
-    return causal
 
 
 def _tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

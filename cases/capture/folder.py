@@ -4,10 +4,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,20 +22,11 @@ class CaptureError(ValueError):
     """Something that keeps a capture from being made; one line that names the argument or the file."""
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A file of this process's captures."""
 
     bytes: int
     telling: float
-
-
-@contextmanager
-def _write_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
 class Folder:
@@ -46,13 +37,12 @@ class Folder:
 
         Args:
             path: of the folder; made if it is not there.
-            budget: of the whole folder, bytes.
+            budget: of the whole folder, bytes; the ranks have equal shares.
             rank: this process's number, from 0.
             ranks: how many processes share the folder.
 
         Raises:
-            CaptureError: safetensors is missing, the folder can't be written to, or what is in it, and is not of
-                `capture`, leaves no room.
+            CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
         """
         try:
             self._save = import_module("safetensors.torch").save_file
@@ -66,9 +56,12 @@ class Folder:
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
             sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
-        telling = {file: _telling(file) for file in sizes}
         others = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        ours = {file: value for file in sizes if (value := telling[file]) is not None and _rank(file) in others}
+        ours = {
+            file: Kept(size, telling)
+            for file, size in sizes.items()
+            if (telling := _telling(file)) is not None and _rank(file) in others
+        }
         foreign = sum(size for file, size in sizes.items() if file not in ours)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
@@ -76,7 +69,7 @@ class Folder:
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {file: Kept(sizes[file], value) for file, value in ours.items() if _rank(file) == self._suffix}
+        self.kept = {file: kept for file, kept in ours.items() if _rank(file) == self._suffix}
         self._make_room(0)
 
     @property
@@ -90,10 +83,6 @@ class Folder:
         """Size of this process's files."""
         return sum(file.bytes for file in self.kept.values())
 
-    def file(self, step: int) -> Path:
-        """Where a step's capture of this process goes."""
-        return self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
-
     def fits(self, sizes: Sequence[int]) -> int:
         """How many layers of these sizes, the first, fit in the whole budget."""
         return sum(_HEADER + total <= self.budget for total in accumulate(sizes))
@@ -104,15 +93,12 @@ class Folder:
         return self.bytes - weaker + size + _HEADER <= self.budget
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write a capture, then let others give way.
-
-        Returns:
-            The file; None where an earlier run has left one of this name, which stays as it is.
+        """Write a capture, then let others give way; None where there is a file of this name, which stays.
 
         Raises:
             CaptureError: it can't be written; what was there stays.
         """
-        path = self.file(step)
+        path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
         if path.exists():
             return None
         partial = path.with_name(f".{path.stem}.partial")
@@ -134,6 +120,14 @@ class Folder:
                 break
             path.unlink(missing_ok=True)
             del self.kept[path]
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
 def _rank(path: Path) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,20 @@ _HARMFUL_DELTA = 1.5e-3  # delta's relative bias in the paper's failing kernel
 _HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the maximum
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Statistics of the sampled rows of one layer, numbers of the host."""
+class Findings(NamedTuple):
+    """Statistics of the sampled rows of one layer, numbers of the host: those of `Candidate.summary`."""
 
     repeated: float  # share of rows whose maximum repeats
     delta_bias: float  # mean of delta_lp - delta_hp over mean |delta_hp|, averaged over heads, of rowsum(dO * O)
     drift: float  # |sum| / sum || of these errors: 1 where a head's errors have one sign
     largest: float  # score
     unlike: float  # median over rows of |O - softmax(scale q k^T) v| / |O|: large where the call was no such thing
-    finite: bool  # whether all that would be kept is
+    kept_finite: float  # 1 where all that would be kept is finite
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it is, the statistics too."""
+        return self.kept_finite > 0 and all(map(math.isfinite, self))
 
     @property
     def telling(self) -> float:
@@ -77,7 +82,7 @@ class Candidate:
             self.do = _pick(do, self.heads, self.o.shape[1])[:, :, : self.o.shape[2]].clone()
 
     def summary(self) -> Tensor:
-        """All statistics in one tensor, for one transfer; see `findings`."""
+        """All of `Findings` in one tensor, for one transfer."""
         assert self.do is not None
         do = self.do[:, :, self.rows].float()
         right = self.o[:, :, self.rows].float() - self.error
@@ -90,12 +95,6 @@ class Candidate:
         return torch.cat(
             [repeated.mean()[None], delta.nan_to_num(), largest.amax()[None], unlike, finite.float()[None]]
         )
-
-
-def findings(numbers: list[float]) -> Findings:
-    """The numbers of `Candidate.summary`, once they are on the host, by name."""
-    repeated, delta_bias, drift, largest, unlike, finite = numbers
-    return Findings(repeated, delta_bias, drift, largest, unlike, finite > 0 and all(map(math.isfinite, numbers)))
 
 
 def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
@@ -115,9 +114,7 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
     # A batch that is larger than can be looked at is looked at in part.
     heads = call.q.shape[1]
     rows = max(1, min(ROWS, queries, _SCORES // (call.q.shape[0] * heads * keys)))
-    entries = max(1, _SCORES // (heads * rows * keys))
-    batch = slice(0, entries)
-    stride = max(1, queries // rows)
+    batch, stride = slice(max(1, _SCORES // (heads * rows * keys))), max(1, queries // rows)
     at = slice(turn % stride, queries, stride)
     cut = replace(call, q=call.q[batch, :, :queries], k=call.k[batch, :, :keys], v=call.v[batch, :, :keys])
     repeated, largest, exact = _rows(cut, at)
@@ -137,12 +134,7 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
 
 def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
     """(batch, heads, n, d) -> (pairs, groups, n, d), a copy."""
-    return _grouped(x, groups)[where[:, 0], where[:, 1]]
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """(batch, heads, n, d) -> (batch, key heads, groups, n, d)."""
-    return x.reshape(x.shape[0], -1, groups, *x.shape[2:])
+    return x.reshape(x.shape[0], -1, groups, *x.shape[2:])[where[:, 0], where[:, 1]]
 
 
 def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,13 +143,11 @@ def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         (batch, key heads), (batch, key heads), (batch, heads, rows, d).
     """
-    (batch, heads), key_heads, keys = call.q.shape[:2], call.k.shape[1], call.k.shape[2]
-    queries = call.q.shape[2]
+    (batch, heads, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
     q = call.q[:, :, at].float()
     rows = q.shape[2]
     # The query heads of a key head and their rows in one dimension: no copy of K for each.
-    q = _grouped(q, heads // key_heads).flatten(2, 3)
-    s = q @ call.k.float().transpose(-1, -2) * call.alpha
+    s = q.reshape(batch, key_heads, -1, q.shape[-1]) @ call.k.float().transpose(-1, -2) * call.alpha
     if call.causal:
         row = torch.arange(*at.indices(queries), device=s.device) + keys - queries
         later = torch.arange(keys, device=s.device) > row[:, None]

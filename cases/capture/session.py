@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
 from tiebreak.cases.capture.folder import MB, CaptureError, Folder
-from tiebreak.cases.capture.interest import Candidate, aside, candidate, findings
+from tiebreak.cases.capture.interest import Candidate, Findings, aside, candidate
 from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
@@ -97,11 +97,7 @@ class Capture:
         self.written: list[Path] = []
 
     def __enter__(self) -> "Capture":
-        """Start to watch.
-
-        Raises:
-            CaptureError: see the class.
-        """
+        """Start to watch."""
         for name, module in self._model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"
@@ -125,11 +121,7 @@ class Capture:
             print(self.summary(), file=sys.stderr, flush=True)
 
     def step(self) -> None:
-        """End a step of the optimiser; call it once a step, after the backward pass.
-
-        Raises:
-            CaptureError: a file can't be written, or the budget is too small for one head.
-        """
+        """End a step of the optimiser; call it once a step, after the backward pass."""
         if self._watch.looking:
             self.looked += 1
             self._keep()
@@ -191,7 +183,7 @@ class Capture:
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
         good: list[tuple[float, Candidate]] = []
         for part, row in zip(ended, numbers, strict=True):
-            part.findings = found = findings(row)
+            part.findings = found = Findings(*row)
             self.calls["looked at"] += 1
             if not found.finite:
                 self.calls["with NaN or Inf"] += 1
@@ -214,7 +206,7 @@ class Capture:
                 self.written.append(path)
 
     def _narrowed(self, chosen: Candidate) -> Candidate:
-        """Return fewer heads of a layer that does not fit whole."""
+        """Fewer heads of a layer that does not fit whole."""
         while not self._folder.fits([chosen.bytes]):
             if chosen.o.shape[0] == 1:
                 reason = f"one head of {chosen.name} takes {chosen.bytes / MB:.2f} MB, and the budget is"
@@ -232,9 +224,8 @@ class Capture:
             seen = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
             lines.append(f"no call was seen: {seen}")
         lines += [f"not kept: {count} calls {why}" for why, count in self.calls.items() if count and why != "looked at"]
-        lines.append(
-            f"{len(folder.kept)} files, {folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB, in {folder.path}"
-        )
+        size = f"{folder.bytes / MB:.1f} of {folder.budget / MB:.1f} MB"
+        lines.append(f"{len(folder.kept)} files, {size}, in {folder.path}")
         ranked = sorted(folder.kept.items(), key=lambda item: -item[1].telling)
         lines += [f"  {path.name}  telling {file.telling:.2f} of 3" for path, file in ranked[:_SHOWN]]
         if folder.kept:

@@ -82,10 +82,9 @@ class Watch:
             undo.callback(self.look, False)
             original = torch.nn.functional.scaled_dot_product_attention
             watched = self._watched(original, sdpa_call, _as_it_is)
-            _replace(undo, torch.nn.functional, original.__name__, watched)
-            for module in _sources(self.model):
+            for module in [torch.nn.functional, *_sources(self.model)]:
                 for name, value in list(vars(module).items()):
-                    if value is original:  # imported by name before this
+                    if value is original:  # there, or imported by name before this
                         _replace(undo, module, name, watched)
                 if callable(eager := vars(module).get(_EAGER)):
                     ours = self._watched(eager, partial(hugging_face_call, "eager"), _tokens_first)
@@ -129,9 +128,7 @@ class Watch:
 
     @property
     def _frames(self) -> list[_Frame]:
-        if not hasattr(self._local, "frames"):
-            self._local.frames = []
-        frames: list[_Frame] = self._local.frames
+        frames: list[_Frame] = vars(self._local).setdefault("frames", [])
         return frames
 
     def _place(self) -> Place | None:
@@ -163,20 +160,14 @@ class Watch:
 
 
 def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> dict[nn.Module, AttentionModule]:
-    """The modules that names or globs stand for.
-
-    Raises:
-        CaptureError: one stands for none, or for a module whose forward takes no q, k and v.
-    """
+    """The modules that names or globs stand for; CaptureError: none, or one whose forward takes no q, k and v."""
     modules: dict[nn.Module, AttentionModule] = {}
     for pattern, how in patterns.items():
-        fitting = {
-            name: module for name, module in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)
-        }
+        named = dict(model.named_modules())
+        fitting = {name: module for name, module in named.items() if name and fnmatch.fnmatchcase(name, pattern)}
         if not fitting:
-            raise CaptureError(
-                f"modules={pattern!r}: the model has no module of that name; print model.named_modules()"
-            )
+            reason = "the model has no module of that name; print model.named_modules()"
+            raise CaptureError(f"modules={pattern!r}: {reason}")
         for name, module in fitting.items():
             parameters = inspect.signature(module.forward).parameters
             if any(not set(words) & set(parameters) for words in _NAMES):

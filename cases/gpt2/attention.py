@@ -33,16 +33,20 @@ class HeadKernel:
 
     @property
     def declaration(self) -> Declaration:
-        """Return what it declares; of a kernel that declares nothing monitors assume what production kernels do."""
+        """What it declares; of a kernel that declares nothing monitors assume what production kernels do."""
         if isinstance(self.implementation, Declaration):
             return self.implementation
         return self.implementation.declaration or _UNTOLD
 
+    @property
+    def own_backward(self) -> bool:
+        """Whether gradients are those of the kernel's own backward pass."""
+        return isinstance(self.implementation, Kernel) and self.implementation.has_backward
+
 
 Heads = tuple[HeadKernel, ...]  # of every head of a layer
-Kernels = tuple[
-    Heads, ...
-]  # of every layer; one without heads is left out whole: what writes nothing is computed in vain
+#: Of every layer; one without heads is left out whole: what writes nothing is computed in vain.
+Kernels = tuple[Heads, ...]
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,6 @@ class Observation:
 Observer = Callable[[Observation], None]
 
 
-def together(observers: Sequence[Observer]) -> Observer | None:
-    """Return several observers as one; None for none, so that nothing is kept for them."""
-
-    def look(observation: Observation) -> None:
-        for observer in observers:
-            observer(observation)
-
-    return look if observers else None
-
-
 @dataclass(frozen=True)
 class Call:
     """Where in a run one call of a layer's attention stands, and who watches."""
@@ -78,26 +72,24 @@ class Call:
     arithmetic: Arithmetic  # the device's operations
     layer: int  # from 0
     noise_seed: int  # of the layer at this step: see `noise_seed`
-    observer: Observer | None  # called in the backward pass; None: nothing is kept for it
-    x: Tensor  # the layer's normalised input, (batch, tokens, width), for the observer
+    observers: Sequence[Observer]  # called in the backward pass; without any nothing is kept for them
+    x: Tensor  # the layer's normalised input, (batch, tokens, width), for the observers
 
 
 def noise_seed(seed: int, step: int, layer: int) -> int:
-    """Return the seed of a layer's dither and stochastic casts at one step, a hash of the three."""
+    """The seed of a layer's dither and stochastic casts at one step, a hash of the three."""
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
-    """Compute causal attention, every head with its own kernel.
+    """Causal attention, every head with its own kernel: O, (batch, heads, tokens, d), differentiable.
+
+    The gradient passes the rounding of q, k and v unchanged, as that of a cast does.
 
     Args:
         q, k, v: (batch, heads, tokens, d), fp32, not yet rounded.
         kernels: one a head.
-        call: arithmetic, place and observer.
-
-    Returns:
-        O, (batch, heads, tokens, d), differentiable; the gradient passes the rounding of q, k and v unchanged, as that
-        of a cast does.
+        call: arithmetic, place and observers.
     """
     if kernels.count(kernels[0]) == len(kernels):  # hashing them takes longer than comparing what is mostly one object
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
@@ -129,12 +121,15 @@ class _Attention(torch.autograd.Function):
         noise = int(random_bits(call.noise_seed, heads[0]))
         # dO is not known yet; the forward pass does not look at it.
         inputs, ctx.started = _inputs(q, k, v, q, noise, kernel), None
-        if isinstance(kernel.implementation, UserKernel) and _own_backward(kernel):
+        if isinstance(kernel.implementation, UserKernel) and kernel.own_backward:
             # As frameworks call it: other layers' forward passes lie between this one and its backward pass.
             ctx.started = kernel.implementation.caller.started(inputs, gradients=True)
             output = AttentionOutput(ctx.started.o)
+        elif isinstance(kernel.implementation, Kernel):
+            output = kernel.implementation.compute(inputs, call.arithmetic, False)
+            output = AttentionOutput(output.o.float(), output.lse)
         else:
-            output = _forward(kernel.implementation, inputs, call.arithmetic)
+            output = run_forward(kernel.implementation, inputs, call.arithmetic)
         ctx.save_for_backward(q, k, v, output.o, output.lse)
         ctx.kernel, ctx.heads, ctx.call, ctx.noise, ctx.tiles = kernel, heads, call, noise, output.tiles
         return output.o
@@ -143,10 +138,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         kernel, call = ctx.kernel, ctx.call
-        if _own_backward(kernel):
+        if kernel.own_backward:
             do = call.arithmetic.cast(do, kernel.inputs)  # as it takes it; the suite's backward pass works in fp32
         inputs = _inputs(q, k, v, do, ctx.noise, kernel)
-        if lse is None and (call.observer is not None or not _own_backward(kernel)):
+        if lse is None and (call.observers or not kernel.own_backward):
             lse = run_forward(FP32_ATTENTION, inputs, call.arithmetic).lse
         wanted = ctx.needs_input_grad[:3]
         output = AttentionOutput(o, lse, tiles=ctx.tiles)
@@ -154,23 +149,13 @@ class _Attention(torch.autograd.Function):
             computed = _backward(kernel.implementation, inputs, output, call.arithmetic, wanted)
         else:
             computed = _own_gradients(kernel.implementation, ctx.started.finished(do))
-        if call.observer is not None:
+        if call.observers:
             output = AttentionOutput(o, lse, computed)
-            call.observer(Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x))
+            observation = Observation(call.layer, ctx.heads, kernel, call.arithmetic, inputs, output, call.x)
+            for observer in call.observers:
+                observer(observation)
         gradients = zip((computed.dq, computed.dk, computed.dv), wanted, strict=True)
         return (*(gradient if needed else None for gradient, needed in gradients), None, None, None)
-
-
-def _own_backward(kernel: HeadKernel) -> bool:
-    return isinstance(kernel.implementation, Kernel) and kernel.implementation.has_backward
-
-
-def _forward(implementation: Declaration | Kernel, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
-    """Return O in fp32, and the log-sum-exp if the kernel returns it."""
-    if isinstance(implementation, Kernel):
-        output = implementation.compute(inputs, arithmetic, False)
-        return AttentionOutput(output.o.float(), output.lse)
-    return run_forward(implementation, inputs, arithmetic)
 
 
 def _backward(
@@ -180,13 +165,7 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Return gradients by the kernel's own backward pass.
-
-    One that is declared to have none gets that of fp32 flash attention, from its O.
-
-    Raises:
-        CannotRunError: it has none, though it is not declared so.
-    """
+    """Gradients by the kernel's own backward pass; one without gets that of fp32 flash attention, from its O."""
     if isinstance(implementation, Declaration):
         return run_backward(implementation, inputs, output, arithmetic, wanted)
     if not implementation.has_backward:

@@ -43,13 +43,8 @@ def corpus() -> Corpus:
 def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
     """Return nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
 
-    Args:
-        folder: where the file is.
-        vocabulary: tokens that the model knows; all must be below.
-        context: tokens of a sequence; the file must hold one more at least.
-
     Raises:
-        DataError: no file, too few tokens, half a token, or one out of range.
+        DataError: no file, half a token, no more tokens than `context`, or one that is not below `vocabulary`.
     """
     path = folder / TRAINING_FILE
     if not path.is_file():
@@ -89,13 +84,7 @@ class Batches:
         return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Return tokens and the tokens that follow each, both int64 (sequences, context), of a batch's part.
-
-        Args:
-            step: of the run, from 0.
-            part: which part, from 0; parts one after the other make up the batch.
-            parts: how many; they must divide the sequences.
-        """
+        """Return tokens and those that follow each, int64 (sequences, context), of one of several parts of a batch."""
         size = self.sequences // parts
         starts = self.starts(step)[part * size : (part + 1) * size]
         windows = np.stack([self.tokens[at : at + self.context + 1] for at in starts]).astype(np.int64)
@@ -112,17 +101,10 @@ class Batches:
 
 
 def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
-    """Return the batches of a run.
-
-    Args:
-        folder: with token data; None: the text that ships.
-        vocabulary: tokens that the model knows.
-        context: tokens of a sequence.
-        sequences: of a batch.
-        seed: of the sequence of batches.
+    """Return the batches of a run, from token data in a folder or, at None, of the text that ships.
 
     Raises:
-        DataError: data that can't be trained on; one line.
+        DataError: as `read_bin`.
     """
     tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
     return Batches(tokens, sequences, context, seed)

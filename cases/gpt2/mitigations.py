@@ -34,7 +34,7 @@ def clip(block: Block, largest: Tensor, tau: float) -> None:
 
 
 class QKClip:
-    """Watches the largest logits of a step, as a model's observer, and clips the weights after it."""
+    """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
         """Let no logit stay above `tau`."""
@@ -56,7 +56,7 @@ class QKClip:
 
 
 def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
-    """Set the gains of QK-norm so that a block's scores are those that it has without.
+    """Set the gains of QK-norm so that a block's scores are those that it has without; ValueError: it has no QK-norm.
 
     A norm takes the length from every query and key, and with it what the script put there: the common score and the
     sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
@@ -65,11 +65,8 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
     direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain.
 
     Args:
-        block: with QK-norm; its gains change in place.
+        block: its gains change in place.
         queries, keys: typical normalised inputs of the tokens that ask and that answer, (tokens, width).
-
-    Raises:
-        ValueError: the block has no QK-norm.
     """
     if block.q_norm is None or block.k_norm is None:
         raise ValueError("the block has no QK-norm: set qk_norm in its configuration")

@@ -1,7 +1,7 @@
 """GPT-2 without biases, its attention any kernel of the suite, per layer and head."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,7 @@ class HeadNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(configuration.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised (batch, heads, tokens, d)."""
+        """The normalised (batch, heads, tokens, d)."""
         return functional.rms_norm(x, self._shape[-1:]) * self.gain.view(self._shape)
 
 
@@ -140,15 +140,12 @@ class GPT2(nn.Module):
             kernels: of every head of every layer.
             arithmetic: what attention runs on.
             seed: of the weights and of the kernels' noise.
-
-        Raises:
-            ValueError: not one kernel for every head.
         """
         super().__init__()
         if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):
             raise ValueError(f"expected {configuration.layers} layers of {configuration.heads} kernels")
         self.configuration, self.kernels, self.arithmetic, self.seed = configuration, kernels, arithmetic, seed
-        self.observer: Observer | None = None
+        self.observers: Sequence[Observer] = ()
         self.tokens = nn.Embedding(configuration.vocabulary, configuration.width)
         self.positions = nn.Embedding(configuration.context, configuration.width)
         self.blocks = nn.ModuleList(Block(configuration) for _ in range(configuration.layers))
@@ -187,7 +184,7 @@ class GPT2(nn.Module):
         return logits
 
     def _call(self, x: Tensor, layer: int, step: int) -> Call:
-        return Call(self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observer, x)
+        return Call(self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers, x)
 
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
         """Return the mean cross-entropy in nats of the next tokens, a scalar."""

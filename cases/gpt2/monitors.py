@@ -1,7 +1,7 @@
 """Monitors: what one call of attention did to its gradients, and the state of a layer's weights.
 
 A monitor is a function of a `View`, which a `Recorder` calls for every call of attention that it is shown. A model
-without an observer keeps and computes nothing for them.
+without observers keeps and computes nothing for them.
 """
 
 import math
@@ -99,7 +99,7 @@ class View:
         """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
         lse = self.observation.output.lse
         assert lse is not None
-        return self.wide(self._softmax.of_probabilities(self._kept, self._of(lse)))
+        return self.wide(self._softmax.p(self._kept, self._of(lse)))
 
     @cached_property
     def p_bar(self) -> Tensor:
@@ -109,7 +109,7 @@ class View:
         dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
         top = self._kept.amax(-1, keepdim=True)
         shift = observed.kernel.declaration.shift_rule.propose(self._kept, top, dither, softmax.logit)
-        return observed.arithmetic.cast(softmax.of(self._kept, shift), self._plan.p_bar)
+        return observed.arithmetic.cast(softmax.p_bar(self._kept, shift), self._plan.p_bar)
 
     @cached_property
     def output_error(self) -> Tensor:
@@ -132,9 +132,8 @@ class View:
         """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
         hp is `delta`, and delta_lp counts with the sum of the backward pass's P, which is 1 but for rounding: so it is
-        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta
-        to itself it is what the error of dQ says: that error's part along P K (equation 1), so it counts what else the
-        kernel rounds in its backward pass.
+        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta to itself it is the part of dQ's
+        error along P K (equation 1), so it counts what else the kernel rounds in its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
         if delta is not None:
@@ -210,7 +209,7 @@ class Recorder:
         self._values: dict[tuple[str, int, int], list[float]] = {}
 
     def __call__(self, observation: Observation) -> None:
-        """Measure one call of attention; a model's observer."""
+        """Measure one call of attention; one of a model's observers."""
         if observation.layer not in self._layers or self._head not in (None, *observation.heads):
             return
         view = View(observation, self._head)
@@ -241,28 +240,17 @@ def spectral_norms(block: Block) -> Tensor:
     return norms
 
 
-def alignment(weight: Tensor, x: Tensor) -> Tensor:
-    """Cosine of every token's input with the principal right singular vector of the weight (arXiv 2510.04202).
+def sign_diversity(weight: Tensor, x: Tensor) -> float:
+    """Whether tokens point both ways: 1, or all one way along the weight's main direction: 0 (arXiv 2510.04202).
 
-    Args:
-        weight: (out, in).
-        x: (..., in), the input that it multiplies.
-
-    Returns:
-        (...); the sign of the whole is arbitrary, as a singular vector's is.
+    It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
+    (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.
     """
-    with torch.no_grad():
-        vector = torch.linalg.svd(weight, full_matrices=False)[2][0]
-        cosines: Tensor = (x @ vector) / x.norm(dim=-1)
-        return cosines
-
-
-def sign_diversity(alignments: Tensor) -> float:
-    """Twice the share of the rarer sign, in [0, 1]: 1 while tokens point both ways, 0 once all point one way.
-
-    Its collapse is the early warning of arXiv 2510.04202. NaN where an alignment is.
-    """
-    if not torch.isfinite(alignments).all():
+    if not bool(torch.isfinite(weight).all()):
         return math.nan
-    positive = int((alignments > 0).sum()) / alignments.numel()
+    with torch.no_grad():
+        cosines = (x @ torch.linalg.svd(weight, full_matrices=False)[2][0]) / x.norm(dim=-1)
+    if not torch.isfinite(cosines).all():
+        return math.nan
+    positive: float = int((cosines > 0).sum()) / cosines.numel()
     return 2 * min(positive, 1 - positive)

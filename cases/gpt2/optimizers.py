@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw as adamw_update
 
@@ -37,11 +36,8 @@ class Schedule:
 def optimizers(name: str, model: GPT2) -> list[Optimizer]:
     """Return the optimisers of a model's weights; their rate is set step by step.
 
-    Args:
-        name: `adamw` for the paper's (betas 0.9 and 0.95, no decay; section 3.1), or `muon` for Muon with the root mean
-            square of its updates matched to AdamW's (arXiv 2502.16982, section 2.2) and decay 0.01 on the matrices of
-            the blocks, beside that AdamW on embeddings, head and vectors.
-        model: whose weights they update.
+    `adamw` is the paper's. `muon` is Muon with the root mean square of its updates matched to AdamW's (arXiv
+    2502.16982, section 2.2) and decay 0.01 on the blocks' matrices, and AdamW on embeddings, head and vectors.
 
     Raises:
         ValueError: no such optimiser, or a torch without Muon.
@@ -60,13 +56,7 @@ def optimizers(name: str, model: GPT2) -> list[Optimizer]:
 
 
 def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float = EPSILON) -> AdamW:
-    """Return the paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1).
-
-    Args:
-        weights: that it updates.
-        rate: learning rate; torch's own where a schedule sets it step by step.
-        epsilon: added to the root of the second moment.
-    """
+    """Return the paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1)."""
     return AdamW(weights, rate, betas=_BETAS, eps=epsilon, weight_decay=0.0)
 
 
@@ -86,25 +76,22 @@ class LightAdamW:
 
     def step(self) -> None:
         """Update the weights that have a gradient."""
-        state: list[tuple[Tensor, ...]] = [
-            (weight, weight.grad, first, second, steps)
-            for weight, first, second, steps in zip(self._weights, self._first, self._second, self._steps, strict=True)
-            if weight.grad is not None
-        ]
-        weights, gradients, firsts, seconds, counts = ([entry[at] for entry in state] for at in range(5))
+        moments = zip(self._weights, self._first, self._second, self._steps, strict=True)
         with torch.no_grad():
-            adamw_update(
-                weights,
-                gradients,
-                firsts,
-                seconds,
-                [],
-                counts,
-                amsgrad=False,
-                beta1=_BETAS[0],
-                beta2=_BETAS[1],
-                lr=self._rate,
-                weight_decay=0.0,
-                eps=self._epsilon,
-                maximize=False,
-            )
+            for weight, first, second, steps in moments:
+                if weight.grad is not None:
+                    adamw_update(
+                        [weight],
+                        [weight.grad],
+                        [first],
+                        [second],
+                        [],
+                        [steps],
+                        amsgrad=False,
+                        beta1=_BETAS[0],
+                        beta2=_BETAS[1],
+                        lr=self._rate,
+                        weight_decay=0.0,
+                        eps=self._epsilon,
+                        maximize=False,
+                    )

@@ -48,10 +48,7 @@ class Script:
 def apply(script: Script, model: GPT2, seed: int) -> None:
     """Set the weights of `model` so that its head HEAD of layer LAYER fails as scripted.
 
-    Args:
-        script: the failure state.
-        model: of at least LAYER + 1 layers, its vocabulary's last DEAD_TOKENS tokens absent from the data.
-        seed: of the weights that are drawn.
+    It has at least LAYER + 1 layers, and its vocabulary's last DEAD_TOKENS tokens are absent from the data.
     """
     rng = Generator(Philox([seed, 1]))
     with torch.no_grad():

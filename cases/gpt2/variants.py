@@ -95,11 +95,9 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
 
 
 def variants(*, rounded: bool) -> Mapping[str, Variant]:
-    """Every variant by its short name.
+    """Every variant by its short name; `rounded`: whether l sums P-bar after its cast (FlashAttention-2 does before).
 
-    Args:
-        rounded: whether l sums P-bar after its cast; FlashAttention-2 sums it before. Standard attention, which has no
-            such choice, is in both.
+    Standard attention, which has no such choice, is in both.
     """
     return {**_family(rounded=rounded), "standard": Variant(variant_names("standard")[0], _standard(), stable=True)}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import GradientErrors, gradient_faults, gradient_measures, sink_faults
+from tiebreak.cases.gradients import Faults, GradientErrors, equation_cosines, gradient_faults
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -37,7 +37,6 @@ class Measure:
     per: str | None = None  # the measure that it is held as a share of
     portable: bool = False  # whether it is held between platforms too
     column: bool = False  # whether the page's table of all cells has a column of it
-    term: str = ""  # what the field calls it, for docs/words.md; empty: nothing
 
 
 @dataclass(frozen=True)
@@ -65,34 +64,26 @@ class Observed:
         return in_units(output.o.double() - batch.ref.o, batch.yardstick.units).flatten(0, -2)
 
     @cached_property
-    def gradient_differences(self) -> GradientErrors | None:
-        """Errors of dQ, dK and dV of the first batch. None where there are no gradients."""
+    def gradient_errors(self) -> GradientErrors | None:
+        """Of the first batch. None where there are no gradients."""
         gradients, batch = self.outputs[0].gradients, self.batches[0]
         if gradients is None:
             return None
         return batch.gradients.errors(gradients, batch.gradient_bounds.of(self.declaration), batch.inputs.groups)
 
     @cached_property
-    def gradient_errors(self) -> Mapping[str, float]:
-        """Of the first batch; see `tiebreak.cases.gradients`. Empty where there are no gradients."""
-        output, batch, errors = self.outputs[0], self.batches[0], self.gradient_differences
-        return {} if errors is None else gradient_measures(output, batch.inputs, batch.ref, batch.gradients, errors)
+    def equation_cosines(self) -> tuple[float, float] | None:
+        """Of the first batch, of the paper's equations 1 and 2."""
+        output, batch, errors = self.outputs[0], self.batches[0], self.gradient_errors
+        return None if errors is None else equation_cosines(output, errors.dq, batch.inputs, batch.ref)
 
     @cached_property
-    def gradient_faults(self) -> Mapping[str, float]:
-        """What is wrong with the gradients of the first batch, dSink's among them, at worst. Empty without any."""
-        gradients, batch = self.outputs[0].gradients, self.batches[0]
-        errors = self.gradient_differences
+    def gradient_faults(self) -> Faults | None:
+        """What is wrong with the gradients of the first batch, dSink's among them."""
+        gradients, batch, errors = self.outputs[0].gradients, self.batches[0], self.gradient_errors
         if gradients is None or errors is None:
-            return {}
-        bounds = batch.gradient_bounds.of(self.declaration)
-        made, exact = (gradients.dq, gradients.dk, gradients.dv), batch.gradients
-        faults = gradient_faults(made, errors, exact.gradients, bounds)
-        of_sink = sink_faults(gradients.dsink, exact.sink, bounds.sink)
-        return {
-            "nonfinite": faults["nonfinite"] + of_sink["nonfinite"],
-            "over_bound": max(faults["over_bound"], of_sink["over_bound"]),
-        }
+            return None
+        return gradient_faults(gradients, errors, batch.gradients, batch.gradient_bounds.of(self.declaration))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def _backward_ratio(name: str, observed: Observed) -> Value:
 
 
 def _gain(at: int, observed: Observed) -> Value:
-    errors = observed.gradient_differences
+    errors = observed.gradient_errors
     if errors is None or observed.held_to is None or not observed.normal:
         return None
     batch = observed.batches[0]
@@ -32,23 +32,13 @@ def _gain(at: int, observed: Observed) -> Value:
 
 MEASURES = (
     CallMeasure(
-        "square_ratio",
-        "mean squared error of O over that of the plan it is held to, on the same heads",
-        term="MSE ratio",
-        of=_ratio,
+        "square_ratio", "mean squared error of O over that of the plan it is held to, on the same heads", of=_ratio
     ),
-    CallMeasure(
-        "bias_apart",
-        "bias of O less that of the plan it is held to, on normal numbers",
-        "ulp",
-        term="difference of mean errors",
-        of=_bias,
-    ),
+    CallMeasure("bias_apart", "bias of O less that of the plan it is held to, on normal numbers", "ulp", of=_bias),
     *(
         CallMeasure(
             f"{name}_square_ratio",
             f"mean squared error of d{name[1].upper()} over that of the backward pass it is held to, on normal numbers",
-            term="MSE ratio",
             of=partial(_backward_ratio, name),
         )
         for name in _GRADIENTS
@@ -57,7 +47,6 @@ MEASURES = (
         CallMeasure(
             f"{name}_gain_error",
             f"how much too large d{name[1].upper()} is on the whole, as a share, on normal numbers",
-            term="gain error",
             of=partial(_gain, at),
         )
         for at, name in enumerate(_GRADIENTS)

@@ -5,23 +5,24 @@ from functools import partial
 from tiebreak.cases.gradients import delta_error_of, ulps_of_rows
 from tiebreak.cases.measures import CallMeasure, Observed, Value
 
-_RELATIVE = {
-    "dq_relative_error": "norm of the error of dQ over the norm of dQ",
-    "dk_relative_error": "norm of the error of dK over the norm of dK",
-    "dv_relative_error": "norm of the error of dV over the norm of dV",
-}
-_COSINES = {
-    "equation_1_cosine": "cosine of the error of dQ to what the error of delta makes of it (paper, equation 1)",
-    "equation_2_cosine": "cosine of the error of dW_Q to what the error of delta makes of it (paper, equation 2)",
-}
-_NAMES = ("dq", "dk", "dv")
+_NAMES = {"dq": "dQ", "dk": "dK", "dv": "dV"}
+_EQUATIONS = (("equation_1", "dQ"), ("equation_2", "dW_Q"))
+
+
+def _relative_error(at: int, observed: Observed) -> Value:
+    errors = observed.gradient_errors
+    return None if errors is None else float(errors.each[at].rows.norm() / observed.batches[0].gradients.norms[at])
+
+
+def _equation(at: int, observed: Observed) -> Value:
+    cosines = observed.equation_cosines
+    return None if cosines is None else cosines[at]
 
 
 def _ulps(at: int, observed: Observed) -> Value:
-    errors = observed.gradient_differences
+    errors, exact = observed.gradient_errors, observed.batches[0].gradients
     if errors is None:
         return None
-    exact = observed.batches[0].gradients
     return ulps_of_rows(errors.each[at].rows, exact.units[at], exact.gradients[at].shape[-1])
 
 
@@ -32,6 +33,11 @@ def _delta(observed: Observed) -> Value:
     return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
 
 
+def _fault(name: str, observed: Observed) -> Value:
+    faults = observed.gradient_faults
+    return None if faults is None else float(getattr(faults, name))
+
+
 def _sink(observed: Observed) -> Value:
     gradients, exact = observed.outputs[0].gradients, observed.batches[0].gradients.sink
     if gradients is None or gradients.dsink is None or exact is None:
@@ -39,49 +45,50 @@ def _sink(observed: Observed) -> Value:
     return float((gradients.dsink.double() - exact).norm() / exact.norm())
 
 
-def _error_of(name: str, observed: Observed) -> Value:
-    return observed.gradient_errors.get(name)
-
-
 MEASURES = (
     *(
-        CallMeasure(name, about, worse="more", term="relative error", of=partial(_error_of, name))
-        for name, about in _RELATIVE.items()
+        CallMeasure(
+            f"{name}_relative_error",
+            f"norm of the error of {gradient} over the norm of {gradient}",
+            worse="more",
+            of=partial(_relative_error, at),
+        )
+        for at, (name, gradient) in enumerate(_NAMES.items())
     ),
     *(
-        CallMeasure(name, about, term="cosine similarity", of=partial(_error_of, name))
-        for name, about in _COSINES.items()
+        CallMeasure(
+            f"{equation}_cosine",
+            f"cosine of the error of {gradient} to what the error of delta makes of it (paper, equation {at + 1})",
+            of=partial(_equation, at),
+        )
+        for at, (equation, gradient) in enumerate(_EQUATIONS)
     ),
     *(
         CallMeasure(
             f"{name}_ulps",
-            f"root mean square error of d{name[1].upper()}, in ulps of the largest element of its row",
+            f"root mean square error of {gradient}, in ulps of the largest element of its row",
             "ulp",
             worse="more",
-            term="RMS error",
             of=partial(_ulps, at),
         )
-        for at, name in enumerate(_NAMES)
+        for at, (name, gradient) in enumerate(_NAMES.items())
     ),
     CallMeasure(
         "delta_bias_in_dq",
         "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
         worse="farther",
-        term="relative mean error",
         of=_delta,
     ),
     CallMeasure(
         "gradients_nonfinite",
         "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
         worse="more",
-        term="NaN count",
-        of=lambda observed: observed.gradient_faults.get("nonfinite"),
+        of=partial(_fault, "nonfinite"),
     ),
     CallMeasure(
         "dsink_relative_error",
         "norm of the error of dSink, of a learned sink, over the norm of dSink",
         worse="more",
-        term="relative error",
         of=_sink,
     ),
     # No check and no limit: most kernels add up dQ by atomics.
@@ -89,14 +96,12 @@ MEASURES = (
         "gradients_repeated",
         "share of elements of dQ, dK, dV that a second run gives to the bit: chance where atomics add them up",
         worse="less",
-        term="determinism of the backward pass",
         of=lambda observed: observed.equal_gradients,
     ),
     CallMeasure(
         "gradient_error_over_bound",
         "largest error of dQ, dK and dV as a share of its rounding-error bound",
         worse="more",
-        term="a priori error bound",
-        of=lambda observed: observed.gradient_faults.get("over_bound"),
+        of=partial(_fault, "over_bound"),
     ),
 )

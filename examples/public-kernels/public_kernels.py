@@ -282,14 +282,21 @@ def _summed(x: Tensor, pattern: str, *, g: int, reduction: str) -> Tensor:
     return x.view(*x.shape[:2], -1, g, x.shape[3]).sum(3)
 
 
-@kernel(layout="bnhd", takes="gqa", causal="always")
-def fla(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """flash-linear-attention's softmax attention, forward and backward."""
+@kernel(layout="bnhd", takes="gqa")
+def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Any:
+    """flash-linear-attention's softmax attention, forward and backward, always causal.
+
+    Without a mask every row is the last of a sequence.
+    """
     file = source(
         "fla.ops.attn.parallel", also=("fla.ops.utils.op", "fla.ops.utils.constant"),
         check_shared_mem=_is_ampere, reduce=_summed,
     )  # fmt: skip
-    return file.parallel_attn(q, k, v, scale=scale)
+    if is_causal:
+        return file.parallel_attn(q, k, v, scale=scale)
+    rows = (torch.nn.functional.pad(row, (0, 0, 0, 0, k.shape[1] - 1, 0)) for row in torch.split(q, 1, 1))
+    with torch.no_grad():  # autograd would add up dK and dV in the format of q
+        return torch.cat([file.parallel_attn(row, k, v, scale=scale)[:, -1:] for row in rows], 1)
 
 
 # Liger.

@@ -4,17 +4,16 @@ A row of attention knows nothing of other rows, and a key whose P is 0 adds an e
 dummy keys go where a mask hides them: the kernel's own mask, or a causal one, behind the last key that a row sees.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
+from tiebreak.kernels.external.conventions import Convention
 from tiebreak.kernels.features import PLACED
 from tiebreak.kernels.inputs import AttentionInputs
 
-Cut = Callable[[Tensor], Tensor]
+_WRAP = "write a function around it that has every row last in a causal sequence (docs/your-kernel.md#wrappers)"
 
 
 @dataclass(frozen=True)
@@ -22,122 +21,52 @@ class Arranged:
     """A call that a kernel can take in the place of another."""
 
     inputs: AttentionInputs
-    rows: Cut  # from what has the shape of its q to what has the shape of the other's
-    keys: Cut | None  # the same for k; None: its gradients of k and v are not those of the other call
+    rows: slice  # of its queries, those of the other call
+    keys: slice  # the same of its keys
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a kernel needs of a call's numbers of queries and keys."""
+def arrange(inputs: AttentionInputs, convention: Convention) -> Arranged:
+    """The call to make: the same inputs where they are as the kernel needs them, else larger ones.
 
-    square: bool = False  # as many queries as keys
-    multiple_of: int = 1  # of both
-    causal: bool = False  # its mask is causal in every call
-    has_causal: bool = False  # it has a flag for a causal mask
-    causal_where_square: bool = False  # a causal mask is right only where queries and keys are as many
-    has_padding: bool = False  # it has a mask that hides keys
+    Args:
+        inputs: of any shape.
+        convention: `square` and `multiple_of` of its options say what the kernel needs.
 
-    def arrange(self, inputs: AttentionInputs) -> Arranged:
-        """The call to make.
-
-        Args:
-            inputs: of any shape.
-
-        Returns:
-            The same inputs where they are as the kernel needs them, else larger ones.
-
-        Raises:
-            ValueError: there is no such call; one line.
-        """
-        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-        rows, columns = self._up(queries), self._up(keys)
-        if self.square:
-            rows = columns = max(rows, columns)
-        right_mask = not (inputs.causal and queries != keys and self.causal_where_square)
-        right_mask = right_mask and (inputs.causal or not self.causal)
-        if right_mask and (rows, columns) == (queries, keys):
-            return Arranged(inputs, _whole, _whole)
-        if placed := [feature.words for feature in inputs.asks() if feature in PLACED]:
-            raise ValueError(f"with a {placed[0]} there is no place for dummy rows or keys")
-        if right_mask and inputs.causal and queries == keys and inputs.key_padding is None:
-            return _longer(inputs, max(rows, columns), max(rows, columns))
-        if right_mask and not inputs.causal and (columns == keys or self.has_padding):
-            return _longer(_hiding(inputs, columns), rows, columns)
-        if inputs.causal and queries <= keys and inputs.key_padding is None and (self.causal or self.has_causal):
-            return _at_the_end(inputs, self._up(keys))
-        return self._row_by_row(inputs)
-
-    def _row_by_row(self, inputs: AttentionInputs) -> Arranged:
-        """Each row as a causal sequence of its own, in which it stands where it sees its keys and no other."""
-        if not (self.has_causal or self.causal):
-            keys, queries = inputs.k.shape[2], inputs.q.shape[2]
-            needed = f"{keys} keys are no multiple of {self.multiple_of}"
-            if keys % self.multiple_of == 0:
-                needed = f"it needs as many keys as queries, {keys} are not {queries}"
-            raise ValueError(f"{needed}, and it has no mask to hide dummy keys")
-        if inputs.key_padding is not None:
-            raise ValueError("a causal sequence for each row has no place for a key padding mask")
-        batch, _, queries, _ = inputs.q.shape
-        keys = inputs.k.shape[2]
-        places = [keys - queries + row if inputs.causal else keys - 1 for row in range(queries)]
-        if places[0] < 0:
-            raise ValueError("a row without a visible key is no row of a causal sequence")
-        length = self._up(keys)
-        q, do = (_spread(tensor, places, length) for tensor in (inputs.q, inputs.do))
-        k, v = (_to(tensor, length).repeat_interleave(queries, 0) for tensor in (inputs.k, inputs.v))
-
-        def rows(o: Tensor) -> Tensor:
-            rows = o.reshape(batch, queries, *o.shape[1:])
-            return torch.stack([rows[:, row, :, place] for row, place in enumerate(places)], 2)
-
-        return Arranged(replace(inputs, q=q, k=k, v=v, do=do, causal=True), rows, None)
-
-    def _up(self, length: int) -> int:
-        return -(-length // self.multiple_of) * self.multiple_of
+    Raises:
+        ValueError: there is no such call; one line.
+    """
+    (queries, keys), step = (inputs.q.shape[2], inputs.k.shape[2]), convention.options.multiple_of
+    rows, columns = (-(-length // step) * step for length in (queries, keys))
+    # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
+    where_square = inputs.causal and convention.causal_where_square and convention.mask is None
+    if convention.options.square or where_square:
+        rows = columns = max(rows, columns)
+    if (rows, columns) == (queries, keys):
+        return Arranged(inputs, slice(None), slice(None))
+    if placed := [feature.words for feature in inputs.asks() if feature in PLACED]:
+        raise ValueError(f"with a {placed[0]} there is no place for dummy rows or keys")
+    before = keys - queries if inputs.causal else 0  # rows that a causal mask has the others behind
+    if before < 0:
+        raise ValueError("a row without a visible key is no row of a square causal call")
+    if inputs.causal:
+        rows = columns
+    if columns > keys and not (inputs.causal and inputs.key_padding is None):
+        inputs = _with_hidden_keys(inputs, columns, convention)
+    q, do = (pad(x, (0, 0, before, rows - queries - before)) for x in (inputs.q, inputs.do))
+    k, v = (pad(x, (0, 0, 0, columns - keys)) for x in (inputs.k, inputs.v))
+    return Arranged(replace(inputs, q=q, k=k, v=v, do=do), slice(before, before + queries), slice(0, keys))
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x
-
-
-def _to(x: Tensor, length: int) -> Tensor:
-    """Zeros appended to (batch, heads, N, d), up to N = `length`."""
-    return pad(x, (0, 0, 0, length - x.shape[2]))
-
-
-def _longer(inputs: AttentionInputs, rows: int, columns: int) -> Arranged:
-    """Dummy rows and keys at the end."""
-    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    q, do = (_to(tensor, rows) for tensor in (inputs.q, inputs.do))
-    k, v = (_to(tensor, columns) for tensor in (inputs.k, inputs.v))
-    made = replace(inputs, q=q, k=k, v=v, do=do)
-    return Arranged(made, lambda o: o[:, :, :queries], lambda dk: dk[:, :, :keys])
-
-
-def _at_the_end(inputs: AttentionInputs, length: int) -> Arranged:
-    """As many dummy rows before the rows as they lack keys to be square; a dummy row's dO is 0, and all it adds is."""
-    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    q, do = (pad(tensor, (0, 0, keys - queries, length - keys)) for tensor in (inputs.q, inputs.do))
-    k, v = (_to(tensor, length) for tensor in (inputs.k, inputs.v))
-    made = replace(inputs, q=q, k=k, v=v, do=do)
-    return Arranged(made, lambda o: o[:, :, keys - queries : keys], lambda dk: dk[:, :, :keys])
-
-
-def _hiding(inputs: AttentionInputs, columns: int) -> AttentionInputs:
-    """The inputs with a mask that hides all keys beyond their own, if there will be any."""
+def _with_hidden_keys(inputs: AttentionInputs, columns: int, convention: Convention) -> AttentionInputs:
+    """The inputs with a mask that hides all keys beyond their own."""
     batch, _, keys, _ = inputs.k.shape
-    if columns == keys:
-        return inputs
+    if convention.mask is None:
+        step = convention.options.multiple_of
+        needed = f"{keys} keys are no multiple of {step}"
+        if keys % step == 0:
+            needed = f"it needs as many keys as queries, {keys} are not {inputs.q.shape[2]}"
+        raise ValueError(f"{needed}, and it has no attn_mask to hide dummy keys: {_WRAP}")
     mask = inputs.key_padding
     if mask is None:
         mask = torch.ones(batch, keys, dtype=torch.bool, device=inputs.k.device)
     return replace(inputs, key_padding=pad(mask, (0, columns - keys)))
-
-
-def _spread(x: Tensor, places: list[int], length: int) -> Tensor:
-    """(batch, heads, rows, d) to (batch * rows, heads, length, d), each row at its place, 0 elsewhere."""
-    batch, heads, rows, d = x.shape
-    wide = x.new_zeros(batch, rows, heads, length, d)
-    for row, place in enumerate(places):
-        wide[:, row, :, place] = x[:, :, row]
-    return wide.flatten(0, 1)

@@ -13,14 +13,6 @@ class LoadError(ValueError):
     """The kernel can't be found, imported or called as it is; one line."""
 
 
-class ContractError(Exception):
-    """The kernel broke its contract; the message says which part."""
-
-
-class ShapeError(ContractError):
-    """What it returned does not have the shape of O."""
-
-
 def is_users(file: str) -> bool:
     """Whether code in a file is neither installed nor the suite's."""
     return not file.startswith(_NOT_THEIRS)

@@ -29,23 +29,10 @@ def _flushes() -> bool:
     return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
 
 
-def _only_more(before: dict[str, str], now: dict[str, str]) -> bool:
-    """Libraries set variables of their own as they are imported."""
-    return before.items() <= now.items()
-
-
 def _put_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _put_deterministic(before: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _autocast() -> tuple[bool, torch.dtype]:
@@ -94,22 +81,23 @@ def _put_sdpa(before: tuple[bool, ...]) -> None:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-def _put_device(before: torch.device) -> None:
-    torch.set_default_device(None if before.type == "cpu" else before)
-
-
 _SWITCHES = (
     # First: what is put back afterwards is computed with it.
     _Switch("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
     _Switch("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _Switch("torch's default device", torch.get_default_device, _put_device),
+    _Switch(
+        "torch's default device",
+        torch.get_default_device,
+        lambda before: torch.set_default_device(None if before.type == "cpu" else before),
+    ),
     _Switch("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
     _Switch("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _Switch("torch's autocast", _autocast, _put_autocast),
-    _Switch("torch's deterministic algorithms", _deterministic, _put_deterministic),
+    _Switch("torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _Switch("torch's precision of fp32 products", _precision, _put_precision),
     _Switch("torch's choice of attention kernels", _sdpa, _put_sdpa),
-    _Switch("the environment", lambda: dict(os.environ), _put_environment, _only_more),
+    # Libraries set variables of their own as they are imported.
+    _Switch("the environment", lambda: dict(os.environ), _put_environment, lambda old, new: old.items() <= new.items()),
     _Switch("the working directory", os.getcwd, os.chdir),
 )
 

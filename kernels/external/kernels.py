@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs_of
 from tiebreak.kernels.external.caller import Caller
@@ -14,7 +13,7 @@ from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load
 from tiebreak.kernels.external.options import NO_BACKWARD, decorator_options, flag_options, mapped_options, read_toml
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, Kernel
 
 
@@ -29,7 +28,7 @@ class UserKernel(Kernel):
         called = self.caller.convention
         options = replace(called.options, options={**called.options.options, **keywords})
         caller = replace(self.caller, convention=replace(called, options=options))
-        return replace(self, caller=caller, compute=partial(_compute, caller))
+        return replace(self, caller=caller, compute=caller.compute)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def users_kernel(
     """
     return UserKernel(
         name,
-        partial(_compute, caller),
+        caller.compute,
         plan,
         # What autograd knows of shows when it is called.
         has_backward=caller.convention.options.backward != NO_BACKWARD,
@@ -146,11 +145,6 @@ def _declaration(where: str, text: str) -> Declaration:
         return parse_declaration(text)
     except ValueError as error:
         raise LoadError(f"{where}: {error}") from error
-
-
-def _compute(caller: Caller, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    del arithmetic
-    return caller.run(inputs, gradients=gradients)
 
 
 def distinct_names(kernels: Sequence[Kernel]) -> list[Kernel]:

@@ -2,7 +2,7 @@
 
 import ast
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,11 +32,6 @@ class KernelOptions:
             h) the kernel is called once for every sequence (and head).
         takes: what inputs may ask of it, beside what its keywords show: words of `TAKEN`.
         refuses: what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`.
-        causal: keyword of the causal mask; "always": every call has it.
-        scale: keyword of the scores' scale.
-        out: keyword of the tensor that O is written into; what the kernel returns of O is then not looked at.
-        mask: keyword of a bool mask of the scores, (batch, 1, queries, keys), True where a key takes part.
-        splits: keyword of the number of splits that a row's keys are computed in.
         invariant: under what changes of a call it has the same bits: words of `INVARIANT`.
         contiguous: whether it takes contiguous tensors alone.
         lse: base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one.
@@ -52,17 +47,12 @@ class KernelOptions:
     layout: str = "bhnd"
     takes: str = ""
     refuses: str = ""
-    causal: str = ""
-    scale: str = ""
-    out: str = ""
-    mask: str = ""
-    splits: str = ""
     invariant: str = ""
     contiguous: bool = False
     lse: str = ""
     square: bool = False
     multiple_of: int = 1
-    head_dims: tuple[int, ...] = ()
+    head_dims: Sequence[int] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     plan: str = ""
     backward: str | Callable[..., Any] = AUTOGRAD
@@ -76,12 +66,8 @@ class KernelOptions:
         """
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
-        for option, words, known in (
-            ("takes", self.takes, TAKEN),
-            ("refuses", self.refuses, TAKEN),
-            ("invariant", self.invariant, INVARIANT),
-        ):
-            unknown = [word for word in split_words(words) if word not in known]
+        for option, known in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
+            unknown = [word for word in split_words(getattr(self, option)) if word not in known]
             if unknown:
                 raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(known)}")
         if not _is_count(self.multiple_of):
@@ -102,6 +88,14 @@ class KernelOptions:
     def refused(self) -> frozenset[Feature]:
         """What `refuses` lists."""
         return frozenset(TAKEN[word] for word in split_words(self.refuses))
+
+
+# Of every word's value.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **{each.name: (type(each.default),) for each in fields(KernelOptions)},
+    "head_dims": (list, tuple),
+    "options": (dict,),
+}
 
 
 def split_words(words: str) -> list[str]:
@@ -151,24 +145,13 @@ def mapped_options(values: Mapping[str, Any], where: str, base: KernelOptions | 
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    types: dict[str, tuple[type, ...]] = {field.name: (str,) for field in fields(KernelOptions)}
-    types |= {
-        "square": (bool,),
-        "contiguous": (bool,),
-        "multiple_of": (int,),
-        "head_dims": (list, tuple),
-        "options": (dict,),
-    }
     for word, value in values.items():
-        if word not in types:
-            raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(types)}")
-        if not isinstance(value, types[word]) and not (word == "backward" and callable(value)):
-            raise LoadError(f"{where}: {word} = {value!r}: expected {types[word][0].__name__}")
-    changed = dict(values)
-    if "head_dims" in changed:
-        changed["head_dims"] = tuple(changed["head_dims"])
+        if word not in _TYPES:
+            raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(_TYPES)}")
+        if not isinstance(value, _TYPES[word]) and not (word == "backward" and callable(value)):
+            raise LoadError(f"{where}: {word} = {value!r}: expected {_TYPES[word][0].__name__}")
     try:
-        return replace(base or KernelOptions(), **changed)
+        return replace(base or KernelOptions(), **values)
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
 
@@ -188,7 +171,7 @@ def flag_options(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
         if outer == "options" and dot:
             values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
         else:
-            values[word] = value if word in ("layout", "takes", "refuses", "plan", "name", "lse") else _literal(value)
+            values[word] = value if _TYPES.get(word) == (str,) else _literal(value)
     return mapped_options(values, "--declare", base)
 
 

@@ -4,17 +4,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.adapters import is_adapter
+from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load, package_of
 from tiebreak.kernels.external.options import decorator_options
 from tiebreak.kernels.inputs import AttentionInputs
-
-_FULL = "bhnd"
 
 
 class _Written:
@@ -34,7 +34,7 @@ class ScriptCall:
     caller: Caller  # how it is called
 
     @classmethod
-    def of(cls, target: str) -> "ScriptCall":
+    def from_target(cls, target: str) -> "ScriptCall":
         """The script's call of the function that a target names.
 
         Raises:
@@ -55,9 +55,9 @@ class ScriptCall:
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """None, or why a script can't write the call of these inputs, in one line."""
-        if self.caller.needs.arrange(inputs).inputs is not inputs:
+        if self.caller.arranged(inputs).inputs is not inputs:
             return "the script has no words for dummy rows or keys"
-        if len(self.caller.convention.options.layout) < len(_FULL):
+        if len(self.caller.convention.options.layout) < len(FULL):
             return "the script has no words for a call for each sequence"
         if any(isinstance(value, Tensor) for value in self.caller.call(inputs).keywords(inputs).values()):
             return "the script has no words for a mask as a tensor"
@@ -68,10 +68,10 @@ class ScriptCall:
         convention = self.caller.convention
         layout, keywords = convention.options.layout, self.caller.call(inputs).keywords(inputs)
         arguments, restored, q = "q, k, v", "", "q"
-        if layout != _FULL:
-            order = ", ".join(str(_FULL.index(letter)) for letter in layout)
+        if layout != FULL:
+            order = ", ".join(str(FULL.index(letter)) for letter in layout)
             arguments, q = f"*(x.permute({order}).contiguous() for x in (q, k, v))", f"q.permute({order}).contiguous()"
-            restored = f".permute({', '.join(str(layout.index(letter)) for letter in _FULL)})"
+            restored = f".permute({', '.join(str(layout.index(letter)) for letter in FULL)})"
         if convention.out is not None:
             keywords[convention.out] = _Written()
         after, keywords = convention.arguments(keywords)
@@ -79,7 +79,13 @@ class ScriptCall:
         call = f"kernel.{self.function}({', '.join(words)})"
         if convention.out is not None:
             return f"({_Written()!r} := torch.full_like({q}, torch.nan), {call})[0]{restored}"
-        return f"{call}{'[0]' if self.caller.returns_several(inputs) else ''}{restored}"
+        return f"{call}{'[0]' if self._returns_several(inputs) else ''}{restored}"
+
+    def _returns_several(self, inputs: AttentionInputs) -> bool:
+        """Whether it returns more than O; by calling it."""
+        call = self.caller.call(inputs)
+        with torch.no_grad():
+            return isinstance(call.returned(call.placed(gradients=False)), (tuple, list))
 
 
 def _file(path: Path) -> tuple[str, str]:

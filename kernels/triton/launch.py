@@ -1,9 +1,8 @@
 """Launching the kernels: checks, memory, grids."""
 
 import math
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,20 +23,10 @@ _TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CP
 _DTYPES = {**TORCH_DTYPES, FP8_E4M3: torch.float8_e4m3fn}
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a kernel is compiled. Contraction is pinned: the plans round every product and sum on their own."""
-
-    num_warps: int
-    num_stages: int
-    enable_fp_fusion: bool = False
-
-
-def options(d: int) -> Options:
-    """Warps and pipeline stages for a head dimension."""
-    if d <= 64:
-        return Options(num_warps=4, num_stages=3)
-    return Options(num_warps=8, num_stages=2) if d <= 128 else Options(num_warps=4, num_stages=1)
+def options(d: int) -> dict[str, int]:
+    """How a kernel is compiled for a head dimension. Without contraction: a plan rounds every product and sum apart."""
+    warps, stages = (4, 3) if d <= 64 else (8, 2) if d <= 128 else (4, 1)
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
 def forward_block(block: Block, d: int) -> Block:
@@ -55,10 +44,6 @@ def backward_block(plan: RoundingPlan, d: int) -> Block:
     return Block(64, 64) if d <= (128 if narrow else 64) else Block(32, 32)
 
 
-# call -> O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)
-Forward = Callable[["Call"], tuple[Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class Call:
     """One call: tensors as the kernels take them, (batch x heads, n, d), and what the kernels are compiled for."""
@@ -70,10 +55,10 @@ class Call:
     config: Config  # with one head a program: every launch chooses anew
     shape: torch.Size  # of q: (batch, heads, queries, d)
     seed: int  # of the noise
-    forward: Forward  # the launches of the forward pass
+    algorithm: str  # its name
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
+    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
         """The call that a declaration makes of some inputs, whose tensors may be of any type.
 
         Raises:
@@ -95,15 +80,12 @@ class Call:
             padded=inputs.key_padding is not None,
             softmax_scale=inputs.softmax_scale,
         )
-        formats = (inputs.formats.inputs, inputs.formats.inputs, format_of_v(plan, inputs.formats))
-        q, k, v = (
-            _flat(tensor, _DTYPES[fmt]) for tensor, fmt in zip((inputs.q, inputs.k, inputs.v), formats, strict=True)
-        )
+        q, k = (_flat(tensor, _DTYPES[inputs.formats.inputs]) for tensor in (inputs.q, inputs.k))
+        v = _flat(inputs.v, _DTYPES[format_of_v(plan, inputs.formats)])
         padding = None
         if inputs.key_padding is not None:
             padding = inputs.key_padding.to(inputs.q.device, torch.int8).contiguous()
-        launches = _FORWARD[declaration.algorithm.name]
-        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, launches)
+        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, declaration.algorithm.name)
 
     @property
     def interpreted(self) -> bool:
@@ -155,7 +137,7 @@ class Call:
         function = getattr(source(part), kernel)
         try:
             with nullcontext() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
-                function[grid](*args, C=config, **asdict(options(config.d)))
+                function[grid](*args, C=config, **options(config.d))
         except OutOfResources as error:
             raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error
 
@@ -220,11 +202,6 @@ def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str |
     return None
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
-    return call.forward(call)
-
-
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
     queries, keys = call.lengths
     o = call.empty(call.config.plan.o, call.q)
@@ -254,7 +231,12 @@ def _standard(call: Call) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-_FORWARD: Mapping[str, Forward] = {FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard}
+_FORWARD = {FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard}
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
+    return _FORWARD[call.algorithm](call)
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -299,15 +281,10 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -
     Raises:
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
-    call = Call.of(inputs, declaration)
+    call = Call.from_inputs(inputs, declaration)
     o, lse = forward(call)
-    backward_pass = None
+    made, of_rows = None, (*call.shape[:3], 1)
     if gradients:
         dq, dk, dv, delta = backward(call, o, lse, inputs.do)
-        backward_pass = Gradients(
-            dq.view(inputs.q.shape),
-            dk.view(inputs.k.shape),
-            dv.view(inputs.v.shape),
-            delta.view(*call.shape[:3], 1),
-        )
-    return AttentionOutput(o.view(call.shape), lse.view(*call.shape[:3], 1), backward_pass)
+        made = Gradients(dq.view_as(inputs.q), dk.view_as(inputs.k), dv.view_as(inputs.v), delta.view(of_rows))
+    return AttentionOutput(o.view(call.shape), lse.view(of_rows), made)

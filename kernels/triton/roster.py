@@ -82,9 +82,7 @@ class Compilation:
     function: Any  # triton's JITFunction
     signature: Mapping[str, str]  # argument -> type
     constexprs: Mapping[str, object]  # argument -> value
-    num_warps: int
-    num_stages: int
-    enable_fp_fusion: bool  # whether products and sums may be contracted
+    options: Mapping[str, int]  # warps, pipeline stages, and whether products and sums may be contracted
 
 
 _POINTERS = {"O": "o", "P": "p_bar", "DQ": "gradients", "DK": "gradients", "DV": "gradients"}
@@ -109,20 +107,13 @@ def compilations() -> Iterator[Compilation]:
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
             constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
-            jitted, chosen = getattr(source(part), function), options(d)
+            jitted = getattr(source(part), function)
             types = {
                 argument: "constexpr" if argument in constants else _type(argument, plan, formats)
                 for argument in jitted.arg_names
             }
-            yield Compilation(
-                f"{name}/{function}",
-                jitted,
-                types,
-                {argument: constants[argument] for argument in types if argument in constants},
-                chosen.num_warps,
-                chosen.num_stages,
-                chosen.enable_fp_fusion,
-            )
+            known = {argument: constants[argument] for argument in types if argument in constants}
+            yield Compilation(f"{name}/{function}", jitted, types, known, options(d))
 
 
 def _type(argument: str, plan: RoundingPlan, formats: Formats) -> str:

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import Data, FieldError, FileData, Integer, Schema, encode
+from tiebreak.reports.records.decode import Data, FieldError, FileData, Integer, Schema
 
 
 class Audit(Data, frozen=True, omit_defaults=False):
@@ -72,29 +72,6 @@ _COUNTS = ("fused", "separate")
 _GATED = tuple(name for name in Audit.__struct_fields__ if name not in ("target", "kernel", "skipped", *_COUNTS))
 
 
-def read(path: Path) -> Audits:
-    """Read a file of audits.
-
-    Raises:
-        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
-    """
-    return store.load(path, Audits)
-
-
-def write(audits: Audits, path: Path) -> None:
-    """Write a file of audits, whole or not at all.
-
-    Raises:
-        tiebreak.reports.records.store.UnwritableFolderError: it can't be written; an older file stays.
-    """
-    store.write_text(as_json(audits), path)
-
-
-def as_json(audits: Audits) -> str:
-    """Return the content of a file of audits."""
-    return encode(audits, indent=1) + "\n"
-
-
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
     """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
@@ -136,6 +113,6 @@ def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
     """
     store.check_writable(path.parent)
     if path.exists():
-        outside = [audit.id for audit in read(path).audits if (audit.target, audit.kernel) not in coming]
+        outside = [audit.id for audit in store.load(path, Audits).audits if (audit.target, audit.kernel) not in coming]
         if outside:
             raise UsageError(f"{path}: not updated: it has {outside[0]}, not asked for; delete it to start over")

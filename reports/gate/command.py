@@ -7,8 +7,8 @@ from pathlib import Path
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import expected, gate, step_summary
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate import expected, gate, report
+from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 
@@ -55,6 +55,6 @@ def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace
             raise UsageError(f"{options.baseline}: {error}") from error
         print(f"not compared: {error}")
         return False
-    terminal.show(gate.report(outcome, options.baseline))
-    step_summary.append(step_summary.of_gate(outcome, options.baseline))
+    terminal.show(report.report(outcome, options.baseline))
+    report.append_summary(report.summary_of_gate(outcome, options.baseline))
     return outcome.held

@@ -7,18 +7,8 @@ from typing import Any
 from msgspec import Struct
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records.record import (
-    BIASED,
-    NONFINITE,
-    REPLACED,
-    SKIPPED,
-    Record,
-    Run,
-    Shown,
-    outcome_of,
-    record_id,
-    verdict_of,
-)
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Record, Run, Shown
 from tiebreak.reports.tables.run import counted
 
 #: Fields that say something in words, or how it is drawn: nothing is decided by them.
@@ -85,29 +75,33 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     """
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
-    if record.id != (named := record_id(record.backend, record.kernel, record.case, record.format)):
+    if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):
         yield f"says that it is of {named}"
-    if (record.skipped is not None) is not (record.outcome == SKIPPED):
+    if (record.skipped is not None) is not (record.outcome == records.SKIPPED):
         yield f"says {record.outcome}, and why it was skipped: {record.skipped or 'nothing'}"
-    comes_to = outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
-    if record.outcome not in (SKIPPED, comes_to):
+    comes_to = records.outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
+    if record.outcome not in (records.SKIPPED, comes_to):
         yield f"says {record.outcome}, and its answers come to {comes_to}"
-    verdict, shown = verdict_of(record, run.measures), record.shown
+    verdict, shown = records.verdict_of(record, run.measures), record.shown
     if verdict is not None and record.verdict not in (None, verdict):
         yield f"says {record.verdict}, and its interval comes to {verdict}"
-    if record.verdict not in (None, BIASED) and (record.tied, record.in_training) != (None, None):
+    if record.verdict not in (None, records.BIASED) and (record.tied, record.in_training) != (None, None):
         yield f"says {record.verdict}, and where its bias comes from or goes to"
     if (shown is not None) is not bool(record.measures):
         yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
-    elif shown is None or shown.kind in REPLACED:
-        if shown is not None and (shown.kind == NONFINITE) is not (record.verdict == NONFINITE) and record.verdict:
+    elif shown is None or shown.kind in records.REPLACED:
+        if (
+            shown is not None
+            and (shown.kind == records.NONFINITE) is not (record.verdict == records.NONFINITE)
+            and record.verdict
+        ):
             yield f"shows {shown.kind}, and says {record.verdict}"
     elif [*differing(shown.number, _as_shown(record, shown))] or record.verdict not in (None, shown.verdict):
         yield f"shows {shown.number} {shown.verdict or ''}, and has {record.number(shown.kind)} {record.verdict or ''}"
 
 
 def _as_shown(record: Record, shown: Shown) -> float | None:
-    """The number of the measure that is shown, in percent where that is its unit."""
+    """Return the number of the measure that is shown, in percent where that is its unit."""
     number = record.number(shown.kind)
     return 100 * number if number is not None and shown.unit == "%" else number
 

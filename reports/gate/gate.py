@@ -9,56 +9,34 @@ tell, and the same bits have to come with the same numbers.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
 from tiebreak.reports.gate.expected import PLAN, Expected
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.settings import Limits
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import (
-    CRASHED,
-    DRAWN,
-    FARTHER,
-    FELL,
-    HELD,
-    IMPLIED,
-    INCONCLUSIVE,
-    LESS,
-    MEASURED,
-    MORE,
-    PASSING,
-    PREDICTION,
-    REPLACED,
-    SKIPPED,
-    TIMED_OUT,
-    UNBIASED,
-    VERDICTS,
-    Answer,
-    Estimate,
-    MeasureRecord,
-    Narrowing,
-    Record,
-    Run,
-    Value,
-    number_of,
-)
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.records.record import Answer, Estimate, MeasureRecord, Narrowing, Record, Run, Value, number_of
 from tiebreak.reports.tables.run import counted
 
-_SEVERITY = {HELD: 0, MEASURED: 0, INCONCLUSIVE: 1, FELL: 2, CRASHED: 3, TIMED_OUT: 3, SKIPPED: 4}
-# A baseline is there to see these change.
-_SOFTWARE = (
-    *("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton"),
-    *("torch_npu", "cann", "driver", "commit", "wheel"),
-)
-_CAPACITY = ("cores", "memory_gib")
+_SEVERITY = {
+    **dict.fromkeys(records.PASSING, 0),
+    records.INCONCLUSIVE: 1,
+    records.FELL: 2,
+    **dict.fromkeys((records.CRASHED, records.TIMED_OUT), 3),
+    records.SKIPPED: 4,
+}
+# A baseline is there to see these change; of all but the wheel it is told.
+_TOLD = ("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton", "torch_npu", "cann",
+         "driver", "commit")  # fmt: skip
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
 _Judgement = tuple[bool, str]  # whether it is worse, and what changed
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused
@@ -112,18 +90,14 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
         old, new = (str(options_of.get(name)) for options_of in (baseline.options, options))
         if old != new:
             raise UsageError(f"options.{name}: {old} in the baseline, {new} in the new run; run with --{name} {old}")
-    kinds = (baseline.platform.keys() | platform.keys()) - {*_SOFTWARE, *_CAPACITY, _FINGERPRINT}
-    for name in sorted(kinds):
-        old, new = (_plain(described.get(name)) for described in (baseline.platform, platform))
-        if old != new and not across:
+    kinds = (baseline.platform.keys() | platform.keys()) - {*_TOLD, "wheel", "cores", "memory_gib", _FINGERPRINT}
+    for name in sorted(kinds) if not across else ():
+        before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
+        if before != after:
             raise UsageError(
-                f"platform.{name}: {old!r} in the baseline, {new!r} in the new run: a baseline of another platform;"
-                " --across compares all but bits and what has no interval"
+                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another"
+                " platform; --across compares all but bits and what has no interval"
             )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def gate(
@@ -144,18 +118,19 @@ def gate(
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
-    measures, checks = {**run.measures, **baseline.measures}, {**run.checks, **baseline.checks}
-    known = replace(run, measures=measures, checks=checks)
-    held_to = {name: limits.of(name, measure) for name, measure in known.measures.items() if measure.worse is not None}
+    known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
+    held_to = {
+        name: limits.held_to(name, measure) for name, measure in known.measures.items() if measure.worse is not None
+    }
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
+    pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[Change] = []
-    compared = sorted(old.keys() & new.keys())
-    for name in compared:
-        found = list(_compare(old[name], new[name], held_to, across))
+    for before, after in pairs:
+        found = list(_compare(before, after, held_to, across))
         if not any(worse for worse, _ in found):
-            found += [(True, text) for text in same_bits(old[name], new[name], baseline)]
-        changes += [Change(new[name], *each) for each in found]
-    plans, notes = _plans([(old[name], new[name]) for name in compared], expected, across=across)
+            found += [(True, text) for text in same_bits(before, after, baseline)]
+        changes += [Change(after, *each) for each in found]
+    plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
     asked = [record for record in gone if _asked_for(record, run.narrowing)]
@@ -165,24 +140,19 @@ def gate(
     worse = {change.record.id for change in changes if change.worse}
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
-    first = sum(old[name].outcome == SKIPPED != new[name].outcome for name in compared)
+    first = sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs)
     notes += _notes(baseline, run, len(fresh) + first, len(gone) - len(asked))
-    notes += [] if compared else ["no cell is in both"]
-    changed = sum(old[name].digest != new[name].digest for name in compared)
-    if changed:
+    if not pairs:
+        notes.append("no cell is in both")
+    if changed := sum(before.digest != after.digest for before, after in pairs):
         notes.append(f"{counted(changed, 'cell')} with other bits than in the baseline")
-    return Outcome(len(compared), tuple(changes), tuple(notes), _ended(run))
-
-
-def _ended(run: Run) -> bool:
-    """Whether a run came to its end, with nothing left to do."""
-    return run.complete and not run.not_run and not run.running
+    return Outcome(len(pairs), tuple(changes), tuple(notes), run.ended)
 
 
 def _plans(
-    pairs: Collection[tuple[Record, Record]], expected: Sequence[Expected], *, across: bool
+    pairs: Sequence[tuple[Record, Record]], expected: Sequence[Expected], *, across: bool
 ) -> tuple[list[Change], list[str]]:
-    """Cells whose kernel declares another plan than it did, and what to note of those that are accepted.
+    """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
     Across platforms a vendor's kernel may have another plan, and then its bias counts: told, and worse where it is
     biased, or where that is not known.
@@ -190,49 +160,44 @@ def _plans(
     Raises:
         UsageError: an entry accepts what there is not.
     """
-    changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == SKIPPED != new.outcome]
+    skipped = records.SKIPPED
+    changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == skipped != new.outcome]
     entries = [entry for entry in expected if entry.check == PLAN]
     for entry in entries:
         if any(entry.concerns(new.id) for _, new in pairs) and not any(entry.concerns(new.id) for _, new in changed):
             raise UsageError(f"{entry.where}: no plan of {entry.cells} has changed: remove the entry")
     worse: list[Change] = []
-    notes: dict[str, int] = {}
+    notes = Counter[str]()
     for old, new in changed:
         text = f"declares {new.plan or 'no plan'}, {old.plan or 'no plan'} in the baseline"
         accepted = next((entry.reason for entry in entries if entry.concerns(new.id)), None)
-        if accepted is None and not (across and new.verdict in (UNBIASED, None)):
+        if accepted is None and not (across and new.verdict in (records.UNBIASED, None)):
             worse.append(Change(new, True, text))
         else:
-            told = f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")
-            notes[told] = notes.get(told, 0) + 1
+            notes[f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")] += 1
     return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]
 
 
 def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
-    for name in _SOFTWARE[:-1]:
-        old, new = baseline.platform.get(name), run.platform.get(name)
-        if old != new:
-            yield f"{name} {old or 'not known'} in the baseline, {new or 'not known'} in the new run"
-    before, after = (each.platform.get(_FINGERPRINT, {}) for each in (baseline, run))
-    for backend in before.keys() & after.keys():
-        for probe in sorted(before[backend].keys() & after[backend].keys()):
-            old, new = before[backend][probe], after[backend][probe]
-            if old != new:
-                yield f"{backend}, {probe}: {old} in the baseline, {new} in the new run"
+    there = [each.platform.get(_FINGERPRINT, {}) for each in (baseline, run)]
+    probes = [(backend, probe) for backend in there[0].keys() & there[1].keys()
+              for probe in sorted(there[0][backend].keys() & there[1][backend].keys())]  # fmt: skip
+    described = [(name, *(each.platform.get(name) or "not known" for each in (baseline, run))) for name in _TOLD]
+    described += [(f"{backend}, {probe}:", *(each[backend][probe] for each in there)) for backend, probe in probes]
+    yield from (f"{name} {old} in the baseline, {new} in the new run" for name, old, new in described if old != new)
     if fresh:
         yield f"{counted(fresh, 'cell')} not in the baseline, or skipped there; --update-baseline adds what is new"
     if outside:
-        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_words(run.narrowing)}"
-    if not _ended(run):
+        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}"
+    if not run.ended:
         yield "the new run was interrupted: it does not hold"
 
 
 def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
-    """Whether a run's command line asked for a cell."""
     return all(each.leaves_in(record) for each in narrowing)
 
 
-def _words(narrowing: Collection[Narrowing]) -> str:
+def _options(narrowing: Collection[Narrowing]) -> str:
     return " ".join(dict.fromkeys(words for each in narrowing for words in each.given))
 
 
@@ -242,17 +207,16 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
         return
     outcome = list(_outcome(old, new))
     yield from outcome
-    if old.outcome == SKIPPED:
-        return  # it is as good as new
-    if new.shown is None and new.outcome not in PASSING:
-        return  # the outcome says it
+    if old.outcome == records.SKIPPED or (new.shown is None and new.outcome not in records.PASSING):
+        return  # it is as good as new, or the outcome says it
     reasons = new.reasons if outcome else ()
     for name, asked in old.answers.items():
         answer = new.answers.get(name)
         if answer is None or answer.met is True or answer.why not in reasons:
             yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
-    foretold = across and old.plan == new.plan and old.met(PREDICTION) is True and new.met(PREDICTION) is True
+    predicted = all(each.met(records.PREDICTION) is True for each in (old, new))
+    foretold = across and old.plan == new.plan and predicted
     yield from _verdicts(old, new, foretold=foretold)
     lost = [name for name in old.measures if name not in new.measures]
     lost += [text for name, value in new.measures.items() for text in _lost(name, old.measures.get(name), value)]
@@ -288,9 +252,9 @@ def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
 
 
 def _outcome(old: Record, new: Record) -> Iterator[_Judgement]:
-    if new.outcome == SKIPPED and old.outcome != SKIPPED:
+    if new.outcome == records.SKIPPED and old.outcome != records.SKIPPED:
         yield True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline"
-    elif old.outcome == SKIPPED:
+    elif old.outcome == records.SKIPPED:
         if new.fails:
             yield True, f"{new.outcome}, skipped in the baseline"
     elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
@@ -307,7 +271,7 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
             other things of another plan, and what is met there is no worse.
     """
     if new is None:
-        if name not in IMPLIED:
+        if name not in records.IMPLIED:
             yield True, f"{name} no longer asked: {old.asked}, in the baseline"
     elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
         yield True, f"{name}: asks {new.asked}, {old.asked} in the baseline"
@@ -320,72 +284,49 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
     """On the bias, and on whether gradients contain it; of what is foretold only that there is one."""
     measured = old.shown is not None and new.in_training is not None
-    contained = old.in_training or (UNBIASED if measured else None)
+    contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
         if before is not None and before != after and not (foretold and after is not None):
-            worse = after is None or VERDICTS.index(after) > VERDICTS.index(before)
+            worse = after is None or records.VERDICTS.index(after) > records.VERDICTS.index(before)
             yield worse, f"{what}verdict {after or 'none'}, {before} in the baseline"
     kinds = [record.shown.kind for record in (old, new) if record.shown is not None]
-    if not foretold and len(set(kinds)) > 1 and kinds[1] in REPLACED:
+    if not foretold and len(set(kinds)) > 1 and kinds[1] in records.REPLACED:
         yield True, f"shows {kinds[1]}, {kinds[0]} in the baseline"
 
 
 def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """Whether a measure got worse, or better, by more than its limits; a number that is missing `_compare` has told."""
-    before, after = old.number(name), new.number(name)
-    if before is None or after is None or measure.limit is None:
+    """Tell whether a measure got worse, or better, by more than its limits; of a missing number `_compare` tells."""
+    if old.number(name) is None or new.number(name) is None or measure.limit is None:
         return
-    was, now = _badness(measure, before) / _whole(measure, old), _badness(measure, after) / _whole(measure, new)
-    narrow, wide = (_half_width(record.measures[name]) / _whole(measure, record) for record in (old, new))
+    (was, narrow, before), (now, wide, after) = (_badness(name, measure, record) for record in (old, new))
     if math.inf > wide > max(measure.limit, _WIDER * narrow):
         yield True, f"{name} {_text(new.measures[name])} not told, {_text(old.measures[name])} in the baseline"
     by, share = abs(now - was), measure.share * min(abs(was), abs(now))
     if not foretold and by - narrow - wide > measure.limit and by > share:
-        texts = [_text(record.measures[name]) + _of_whole(measure, record) for record in (new, old)]
         unit = f" {measure.unit}" if measure.unit else ""
-        yield now > was, f"{name} {texts[0]}{unit}, {texts[1]} in the baseline"
+        yield now > was, f"{name} {after}{unit}, {before} in the baseline"
 
 
-def _whole(measure: MeasureRecord, record: Record) -> float:
-    """What a measure is held as a share of."""
-    return (record.number(measure.per) if measure.per else None) or 1.0
+def _badness(name: str, measure: MeasureRecord, record: Record) -> tuple[float, float, str]:
+    """Return a number that is larger where a measure is worse, the half width of its interval, and its text.
 
-
-def _of_whole(measure: MeasureRecord, record: Record) -> str:
-    return f" of {_whole(measure, record):.15g} {measure.per}" if measure.per else ""
-
-
-def _badness(measure: MeasureRecord, value: float) -> float:
-    """A number that is larger where the measure is worse."""
-    return {MORE: value, LESS: -value, FARTHER: abs(value)}[measure.worse or MORE]
-
-
-def _half_width(value: Value) -> float:
-    """Of an interval that is not known, Inf: nothing lies beyond it."""
-    if not isinstance(value, Estimate):
-        return 0.0
-    return math.inf if value.half_width is None else value.half_width
+    Both as a share, where the measure is held as one. Nothing lies beyond an interval that is not known.
+    """
+    value, number = record.measures[name], record.number(name) or 0.0
+    whole = (record.number(measure.per) if measure.per else None) or 1.0
+    badness = {records.MORE: number, records.LESS: -number, records.FARTHER: abs(number)}[measure.worse or records.MORE]
+    width = 0.0
+    if isinstance(value, Estimate):
+        width = math.inf if value.half_width is None else value.half_width
+    of = f" of {whole:.15g} {measure.per}" if measure.per else ""
+    return badness / whole, width / whole, f"{_text(value)}{of}"
 
 
 def _text(value: Value) -> str:
     if isinstance(value, Estimate):
-        return f"{value.mean:+.4f} ±{value.half_width:.4f}"
+        width = "not known" if value.half_width is None else f"{value.half_width:.4f}"
+        return f"{value.mean:+.4f} ±{width}"
     return f"{value:.4g}"
-
-
-def report(outcome: Outcome, baseline: Path) -> str:
-    """What the gate found, as text: a line for the whole, then what is worse, what is better, and notes."""
-    word = "held" if outcome.held else "FELL"
-    lines = [
-        f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
-        f" {len(outcome.worse)} worse, {len(outcome.better)} better"
-    ]
-    for name, changes in groupby(outcome.worse, lambda change: change.record.id):
-        cell = list(changes)
-        lines += [f"worse   {name}: {'; '.join(change.text for change in cell)}"]
-        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
-    lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
-    return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
 
 def update(run: Run, path: Path) -> None:
@@ -411,10 +352,9 @@ def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) ->
     """
     outside = [record for record in baseline.records if not _asked_for(record, narrowing)]
     if outside:
-        lost = f"{len(outside)} of its cells lie outside this run's {_words(narrowing)}"
+        lost = f"{len(outside)} of its cells lie outside this run's {_options(narrowing)}"
         raise UsageError(f"{path}: not updated: {lost}; run all of them, or delete the file to begin anew")
 
 
 def _compact(record: Record) -> Record:
-    """Without what is there to be drawn alone."""
-    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in DRAWN})
+    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in records.DRAWN})

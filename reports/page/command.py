@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from types import MappingProxyType
 
 from tiebreak.reports.audit.record import Audits
@@ -29,25 +30,6 @@ from tiebreak.reports.verdict import SEVERITIES, verdicts
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "page_map.js", "page_about.js")
 _DIGEST = 8  # findings that stand open
-_KEY = (
-    ("toward-5", "-0.35", "toward zero"),
-    ("", "-0.02", "unbiased: the whole interval lies within 0.05 ulp"),
-    ("away-5", "+0.35 B", "biased, away from zero"),
-    ("", "+0.04 ?", "neither is known"),
-    ("nan", "NaN", "NaN or Inf where the reference is finite"),
-    ("plain", "x0.28", "the output keeps 28 % of its size"),
-    ("plain", "+1.73", "no verdict: the sum cancels, and an error in ulps is of any size"),
-    ("", "-0.02 ·", "held: as claimed or predicted; no mark: measured, nothing was asked"),
-    ("fell", "!+0.23 B!", "fell: a check was not met; (..): that is excused"),
-    ("inconclusive", "?+0.04 ??", "inconclusive: too few heads. Not a pass"),
-    ("none", "skip", "the kernel does not take this input; missing: the run lacks the cell. Neither is a pass"),
-    ("ended", "!crash!", "crashed; !time!: timed out"),
-    (
-        "differs",
-        "1,2: -0.02",
-        "platforms differ in verdict or outcome: each value behind the numbers of those that have it",
-    ),
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,24 +71,35 @@ def page(
         audits: of compiled kernels, by what tells them apart.
         sweeps: by what tells them apart.
     """
-    style, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
-    script = "".join(scripts) if runs else ""
-    sections = ["<h1>tiebreak: does this kernel round fairly?</h1>"]
-    if runs:
-        sections += [_answers(runs, labels), _fell(runs, labels), _mechanism(runs), _findings(findings(runs, labels))]
-        sections += [_platforms(runs, labels), _map(runs), _pooled(runs)]
-    sections += [_drawn(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
-    for number, (label, audited) in enumerate(audits.items()):
-        sections += ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>'] if not number else []
-        sections += [f"<h3>{escape(label)}</h3>"] if len(audits) > 1 else []
-        sections.append(html(audit_tables(audited)))
+    style, template, *scripts = (
+        (_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.html", *_SCRIPTS)
+    )
+    more = [_drawn(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
+    more += ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>'] if audits else []
+    for label, audited in audits.items():
+        more += [f"<h3>{escape(label)}</h3>"] if len(audits) > 1 else []
+        more.append(html(audit_tables(audited)))
     for label, sweep in sweeps.items():
         heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
-        sections.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
-    if runs:
-        data = f'<script type="application/gzip" id="data">{page_data(runs, labels)}</script>'
-        sections += [_CELLS, _words(runs), _DIALOG, data, f'<script type="module">{script}</script>']
-    return document("tiebreak", style, "\n".join(filter(None, sections)), script)
+        more.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
+    if not runs:
+        return document("tiebreak", style, "\n".join([template.partition("\n")[0], *more]))
+    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}
+    sides, script = mechanism(runs), "".join(scripts)
+    body = Template(template).substitute(
+        answers=_answers(runs, labels),
+        fell=_fell(runs, labels),
+        mechanism=f'<figure class="mechanism">{drawing(*sides)}</figure>' if sides is not None else "",
+        findings=_findings(findings(runs, labels)),
+        platforms=_platforms(runs, labels),
+        legends="".join(f"<p>{escape(name)}: {escape(kind.legend or kind.about)}</p>" for name, kind in kinds.items()),
+        pooled=_pooled(runs),
+        more="\n".join(more),
+        words=_words(runs),
+        data=page_data(runs, labels),
+        script=script,
+    )
+    return document("tiebreak", style, body, script)
 
 
 def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -145,12 +138,6 @@ def _folded(items: Sequence[str], kind: str) -> str:
     return f'<ul class="{kind}">{"".join(first)}</ul>{more if rest else ""}'
 
 
-def _mechanism(runs: Sequence[Run]) -> str:
-    """Return the picture of what goes wrong, with the runs' own errors in it."""
-    sides = mechanism(runs)
-    return "" if sides is None else f'<figure class="mechanism">{drawing(*sides)}</figure>'
-
-
 def _findings(sentences: Sequence[str]) -> str:
     """Return the findings, the first of them open; empty without any."""
     items = [f"<li>{_marked(line)}</li>" for line in sentences]
@@ -163,19 +150,6 @@ def _marked(line: str) -> str:
     return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
-def _map(runs: Sequence[Run]) -> str:
-    kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}
-    legends = [f"<p>{escape(name)}: {escape(about.legend or about.about)}</p>" for name, about in kinds.items()]
-    return f"""<h2 id="map">Kernels and cases</h2>
-{"".join(legends)}
-<p>A click on a cell, or Enter, opens all that is known of it; on the name of a case or a kernel, what it is.</p>
-<details><summary>Marks</summary>{_key()}</details>
-<noscript><p>The map and the table of all cells need JavaScript; the rest does not.</p></noscript>
-{_FORM}
-<div id="cells-map"></div>
-<div id="paper"></div>"""
-
-
 def _pooled(runs: Sequence[Run]) -> str:
     if not any(record.experiment in run.pooled for run in runs for record in run.records):
         return ""
@@ -183,28 +157,6 @@ def _pooled(runs: Sequence[Run]) -> str:
     return f"""<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>
 {html([training_legend(runs)])}
 <div id="pooled-map"></div>"""
-
-
-_FORM = """<form id="filters">
-<label>Words in kernel, case, group, backend, format, verdict, outcome<input id="words" type="search"></label>
-<label>Platform<select id="platform"><option value="">all platforms</option></select></label>
-<label>Outcome<select id="outcome"><option value="">all</option></select></label>
-<label class="tick"><input id="differing" type="checkbox"> only what differs</label>
-<label class="tick"><input id="failures" type="checkbox"> only failure inputs</label>
-</form>"""
-
-_CELLS = """<h2 id="all">All cells</h2>
-<p id="count" role="status"></p>
-<div class="wide" tabindex="0" role="region" aria-label="all cells">
-<table id="cells"><thead><tr></tr></thead><tbody></tbody></table>
-</div>
-<button id="more" type="button">Show more</button>"""
-
-_DIALOG = """<dialog id="about" aria-labelledby="about-title">
-<button id="close" type="button" aria-label="close">×</button>
-<h2 id="about-title"></h2>
-<div id="about-body"></div>
-</dialog>"""
 
 
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -224,11 +176,6 @@ def _commit(name: str) -> str:
     """As short as people write it; "-dirty" stays."""
     number, dash, rest = name.partition("-")
     return f"{number[:12]}{dash}{rest}"
-
-
-def _key() -> str:
-    items = [f'<li><span class="{kind}">{escape(text)}</span> {escape(words)}</li>' for kind, text, words in _KEY]
-    return "\n".join(['<ul class="key">', *items, "</ul>"])
 
 
 def _drawn(drawn: Sequence[Figure], head: str) -> str:

@@ -3,11 +3,12 @@
 import base64
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import NONFINITE, Estimate, FitRecord, HistogramRecord, Record, Run, number_of
+from tiebreak.reports.records.record import NONFINITE, Estimate, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables import marks
 from tiebreak.reports.tables.changes import changes_text
 from tiebreak.reports.tables.comparison import Row, compare
@@ -40,25 +41,17 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
     places = {name: place for place, name in enumerate(cases)}
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
     headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
+    words = ("about", "source", "group", "unclaimed", "headline")
+    columns = {name for name, about in measures.items() if about.column} | set(headlines.values())
     return {
         "platforms": [_platform(run, label) for run, label in zip(runs, labels, strict=True)],
         "pooled": sorted({name for run in runs for name in run.pooled}),
         "cases": [
-            {
-                "name": name,
-                **{field: getattr(about, field) for field in ("about", "source", "group", "failure")},
-                "unclaimed": about.unclaimed or "",
-                "headline": about.headline or "",
-            }
+            {"name": name, "failure": about.failure, **{field: getattr(about, field) or "" for field in words}}
             for name, about in cases.items()
         ],
         "measures": [
-            {
-                "name": name,
-                "unit": about.unit,
-                "about": about.about,
-                "column": about.column or name in headlines.values(),
-            }
+            {"name": name, "unit": about.unit, "about": about.about, "column": name in columns}
             for name, about in measures.items()
         ],
         "cells": [_cell(row, places, headlines) for row in compare(runs, labels).rows],
@@ -105,25 +98,19 @@ def _record(record: Record, headline: str | None) -> dict[str, Any]:
 
 def _evidence(record: Record) -> dict[str, Any]:
     """Return the histogram, the plans whose bits the kernel's were held against, and what else a record carries."""
-    carried: dict[str, Any] = {"more": list(_more(record))}
+    carried: dict[str, Any] = {"more": []}
     for name, value in record.evidence.items():
         if isinstance(value, HistogramRecord):
             carried["histogram"] = [value.low, value.width, value.outside, value.counts]
         elif name == "fits":
-            known = [
-                (plan, fit.bits) for plan, fit in value.items() if isinstance(fit, FitRecord) and fit.bits is not None
-            ]
+            known = [(plan, fit.bits) for plan, fit in value.items() if fit.bits is not None]
             known.sort(key=lambda pair: -pair[1])
             carried["fits"] = [[plan, _short(bits)] for plan, bits in known[:_FITS]]
+        elif name in _TEXTS:
+            carried["more"].append([name, _TEXTS[name](value)])
+        elif name not in _DRAWN:
+            carried["more"].append([name, value if isinstance(value, str) else encode(value)])
     return carried
-
-
-def _more(record: Record) -> Iterator[list[str]]:
-    for name, value in record.evidence.items():
-        if name in _TEXTS:
-            yield [name, _TEXTS[name](value)]
-        elif name not in _DRAWN and name != "fits" and not isinstance(value, HistogramRecord):
-            yield [name, value if isinstance(value, str) else json.dumps(value)]
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """What the figures of a page show, as plain data."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
+from typing import NamedTuple
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.mechanism import Side
@@ -47,41 +48,38 @@ def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     return []
 
 
-@dataclass(frozen=True)
-class _Trained:
+class _Trained(NamedTuple):
     """A training run to draw."""
 
+    size: float  # |headline|
     kernel: str
     case: str
-    backend: str
-    platform: int  # its number on the page
-    size: float  # |headline|
+    place: tuple[str, int]  # backend, and the number of the platform on the page
     line: tuple[tuple[float, float], ...]  # readings by step, added up where the figure asks for it
 
 
-def _trained(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
-    """Return a figure a series that the files want drawn: of every file, whatever its kernels are called."""
+def _trained(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Figure]:
+    """Yield a figure a series that the files want drawn: of every file, whatever its kernels are called."""
     cases = cases_of(runs)
-    wanted = dict.fromkeys(about.figure for about in cases.values() if about.figure is not None)
-    chosen = {figure: _worst_and_best(_runs_of(figure, runs, cases)) for figure in wanted}
-    return [_readings(figure, trained, labels) for figure, trained in chosen.items() if trained]
+    for figure in dict.fromkeys(about.figure for about in cases.values() if about.figure is not None):
+        found = list(_runs_of(figure, runs, cases))
+        first = min((each.case for each in found), key=lambda case: cases[case].label or case, default="")
+        if chosen := _worst_and_best([each for each in found if each.case == first]):
+            yield _readings(figure, chosen, labels)
 
 
-def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """Return the training runs of the first case that has this figure."""
-    found = []
+def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> Iterator[_Trained]:
+    """Yield the training runs of all cases that have this figure."""
     for number, run in enumerate(runs, start=1):
         for record in run.records:
-            about, series = cases.get(record.case), record.evidence.get("series")
-            if about is None or about.figure != figure or not isinstance(series, SeriesRecord):
+            about, series = cases[record.case], record.evidence.get("series")
+            if about.figure != figure or not isinstance(series, SeriesRecord):
                 continue
             size, values = record.number(about.headline or ""), series.values.get(figure.series, ())
             heights = accumulate(value or 0.0 for value in values) if figure.summed else values
             line = tuple((float(step), y) for step, y in zip(series.steps, heights, strict=False) if y is not None)
             if size is not None and line:
-                found.append(_Trained(record.kernel, record.case, record.backend, number, abs(size), line))
-    first = min((trained.case for trained in found), key=lambda case: cases[case].label or case, default="")
-    return [trained for trained in found if trained.case == first]
+                yield _Trained(abs(size), record.kernel, record.case, (record.backend, number), line)
 
 
 def _worst_and_best(trained: Sequence[_Trained]) -> list[_Trained]:
@@ -95,15 +93,13 @@ def _worst_and_best(trained: Sequence[_Trained]) -> list[_Trained]:
 
 def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
     """Draw training runs; where they ran in several places, each is labelled with its own."""
-    numbers = sorted({each.platform for each in chosen})
-    several = len({(each.backend, each.platform) for each in chosen}) > 1
+    places = {each.place for each in chosen}
+    numbers = sorted({number for _, number in places})
     where = f"From {labels[numbers[0] - 1]}"
     if len(numbers) > 1:
         where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
-    series = tuple(
-        Series(f"{each.kernel} ({each.backend}, platform {each.platform})" if several else each.kernel, each.line)
-        for each in chosen
-    )
+    named = "{} ({}, platform {})" if len(places) > 1 else "{}"
+    series = tuple(Series(named.format(each.kernel, *each.place), each.line) for each in chosen)
     return Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
 
 
@@ -120,7 +116,7 @@ def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
 
 
 def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
-    drawn = ((record, record.evidence.get("histogram"), run.headline(record)) for record in records)
+    drawn = ((record, record.evidence.get("histogram"), run.number(record, "headline")) for record in records)
     return [
         Side(record.kernel, errors, bias)
         for record, errors, bias in drawn
@@ -130,14 +126,11 @@ def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
 
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
     """Return the kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
-    traced = [
-        (record, trace) for record in run.records if isinstance(trace := record.evidence.get("trace"), TraceRecord)
-    ]
+    traced = [(record, each) for record in run.records if isinstance(each := record.evidence.get("trace"), TraceRecord)]
+    traced.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(run, pair[0])))
     stepping = [pair for pair in traced if pair[1].at_one]
-    smooth = [pair for pair in traced if not pair[1].at_one]
     stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(run, pair[0])))
-    smooth.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(run, pair[0])))
-    return _different(stepping), _different(smooth)
+    return _different(stepping), _different([pair for pair in traced if not pair[1].at_one])
 
 
 def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
@@ -148,7 +141,7 @@ def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
 
 def _size(run: Run, record: Record) -> float:
     """|bias|; without one a kernel is the last to be called fair."""
-    mean = run.headline(record)
+    mean = run.number(record, "headline")
     return math.inf if mean is None else abs(mean)
 
 
@@ -196,7 +189,11 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
     points: dict[tuple[str, str], dict[float, float]] = {(record.backend, record.kernel): {} for record in chosen}
     for record in run.records:
-        line, place, bias = points.get((record.backend, record.kernel)), places.get(record.case), run.headline(record)
+        line, place, bias = (
+            points.get((record.backend, record.kernel)),
+            places.get(record.case),
+            run.number(record, "headline"),
+        )
         if family and line is not None and place is not None and place > 0 and bias is not None:
             line[place] = bias
     maxima = sorted({k for line in points.values() for k in line})
@@ -249,7 +246,7 @@ def _seeds(grid: TrainingGrid, case: str) -> Figure:
     return Figure(
         title=f"{grid.backend}, {grid.heading(case)}",
         note="",
-        x_label=grid.headline(case) or "",
+        x_label=grid.described[case].headline or "",
         y_label="kernel",
         series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
         rows=tuple(row.removesuffix("@train") for row in rows),

@@ -8,7 +8,6 @@ from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import FieldError, decode
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.sweeps.store import Sweep, read_sweep
 
 
@@ -37,19 +36,10 @@ def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits]
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same.
     """
-    sweeps: dict[Path, Sweep] = {}
-    runs: dict[Path, Run] = {}
-    audits: dict[Path, Audits] = {}
-    for path in paths:
-        content = read(path)
-        if isinstance(content, Run):
-            store.refuse_repeated(content, path, runs.items())
-            runs[path] = content
-        elif isinstance(content, Sweep):
-            sweeps[path] = content
-        else:
-            for other, earlier in audits.items():
-                if content == earlier:
-                    raise UnreadableRecordsError(f"{path}: audits: the same as in {other}; give each audit once")
-            audits[path] = content
-    return runs, audits, sweeps
+    found = [(path, read(path)) for path in paths]
+    store.refuse_repeated(found)
+    return (
+        {path: data for path, data in found if isinstance(data, Run)},
+        {path: data for path, data in found if isinstance(data, Audits)},
+        {path: data for path, data in found if isinstance(data, Sweep)},
+    )

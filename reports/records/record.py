@@ -425,10 +425,15 @@ class Run(FileData, frozen=True):
         assumed = self.platform.get("assumed", {})
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
-    def headline(self, record: Record) -> float | None:
-        """Return the number that a record's kind of experiment is known by; None where there is none."""
-        kind = self.experiments.get(record.experiment)
-        return None if kind is None or kind.headline is None else record.number(kind.headline)
+    def number(self, record: Record, role: str) -> float | None:
+        """Return the number of the measure that has a role in a record's kind of experiment, such as `headline`."""
+        name: str | None = getattr(self.experiments.get(record.experiment), role, None)
+        return record.number(name) if name else None
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether it came to its end, with nothing left to do."""
+        return self.complete and not self.not_run and not self.running
 
     @property
     def own(self) -> bool:

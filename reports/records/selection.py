@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from tiebreak.reports import names as names_of
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching, none_named, split, unknown
 from tiebreak.reports.records.record import Run
 
 # Flag, named as pytest's own, and the field of a record that it filters by.
@@ -54,11 +54,7 @@ def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | N
     Raises:
         UsageError: a name fits none; says which may be meant.
     """
-    listed = listed or f"leave --{flag} out to see"
-    fitting = {name: matching(name, known) for name in split(names)}
-    if not fitting:
-        raise UsageError(f"--{flag}: {none_named(kind, known, listed)}")
-    for name, meant in fitting.items():
-        if not meant:
-            raise UsageError(f"--{flag}: {unknown(kind, name, known, listed)}")
-    return {name for meant in fitting.values() for name in meant}
+    try:
+        return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see"))
+    except ValueError as error:
+        raise UsageError(f"--{flag}: {error}") from None

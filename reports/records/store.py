@@ -52,14 +52,16 @@ def check_writable(folder: Path) -> None:
         raise UnwritableFolderError(f"cannot write records to {folder}: {error.strerror or error}") from error
 
 
-def write(run: Run, path: Path) -> None:
-    """Write a run to `path`, one record a line, so that a diff tells which cells changed; see `write_text`."""
-    write_text(as_text(run), path)
+def write(data: Data, path: Path) -> None:
+    """Write a file of data; see `as_text` and `write_text`."""
+    write_text(as_text(data), path)
 
 
-def as_text(run: Run) -> str:
-    """Return the content of a file of records, records in the order of their ids."""
-    plain = msgspec.to_builtins(run)
+def as_text(data: Data) -> str:
+    """Return the content of a file; of a run one record a line, by their ids: a diff tells which cells changed."""
+    if not isinstance(data, Run):
+        return encode(data, indent=1) + "\n"
+    plain = msgspec.to_builtins(data)
     plain["records"] = sorted(plain["records"], key=lambda record: record["id"])
     plain["seconds"] = dict(sorted(plain["seconds"].items()))
     return "{\n" + ",\n".join(f"{encode(name)}: {_lines(plain[name])}" for name in _PARTS) + "\n}\n"
@@ -114,30 +116,24 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
     Raises:
         UnreadableRecordsError: as `read`; or two of the files hold the same run.
     """
-    runs: list[Run] = []
-    for path in paths:
-        run = read(path)
-        refuse_repeated(run, path, zip(paths, runs, strict=False))
-        runs.append(run)
-    return runs
+    runs = [(path, read(path)) for path in paths]
+    refuse_repeated(runs)
+    return [run for _, run in runs]
 
 
-def refuse_repeated(run: Run, path: Path, earlier: Iterable[tuple[Path, Run]]) -> None:
-    """Make sure that a run is none of the earlier ones.
+def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
+    """Make sure that no two files hold the same run, as its name tells where it has one, or the same data.
 
     Raises:
-        UnreadableRecordsError: it is one of them.
+        UnreadableRecordsError: two do.
     """
-    for other_path, other in earlier:
-        if _same(run, other):
-            raise UnreadableRecordsError(f"{path}: run: the same run as in {other_path}; give each run once")
-
-
-def _same(run: Run, other: Run) -> bool:
-    """Tell whether two files hold one run; without names that tell runs apart, the times of the cells do."""
-    if run.run is not None or other.run is not None:
-        return run.run == other.run
-    return run == other
+    earlier: list[tuple[Path, Any]] = []
+    for path, data in files:
+        name = data.run if isinstance(data, Run) and data.run is not None else data
+        for other, known in earlier:
+            if name == known:
+                raise UnreadableRecordsError(f"{path}: the same as in {other}; give each once")
+        earlier.append((path, name))
 
 
 def content_of(path: Path) -> bytes:

@@ -21,7 +21,7 @@ _SHAPES = {
 }
 
 
-def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
+def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     """Why some runs, by the names of their files, are no statement of a profile.
 
     Returns:
@@ -30,7 +30,7 @@ def of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     """
     yield from _of_one_platform(runs)
     for name, run in runs.items():
-        if not run.complete or run.not_run or run.running:
+        if not run.ended:
             yield f"{name}: complete: the run was interrupted"
         if not run.records:
             yield f"{name}: records: none"
@@ -113,20 +113,22 @@ def has_suite(runs: Sequence[Run], profile: Profile) -> bool:
     return any(True for _ in _asked_of_suite(runs, profile))
 
 
-def of_waivers(runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date) -> Iterator[str]:
+def faults_of_waivers(
+    runs: Sequence[Run], waivers: Sequence[Waiver], checks: Collection[str], today: date
+) -> Iterator[str]:
     """Why waivers do not hold on a day, a line each: expired, about an unknown check, or covering nothing."""
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.entry.expired(today):
+        if waiver.expired(today):
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"
-        elif not any(map(waiver.entry.excuses, records)):
+        elif not any(map(waiver.excuses, records)):
             yield f"{name}: covers nothing: every cell that it names meets the check, or it names none"
 
 
-def of_outcomes(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
+def unwaived(runs: Sequence[Run], waivers: Sequence[Waiver]) -> Iterator[str]:
     """The cells that fell, or are not settled, without a waiver, a line each."""
     for record in waived(runs, waivers):
         if record.fails:

@@ -6,16 +6,17 @@ that follows from them (docs/ci.md). The model is Khronos' submission package: l
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from tiebreak.reports.gate.expected import Excuses, Expected
-from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema, encode
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.expected import Excuses, Expected, of_file
+from tiebreak.reports.gate.settings import Excuse
+from tiebreak.reports.records.decode import SCHEMA, Data, FileData, Schema
 from tiebreak.reports.records.record import Record, Run
 
 FILE = "statement.json"
@@ -41,7 +42,7 @@ class Profile:
     @property
     def hash(self) -> str:
         """SHA-256 of all that it asks for."""
-        plain = {name: value for name, value in asdict(self).items() if name != "about"}
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "about"}
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
@@ -52,18 +53,10 @@ class StatedFile(Data, frozen=True, omit_defaults=False):
     sha256: str  # of its bytes
 
 
-class Waiver(Data, frozen=True, omit_defaults=False):
-    """An expected failure with a last day, as in `tiebreak.reports.gate.expected`."""
+class Waiver(Excuse, frozen=True, omit_defaults=False):
+    """An expected failure with a last day."""
 
-    cells: str  # pattern of ids
-    check: str  # that they do not meet
-    reason: str  # why that is accepted
     expires: date  # the last day
-
-    @property
-    def entry(self) -> Expected:
-        """As what excuses records."""
-        return Expected(self.cells, self.check, self.reason, f"{FILE}: waiver {self.cells}", self.expires)
 
 
 class Statement(FileData, frozen=True):
@@ -76,10 +69,18 @@ class Statement(FileData, frozen=True):
     waivers: tuple[Waiver, ...]  # what excuses cells
 
 
-def waiver(entry: Expected) -> Waiver:
-    """An entry that expires, as a statement has it."""
-    assert entry.expires is not None
-    return Waiver(entry.cells, entry.check, entry.reason, entry.expires)
+def read_waivers(path: Path, checks: Collection[str]) -> list[Waiver]:
+    """Return the entries of a file of expected failures.
+
+    Raises:
+        UsageError: as `tiebreak.reports.gate.expected.of_file`; or one has no last day.
+    """
+    waivers = []
+    for entry in of_file(path, f"--waivers {path}", checks):
+        if entry.expires is None:
+            raise UsageError(f"{entry.where}.expires: missing: a waiver of a statement has a last day")
+        waivers.append(Waiver(entry.cells, entry.check, entry.reason, entry.expires))
+    return waivers
 
 
 def digest(content: bytes) -> str:
@@ -87,7 +88,7 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def of_files(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Waiver]) -> Statement:
+def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[Waiver]) -> Statement:
     """Return the statement of files of records, by their names in the folder."""
     files = tuple(StatedFile(name, digest(content)) for name, content in contents.items())
     return Statement(SCHEMA, profile.name, profile.hash, files, tuple(waivers))
@@ -95,24 +96,10 @@ def of_files(contents: Mapping[str, bytes], profile: Profile, waivers: Sequence[
 
 def waived(runs: Iterable[Run], waivers: Sequence[Waiver]) -> list[Record]:
     """All records; excused by the waivers alone, whatever excused them in their runs."""
-    excuses = Excuses([waiver.entry for waiver in waivers])
+    excuses = Excuses([Expected(**asdict(waiver)) for waiver in waivers])
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
 def is_users(record: Record) -> bool:
     """Return whether --kernel has brought in the kernel of a record, as the command that runs it again tells."""
     return "--kernel" in record.command.split()
-
-
-def as_text(statement: Statement) -> str:
-    """The content of `statement.json`."""
-    return encode(statement, indent=1) + "\n"
-
-
-def read(folder: Path) -> Statement:
-    """Read a statement's file.
-
-    Raises:
-        UnreadableRecordsError: as `tiebreak.reports.records.store.load`.
-    """
-    return store.load(folder / FILE, Statement)

@@ -104,12 +104,12 @@ def open_store(folder: Path, settings: Settings) -> Sweep:
             raise UsageError(
                 f"{folder}: has no {SETTINGS}, so it is no sweep's, but it is not empty: name another --out"
             )
-        _write_settings(settings, path)
+        store.write(settings, path)
         return Sweep(settings, ())
     kept = read_sweep(folder)
     _check_same(kept.settings, settings, path)
     if settings.seeds > kept.settings.seeds:
-        _write_settings(settings, path)
+        store.write(settings, path)
     return Sweep(settings, tuple(run for run in kept.runs if run.seed <= settings.seeds))
 
 
@@ -132,10 +132,6 @@ def _described(settings: Settings) -> dict[str, Any]:
 def _quoted(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
-
-
-def _write_settings(settings: Settings, path: Path) -> None:
-    store.write_text(encode(settings, indent=1) + "\n", path)
 
 
 def keep(run: SweepRun, folder: Path) -> None:

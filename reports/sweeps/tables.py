@@ -5,19 +5,43 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
-from statistics import median
+from statistics import NormalDist, median
 
 from tiebreak.reports.page.svg import Figure, Series
-from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.sweeps.intervals import CONFIDENCE, wilson
 from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
 
+CONFIDENCE = 0.95
 NO_STABILISER = "none"
 _APART = 12  # pairs that a table lists
 _STEP = 0.02  # between the marks of two lines at one learning rate, in powers of ten
+
+
+def wilson(count: int, of: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's score interval of a share: all rates from which the count lies no further than the confidence allows.
+
+    It keeps its width where the count is 0 or all, and so can be read at 20 runs (Wilson, JASA 22, 1927; Newcombe,
+    Statistics in Medicine 17, 1998, method 3).
+
+    Args:
+        count: how many were seen.
+        of: among how many, at least 1.
+        confidence: two-sided.
+
+    Returns:
+        The lowest and the highest rate, in [0, 1].
+
+    Raises:
+        ValueError: a count that is not among them.
+    """
+    if not 0 <= count <= of or of < 1:
+        raise ValueError(f"{count} of {of} is no share")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = count + z * z / 2
+    half = z * math.sqrt(count * (of - count) / of + z * z / 4)
+    return max(0.0, (middle - half) / (of + z * z)), min(1.0, (middle + half) / (of + z * z))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +161,6 @@ def csv_grid(sweep: Sweep) -> Grid:
         shares = (len(group.runs), group.diverged, *group.interval)
         rows.append([group.format, group.rate, first.kernel, first.stabiliser, *shares, *numbers, largest])
     return Grid(names, rows)
-
-
-def as_json(sweep: Sweep) -> str:
-    """Return the settings and every run."""
-    return encode(sweep, indent=1) + "\n"
 
 
 def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:

@@ -46,16 +46,11 @@ class Row:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """One a run: the same letter for the same bits, "" where there are none."""
-        seen: dict[str, str] = {}
+        """One a run: the same letter for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
         digests = [record.digest if record else None for record in self.records]
-        return tuple("" if digest is None else seen.setdefault(digest, _letter(len(seen))) for digest in digests)
-
-
-def _letter(number: int) -> str:
-    """a to z, then a1, b1 and so on."""
-    turns, place = divmod(number, 26)
-    return chr(ord("a") + place) + (str(turns) if turns else "")
+        names = {digest: at for at, digest in enumerate(dict.fromkeys(filter(None, digests)))}
+        letters = {digest: f"{chr(ord('a') + at % 26)}{at // 26 or ''}" for digest, at in names.items()}
+        return tuple("" if digest is None else letters[digest] for digest in digests)
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,7 @@ class Comparison:
     @property
     def counts(self) -> dict[Agreement, int]:
         """Rows of each agreement."""
-        rows = Counter(row.agreement for row in self.rows)
-        return {agreement: rows[agreement] for agreement in Agreement}
+        return {agreement: sum(row.agreement is agreement for row in self.rows) for agreement in Agreement}
 
 
 def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
@@ -100,18 +94,14 @@ def matched(runs: Sequence[Run]) -> list[Run]:
             found = ", ".join(names) or "none"
             raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
     common = " -> ".join(name for (name,) in own)
-    return [_renamed(run, name, common) for run, (name,) in zip(runs, own, strict=True)]
 
+    def renamed(cell: Record) -> Record:
+        return replace(cell, kernel=common, id=record_id(cell.backend, common, cell.case, cell.format))
 
-def _renamed(run: Run, kernel: str, name: str) -> Run:
-    """Return a run with another name for one of its kernels."""
-    records = (
-        replace(each, kernel=name, id=record_id(each.backend, name, each.case, each.format))
-        if each.kernel == kernel
-        else each
-        for each in run.records
-    )
-    return replace(run, records=tuple(records))
+    return [
+        replace(run, records=tuple(renamed(cell) if cell.kernel == name else cell for cell in run.records))
+        for run, (name,) in zip(runs, own, strict=True)
+    ]
 
 
 def _row(records: Sequence[Record | None], heads: Sequence[str], largest: str | None) -> Row:
@@ -155,19 +145,11 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
         processor = f"{machine} {cpu}" if run.platform.get("emulated") and machine not in cpu else cpu
         labels.append(", ".join([processor, *devices, *([] if named else [level])]))
     for version in _VERSIONS:
-        values = [run.platform.get(version) for run in runs]
-        told = [f"{version} {value}" if value else "" for value in values]
-        labels = _told_apart(labels, told)
+        words = [f"{version} {value}" if (value := run.platform.get(version)) else "" for run in runs]
+        pairs = list(zip(labels, words, strict=True))
+        several = [label for label, _ in set(pairs)]
+        labels = [f"{label}, {word}" if word and several.count(label) > 1 else label for label, word in pairs]
     return distinct(labels, paths)
-
-
-def _told_apart(labels: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return the labels; behind those that are alike what differs of them."""
-    differing = {label: {word for own, word in zip(labels, words, strict=True) if own == label} for label in labels}
-    return [
-        f"{label}, {word}" if word and len(differing[label]) > 1 else label
-        for label, word in zip(labels, words, strict=True)
-    ]
 
 
 def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:

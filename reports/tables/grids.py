@@ -75,10 +75,10 @@ def _tables(grid: Grid, tablefmt: str, width: int | None) -> Iterator[str]:
             chosen.append([0])
         chosen[-1].append(column)
     for part in chosen:
-        yield grid_text([[row[at] for at in part] for row in rows], [headers[at] for at in part], tablefmt)
+        yield _grid_text([[row[at] for at in part] for row in rows], [headers[at] for at in part], tablefmt)
 
 
-def grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
+def _grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
     """Return one table with its first column to the left, the others to the right."""
     if tablefmt == "github":
         # A bar would end the cell, and names may hold HTML, which GitHub renders.

@@ -1,20 +1,7 @@
 """How every table shows a cell: what its experiment shows, with a mark of the outcome."""
 
-from tiebreak.reports.records.record import (
-    BIASED,
-    CRASHED,
-    HELD,
-    INCONCLUSIVE,
-    MEASURED,
-    NO_NUMBER,
-    NONFINITE,
-    SHRUNK,
-    SKIPPED,
-    TIMED_OUT,
-    UNDECIDED,
-    Record,
-    Shown,
-)
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Record, Shown
 
 HELD_MARK = "·"
 LEGEND = (
@@ -24,8 +11,8 @@ LEGEND = (
 )
 EXCUSED = "excused"  # in the place of an outcome
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
-_VERDICT: dict[str | None, str] = {BIASED: " B", UNDECIDED: " ?"}  # what stands behind a bias
-_EMPTY = {SKIPPED: "skip", CRASHED: "crash", TIMED_OUT: "time"}  # where there is no result
+_VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # what stands behind a bias
+_EMPTY = {records.SKIPPED: "skip", records.CRASHED: "crash", records.TIMED_OUT: "time"}  # where there is no result
 
 
 def cell_text(record: Record) -> str:
@@ -46,11 +33,11 @@ def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) ->
         spec: how the number is written; empty: as it says itself.
         half_width: of the number's interval, where that is to be told too.
     """
-    if shown.kind == NONFINITE:
+    if shown.kind == records.NONFINITE:
         return "NaN"
-    if shown.kind == NO_NUMBER or shown.number is None:
+    if shown.kind == records.NO_NUMBER or shown.number is None:
         return "none"
-    if shown.kind == SHRUNK:
+    if shown.kind == records.SHRUNK:
         return f"x{shown.number:.2g}" if shown.number >= _LEAST else "x0"
     width = "" if half_width is None else f"±{half_width:.3f}"
     unit = f" {shown.unit}" if shown.unit else ""
@@ -64,10 +51,10 @@ def mark_of(record: Record) -> str:
 
 def marked(text: str, mark: str) -> str:
     """Return a text with the mark of an outcome."""
-    if mark == HELD:
+    if mark == records.HELD:
         return f"{text} {HELD_MARK}"
-    if mark in (MEASURED, SKIPPED):
+    if mark in (records.MEASURED, records.SKIPPED):
         return text
     if mark == EXCUSED:
         return f"({text})"
-    return f"?{text}?" if mark == INCONCLUSIVE else f"!{text}!"
+    return f"?{text}?" if mark == records.INCONCLUSIVE else f"!{text}!"

@@ -80,12 +80,12 @@ def counted(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def counts(records: Sequence[Record]) -> str:
-    """Return how many cells there are of each outcome."""
+def counts(records: Sequence[Record], excused_as: str = "excused") -> str:
+    """Return how many cells there are of each outcome; those that are excused count as that alone."""
     outcomes = Counter(record.outcome for record in records if record.excused is None)
     parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in OUTCOMES if outcomes[name]]
     if excused := sum(record.excused is not None for record in records):
-        parts.append(f"{excused} excused")
+        parts.append(f"{excused} {excused_as}")
     return ": ".join([counted(len(records), "cell"), *([", ".join(parts)] if parts else [])])
 
 

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import record as audit
 from tiebreak.reports.audit import tables as audit_tables
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
@@ -24,7 +23,7 @@ from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.training import training_grids, training_tables
 
-_T = TypeVar("_T", Run, Audits, Sweep)
+_D = TypeVar("_D", Run, Audits, Sweep)
 FORMATS = ("simple", "github", "csv", "json", "latex")
 
 
@@ -47,28 +46,27 @@ def main(arguments: Sequence[str]) -> int:
         return HELD
     match files.read(options.files[0]):
         case Run() as run:
-            chosen = _of_run(run, options)
-            _show(options.format, store.as_text, csv_grid, lambda run: _run_parts(run, options.format), chosen)
-        case Sweep() as sweep:
-            narrowed = _of_sweep(sweep, options)
-            _show(options.format, sweep_tables.as_json, sweep_tables.csv_grid, sweep_tables.sweep_tables, narrowed)
+            (chosen,) = selection.narrowed([run], options, options.only)
+            place = case_places([run])
+            chosen = replace(chosen, records=tuple(sorted(chosen.records, key=lambda record: place[record.case])))
+            _show(options.format, chosen, csv_grid, lambda run: _run_parts(run, options.format))
+        case Sweep(settings, runs):
+            wanted = _kernels(options, "a sweep", settings.kernels)
+            kernels = tuple(name for name in settings.kernels if name in wanted)
+            narrowed = Sweep(replace(settings, kernels=kernels), tuple(run for run in runs if run.kernel in wanted))
+            _show(options.format, narrowed, sweep_tables.csv_grid, sweep_tables.sweep_tables)
         case Audits() as audits:
-            kept = _of_audits(audits, options)
-            _show(options.format, audit.as_json, audit_tables.csv_grid, audit_tables.audit_tables, kept)
+            wanted = _kernels(options, "an audit of compiled kernels", audits.kernels)
+            kept = replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))
+            _show(options.format, kept, audit_tables.csv_grid, audit_tables.audit_tables)
     return HELD
 
 
-def _show(
-    tablefmt: str,
-    as_json: Callable[[_T], str],
-    as_csv: Callable[[_T], Grid],
-    as_parts: Callable[[_T], Sequence[Part]],
-    content: _T,
-) -> None:
+def _show(tablefmt: str, data: _D, as_csv: Callable[[_D], Grid], as_parts: Callable[[_D], Sequence[Part]]) -> None:
     if tablefmt in ("json", "csv"):
-        print(as_json(content) if tablefmt == "json" else grids.csv_text(as_csv(content)), end="")
+        print(store.as_text(data) if tablefmt == "json" else grids.csv_text(as_csv(data)), end="")
     else:
-        grids.show(as_parts(content), tablefmt)
+        grids.show(as_parts(data), tablefmt)
 
 
 def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -97,23 +95,6 @@ def _check_one_platform(runs: Sequence[Run], paths: Sequence[Path]) -> None:
                 raise UsageError(
                     f"{path}: platform.{name} is {other!r}, {first!r} in {paths[0]}; compare puts them side by side"
                 )
-
-
-def _of_run(run: Run, options: argparse.Namespace) -> Run:
-    place = case_places([run])
-    (chosen,) = selection.narrowed([run], options, options.only)
-    return replace(chosen, records=tuple(sorted(chosen.records, key=lambda record: place[record.case])))
-
-
-def _of_sweep(sweep: Sweep, options: argparse.Namespace) -> Sweep:
-    wanted = _kernels(options, "a sweep", sweep.settings.kernels)
-    kept = tuple(name for name in sweep.settings.kernels if name in wanted)
-    return Sweep(replace(sweep.settings, kernels=kept), tuple(run for run in sweep.runs if run.kernel in wanted))
-
-
-def _of_audits(audits: Audits, options: argparse.Namespace) -> Audits:
-    wanted = _kernels(options, "an audit of compiled kernels", audits.kernels)
-    return replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))
 
 
 def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Collection[str]:

@@ -1,31 +1,22 @@
 """Tables of short training runs: kernels down, snippets across, over the seeds of one run or several."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import (
-    CRASHED,
-    FELL,
-    HELD,
-    INCONCLUSIVE,
-    MEASURED,
-    SKIPPED,
-    TIMED_OUT,
-    CaseRecord,
-    Record,
-    Run,
-)
+from tiebreak.reports.records.record import CaseRecord, Record, Run
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
 
-_UNKNOWN = CaseRecord(about="")
-_WORST_FIRST = (FELL, CRASHED, TIMED_OUT, INCONCLUSIVE, EXCUSED, MEASURED, HELD, SKIPPED)
+_WORST_FIRST = (records.FELL, records.CRASHED, records.TIMED_OUT, records.INCONCLUSIVE, EXCUSED, records.MEASURED,
+                records.HELD, records.SKIPPED)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainingGrid:
-    """The training runs of one backend: every seed of a kernel in a snippet in one place."""
+    """The training runs of one kind and backend: every seed of a kernel in a snippet in one place."""
 
     kind: str  # of experiment
     backend: str
@@ -42,46 +33,43 @@ class TrainingGrid:
         """In the order of their labels."""
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
-    def headline(self, case: str) -> str | None:
-        """Return the measure that is shown of a case."""
-        return self.described.get(case, _UNKNOWN).headline
-
     def heading(self, case: str) -> str:
         """Of the case's column: its label and measure."""
-        about = self.described.get(case, _UNKNOWN)
+        about = self.described[case]
         return case if about.label is None else f"{about.label}: {about.headline}"
-
-    def paper(self, kernel: str) -> str:
-        """Return what the paper says of training with a kernel; empty where it says nothing."""
-        ran = [record for (name, _), records in self.cells.items() if name == kernel for record in records]
-        return next((str(record.evidence["paper"]) for record in ran if "paper" in record.evidence), "")
 
     def values(self, kernel: str, case: str) -> list[float]:
         """Return the headline of every seed that has a number, lowest first."""
         numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
-        return sorted(value for value in numbers if value is not None)
+        return sorted(value for value in numbers if value < math.inf)
 
-    def _value(self, record: Record) -> float | None:
-        headline = self.headline(record.case)
-        return None if headline is None else record.number(headline)
+    def _value(self, record: Record) -> float:
+        number = record.number(self.described[record.case].headline or "")
+        return math.inf if number is None else number
 
-    def text(self, kernel: str, case: str) -> str:
-        """Return one place of the table: the headline, lowest to highest, with the mark of the worst of it."""
-        records = self.cells.get((kernel, case), [])
-        if not records:
+    def table(self) -> Grid:
+        """Return the table: the headline, lowest to highest, with the mark of the worst of it; what the paper says."""
+        ran = [record for own in self.cells.values() for record in own]
+        paper = {record.kernel: record.evidence["paper"] for record in ran if "paper" in record.evidence}
+        seeds = sorted({record.seed for record in ran})
+        rows = [
+            [kernel, *(self._text(self.cells.get((kernel, case), [])) for case in self.cases), paper.get(kernel, "")]
+            for kernel in self.kernels
+        ]
+        named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+        headers = ["kernel", *map(self.heading, self.cases), "paper"]
+        return Grid(headers, rows, f"{self.kind}, {self.backend}, {named}")
+
+    def _text(self, cells: Sequence[Record]) -> str:
+        if not cells:
             return ""
-        texts = list(dict.fromkeys(map(plain_text, sorted(records, key=self._order))))
+        texts = list(dict.fromkeys(map(plain_text, sorted(cells, key=self._value))))
         text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
-        marks = [mark_of(record) for record in records]
-        return marked(text, min(marks, key=_WORST_FIRST.index))
-
-    def _order(self, record: Record) -> float:
-        value = self._value(record)
-        return float("inf") if value is None else value
+        return marked(text, min(map(mark_of, cells), key=_WORST_FIRST.index))
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
-    """Training runs, or what other experiments pool their seeds, of one run or several of different seeds.
+    """Return training runs, or what other experiments pool their seeds, of one run or several of different seeds.
 
     Returns:
         A grid a kind of experiment and backend, in the order of the records.
@@ -89,30 +77,21 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
     return [
-        TrainingGrid(*key, described, grouped(records, lambda record: (record.kernel, record.case)))
-        for key, records in grouped(trained, lambda record: (record.experiment, record.backend)).items()
+        TrainingGrid(*key, described, grouped(own, lambda record: (record.kernel, record.case)))
+        for key, own in grouped(trained, lambda record: (record.experiment, record.backend)).items()
     ]
 
 
 def training_tables(runs: Sequence[Run]) -> list[Part]:
     """Return tables of the runs' training runs, one a backend, with their legend; none without any."""
-    grids: list[Part] = [_table(grid) for grid in training_grids(runs)]
+    grids: list[Part] = [grid.table() for grid in training_grids(runs)]
     return [*grids, training_legend(runs)] if grids else []
-
-
-def _table(grid: TrainingGrid) -> Grid:
-    seeds = sorted({record.seed for records in grid.cells.values() for record in records})
-    named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-    headers = ["kernel", *map(grid.heading, grid.cases), "paper"]
-    rows = [[kernel, *(grid.text(kernel, case) for case in grid.cases), grid.paper(kernel)] for kernel in grid.kernels]
-    return Grid(headers, rows, f"{grid.kind}, {grid.backend}, {named}")
 
 
 def training_legend(runs: Sequence[Run]) -> str:
     """Return what the rows and columns of the tables stand for."""
-    legends = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled]
-    lines = list(dict.fromkeys(legend for legend in legends if legend))
+    lines = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled and kind.legend]
     for grid in training_grids(runs):
-        lines += [f"{about.label}, {case}: {about.about}" for case in grid.cases
-                  if (about := grid.described.get(case, _UNKNOWN)).label is not None]  # fmt: skip
+        cases = ((case, grid.described[case]) for case in grid.cases)
+        lines += [f"{about.label}, {case}: {about.about}" for case, about in cases if about.label is not None]
     return "\n".join(dict.fromkeys(lines))

@@ -10,8 +10,9 @@ from tiebreak.programs.audit import command
 from tiebreak.programs.audit.compiling import NotCompiledError
 from tiebreak.programs.audit.targets import Target
 from tiebreak.reports import cli
-from tiebreak.reports.audit import record as records
+from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
 from tiebreak.reports.records.store import UnreadableRecordsError
 
 CAST = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;"
@@ -154,7 +155,7 @@ def test_what_was_audited_is_kept_and_shown_again_as_it_was(
     assert command.main(["--targets", "sm_80,sm_120", "--kernels", "fp8*", "--expect", str(path), "--update"]) == 0
     shown = capsys.readouterr().out
     assert shown.endswith(f"expectation written: {path}\n")
-    assert records.read(path).cards == {"sm_80": "A100", "sm_120": "RTX 5090"}
+    assert store.load(path, Audits).cards == {"sm_80": "A100", "sm_120": "RTX 5090"}
     assert cli.main(["show", str(path)]) == 0
     assert capsys.readouterr().out == shown.removesuffix(f"expectation written: {path}\n")
 

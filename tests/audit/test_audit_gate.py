@@ -13,7 +13,8 @@ from tiebreak.programs.audit.command import audited
 from tiebreak.programs.audit.compiling import compiler
 from tiebreak.programs.audit.sources import sources
 from tiebreak.programs.audit.targets import TARGETS
-from tiebreak.reports.audit.record import differences, read
+from tiebreak.reports.audit.record import Audits, differences
+from tiebreak.reports.records import store
 
 if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -31,7 +32,7 @@ IN_TURN = {
 
 @pytest.mark.parametrize("target", IN_TURN)
 def test_what_rounds_is_as_expected(target: str) -> None:
-    expected = read(EXPECTED)
+    expected = store.load(EXPECTED, Audits)
     audits = list(
         audited([TARGETS[target]], [compilation for compilation in sources() if compilation.name in IN_TURN[target]])
     )
@@ -50,7 +51,7 @@ def test_each_makers_compiler_has_every_kernel_and_every_gpu_some() -> None:
 
 
 def test_the_expectation_knows_the_same_targets_and_kernels() -> None:
-    expected = read(EXPECTED)
+    expected = store.load(EXPECTED, Audits)
     assert {(audit.target, audit.kernel) for audit in expected.audits} == {
         (target, compilation.name) for target in TARGETS for compilation in sources()
     }

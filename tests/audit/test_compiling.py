@@ -37,6 +37,10 @@ def source(name: str, **changes: Cast) -> Compilation:
     return replace(compilation, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
 
 
+def contracting(compilation: Compilation) -> Compilation:
+    return replace(compilation, options={**compilation.options, "enable_fp_fusion": True})
+
+
 def audit(target: str, compilation: Compilation) -> Audit:
     return read(target, compilation.name, compile_for(TARGETS[target], compilation), TARGETS[target].assembly)
 
@@ -52,9 +56,9 @@ def test_with_one_cast_alone_it_is_found_in_its_place(target: str, p_bar: Format
 
 def test_contraction_is_what_the_source_says() -> None:
     compilation = source("triton_flash/query_gradient")
-    assert not compilation.enable_fp_fusion
+    assert not compilation.options["enable_fp_fusion"]
     assert audit("sm_90", compilation).contraction == ()
-    assert audit("sm_90", replace(compilation, enable_fp_fusion=True)).contraction == ("left to ptxas",)
+    assert audit("sm_90", contracting(compilation)).contraction == ("left to ptxas",)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_the_environment_does_not_forbid_the_contraction_that_the_source_asks_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRITON_FORCE_DISABLE_FP_FUSION", "1")
-    compilation = replace(source("triton_flash/query_gradient"), enable_fp_fusion=True)
+    compilation = contracting(source("triton_flash/query_gradient"))
     assert audit("sm_90", compilation).contraction == ("left to ptxas",)
 
 

@@ -39,7 +39,7 @@ def _tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _call(seed: int = 0, observer: list[Observation] | None = None) -> Call:
     x = torch.zeros(SHAPE[0], SHAPE[2], 4)
-    return Call(EMULATION.arithmetic, 0, seed, None if observer is None else observer.append, x)
+    return Call(EMULATION.arithmetic, 0, seed, () if observer is None else (observer.append,), x)
 
 
 def _run(kernels: Heads, call: Call) -> tuple[Tensor, ...]:

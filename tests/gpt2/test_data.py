@@ -13,44 +13,25 @@ from tiebreak.cases.gpt2.data import Batches, DataError, corpus, read_bin
 DIGEST = "68dedc1f4c57799267a4269b5f46146e424ce763bdab0236e536f67abaf41ad2"
 
 
-def _write(folder: Path, tokens: list[int]) -> Path:
-    np.array(tokens, dtype="<u2").tofile(folder / "train.bin")
-    return folder
-
-
 def test_the_corpus_is_the_text_that_ships() -> None:
     shipped = corpus()
     text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
     assert "".join(shipped.vocabulary[token] for token in shipped.tokens).encode("ascii") == text
     assert len(text) <= 200_000
     assert "".join(sorted(set(shipped.vocabulary))) == shipped.vocabulary
-
-
-def test_the_corpus_comes_with_its_licence() -> None:
     licence = files("tiebreak.cases.gpt2").joinpath("LICENSE-corpus.txt").read_text(encoding="utf-8")
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
     assert "pydoc_data.topics" in licence
 
 
-def test_batches_replay_to_the_byte() -> None:
+def test_batches_replay_to_the_byte_and_their_parts_make_them_up() -> None:
     assert Batches(corpus().tokens, 8, 64, 7).digest(50) == DIGEST
-
-
-def test_the_parts_of_a_batch_make_it_up() -> None:
     batches = Batches(corpus().tokens, 6, 8, 0)
     whole = batches.batch(3)
     for parts in (1, 2, 3):
         pieces = [batches.batch(3, part, parts) for part in range(parts)]
         for side in (0, 1):
             assert torch.equal(torch.cat([piece[side] for piece in pieces]), whole[side])
-
-
-def test_targets_are_the_tokens_that_follow() -> None:
-    batches = Batches(np.arange(100, dtype=np.uint16), 3, 10, 0)
-    tokens, targets = batches.batch(0)
-    assert tokens.shape == targets.shape == (3, 10)
-    assert bool((targets == tokens + 1).all())
-    assert tokens[:, 0].tolist() == batches.starts(0)
 
 
 def test_every_window_of_the_text_can_come_and_seeds_give_other_batches() -> None:
@@ -60,29 +41,28 @@ def test_every_window_of_the_text_can_come_and_seeds_give_other_batches() -> Non
     assert len(digests) == 4
 
 
-def test_a_token_file_is_read(tmp_path: Path) -> None:
-    assert read_bin(_write(tmp_path, [3, 1, 4, 1, 5]), vocabulary=6, context=4).tolist() == [3, 1, 4, 1, 5]
-
-
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("content", "message"),
     [
         ([], "0 tokens, at least 5 are needed for a context of 4"),
         ([1, 2, 3, 4], "4 tokens, at least 5 are needed for a context of 4"),
         ([1, 2, 3, 6, 0], "token 6 at position 3 is not below the vocabulary of 6"),
+        ([3, 1, 4, 1, 5], None),
+        (b"\0" * 21, "21 bytes are no whole number of uint16 tokens; the file is cut short"),
+        (None, "no such file; nanoGPT's data/*/prepare.py writes it"),
     ],
 )
-def test_a_bad_token_file_is_one_clear_line(tmp_path: Path, tokens: list[int], message: str) -> None:
+def test_a_token_file_is_read_or_refused_in_one_clear_line(
+    tmp_path: Path, content: list[int] | bytes | None, message: str | None
+) -> None:
+    path = tmp_path / "train.bin"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else np.array(content, dtype="<u2").tobytes())
+    if message is None:
+        assert read_bin(tmp_path, vocabulary=6, context=4).tolist() == content
+        return
     with pytest.raises(DataError) as raised:
-        read_bin(_write(tmp_path, tokens), vocabulary=6, context=4)
-    assert str(raised.value) == f"{tmp_path / 'train.bin'}: {message}"
-
-
-def test_a_file_cut_in_a_token_none_at_all_and_a_text_too_short_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train\.bin: no such file; nanoGPT's .* writes it"):
         read_bin(tmp_path, vocabulary=6, context=4)
-    (tmp_path / "train.bin").write_bytes(b"\0" * 21)
-    with pytest.raises(DataError, match="21 bytes are no whole number of uint16 tokens"):
-        read_bin(tmp_path, vocabulary=6, context=4)
+    assert str(raised.value) == f"{path}: {message}"
     with pytest.raises(DataError, match="4 tokens, at least 5 are needed"):
         Batches(np.zeros(4, dtype=np.uint16), 1, 4, 0)

@@ -83,7 +83,7 @@ def test_clipping_after_a_step_brings_the_largest_logit_to_tau() -> None:
         model.block(layer).wo.weight.data.zero_()  # or the clip of one layer would change the next one's input
     before = _largest(model)
     clipper = QKClip(tau)
-    model.observer = clipper
+    model.observers = [clipper]
     _backward(model)
     clipper.after_step(model)
     assert (before > 1.2 * tau).any()
@@ -102,7 +102,7 @@ def test_a_clip_of_heads_with_several_kernels_meets_each_its_own() -> None:
     mixed = GPT2(SMALL, ((FLASH, other), (FLASH, other)), EMULATION.arithmetic, 0)
     for model in (alike, mixed):
         clipper = QKClip(1e-3)
-        model.observer = clipper
+        model.observers = [clipper]
         _backward(model)
         clipper.after_step(model)
     torch.testing.assert_close(mixed.block(0).wq.weight, alike.block(0).wq.weight)
@@ -115,7 +115,7 @@ def _backward(model: GPT2) -> None:
 
 def _largest(model: GPT2) -> Tensor:
     recorder = Recorder({"max_logit": MEASURES["max_logit"]}, range(SMALL.layers))
-    model.observer = recorder
+    model.observers = [recorder]
     _backward(model)
     return torch.tensor([recorder.series("max_logit", at, head)[0] for at in (0, 1) for head in (0, 1)])
 
@@ -131,7 +131,7 @@ def test_a_scripted_head_keeps_its_scores_and_ties_under_qk_norm(script: Script)
     assert error < 0.5 * size
     assert size < 0.05  # little enough not to matter
     recorder = Recorder({"repeated_rows": MEASURES["repeated_rows"]}, [LAYER])
-    model.observer = recorder
+    model.observers = [recorder]
     _backward(model)
     # After the rounding of q, k and S to bf16, in all rows but the first, which sees one token.
     assert recorder.series("repeated_rows", LAYER, HEAD)[0] == pytest.approx(63 / 64)
@@ -180,27 +180,15 @@ def _run(mitigation: Mitigation) -> SnippetResult:
     return run_snippet(snippet, variant, EMULATION.arithmetic, 0)
 
 
-@pytest.fixture(scope="module")
-def plain() -> SnippetResult:
-    return _run(NO_MITIGATION)
-
-
-def test_a_snippet_clips_after_every_step(plain: SnippetResult) -> None:
-    """The first step, before any clip, is that of plain attention."""
-    clipped = _run(Mitigation(tau=20.0))
+def test_a_snippet_trains_with_each_mitigation() -> None:
+    plain, clipped, normed, gated = map(_run, (NO_MITIGATION, Mitigation(tau=20.0), QK_NORM, GATED))
+    # It clips after every step: the first, before any clip, is that of plain attention.
     assert clipped.series["row_max"][0] == plain.series["row_max"][0] > 25.0
     assert max(clipped.series["row_max"][1:]) < 20.5 < min(plain.series["row_max"])
-
-
-def test_a_snippet_starts_from_the_same_scores_under_qk_norm(plain: SnippetResult) -> None:
-    normed = _run(QK_NORM)
+    # Under QK-norm it starts from the same scores.
     assert normed.series["row_max"][0] == pytest.approx(plain.series["row_max"][0], rel=0.01)
     assert normed.losses[0] == pytest.approx(plain.losses[0], abs=1e-3)
     assert normed.losses[1:] != plain.losses[1:]
-
-
-def test_a_snippet_trains_the_gate(plain: SnippetResult) -> None:
-    """The scripted head does nothing but harm: as its gate shuts the loss falls, which no W_Q can do."""
-    gated = _run(GATED)
+    # The scripted head does nothing but harm: as its gate shuts the loss falls, which no W_Q can do.
     assert gated.losses[0] == plain.losses[0]
     assert gated.losses[-1] < plain.losses[-1] - 0.5

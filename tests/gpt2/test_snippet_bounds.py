@@ -6,24 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.cases.gpt2.bounds import (
+from tiebreak.cases.gpt2.claims import FROZEN, read_claims
+from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
+from tiebreak.studies import spread as program
+from tiebreak.studies.bounds import (
     ALARMS,
     EMULATION,
     LEAST,
+    RULES,
     SPREADS,
     BoundRule,
     Ran,
     Spread,
     bounded,
+    claims,
     read_spreads,
     rule,
     spread,
     student,
-    weighed,
+    write_claims,
     write_spreads,
 )
-from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
-from tiebreak.studies import spread as program
 
 ABOVE = BoundRule(("flash@train",), "row_max_rise", "a test", "above", "fair@train")
 BELOW = BoundRule(("fair@train",), "row_max_rise", "a test", "below", "flash@train")
@@ -86,7 +89,6 @@ def test_several_variants_share_the_widest_and_those_that_do_not_separate_are_le
     (alone,) = bounded("a", 1, [replace(BELOW, variants=("wide@train",))], found)
     assert claim.variants == {"fair@train", "wide@train"}
     assert claim.high == alone.high
-    assert [row.bound is None for row in weighed("a", 1, [four], found)] == [False, False, True, True, True]
 
 
 def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number() -> None:
@@ -103,6 +105,12 @@ def test_variants_go_by_their_short_names() -> None:
 def test_data_come_back_as_written(tmp_path: Path) -> None:
     write_spreads(SPREADS, "0123", tmp_path / "spread.csv")
     assert read_spreads(tmp_path / "spread.csv") == SPREADS
+    write_claims(FROZEN, "0123", tmp_path / "claims.csv")
+    assert read_claims(tmp_path / "claims.csv") == FROZEN
+
+
+def test_the_claims_are_those_that_follow_from_the_spreads() -> None:
+    assert claims(SPREADS) == FROZEN
 
 
 def test_data_are_of_the_recipes_as_they_are() -> None:
@@ -126,7 +134,9 @@ def test_every_seed_has_all_that_statements_speak_of() -> None:
     asked = list(program.tasks(2))
     assert len(set(asked)) == len(asked)
     first = {(each.snippet, each.variant) for each in asked if (each.backend, each.seed) == ("emulation", 1)}
-    named = {(each.name, name) for each in SNIPPETS.values() for one in each.rules for name in one.variants}
+    named = {
+        (each.name, name) for each in SNIPPETS.values() for one in RULES.get(each.name, ()) for name in one.variants
+    }
     assert first >= named | {(each.name, name) for each in SNIPPETS.values() for name in each.roster}
 
 
@@ -138,7 +148,9 @@ def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> Non
     for snippet in SNIPPETS.values():
         ran = {seed: {each.variant for each in first if (each.snippet, each.seed) == (snippet.name, seed)}
                for seed in (1, 2)}  # fmt: skip
-        caught = {each.against for each in snippet.rules if not set(snippet.roster).isdisjoint(each.variants)}
+        caught = {
+            each.against for each in RULES.get(snippet.name, ()) if not set(snippet.roster).isdisjoint(each.variants)
+        }
         assert ran[1] == ran[2] == caught | set(snippet.roster)
 
 

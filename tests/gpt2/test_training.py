@@ -22,7 +22,6 @@ from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.laboratory.captures import KEPT_STEPS, Captures
 from tiebreak.laboratory.progress import (
     COLLAPSED_REPORTS,
     EXPLODED,
@@ -35,7 +34,7 @@ from tiebreak.laboratory.progress import (
     Progress,
 )
 from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, LOG
+from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG, Captures
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.laboratory.progress"
@@ -210,11 +209,11 @@ def test_monitors_look_at_the_reported_steps_only_and_each_part_has_noise_of_its
 ) -> None:
     seeds: list[int] = []
 
-    def view(observation: Observation) -> View:
+    def view(observation: Observation, head: int | None) -> View:
         seeds.append(observation.inputs.noise_seed)
-        return View(observation)
+        return View(observation, head)
 
-    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    monkeypatch.setattr("tiebreak.cases.gpt2.monitors.View", view)
     assert _train(tmp_path / "run", "--at-once", "1", steps=3) == 0
     assert len(seeds) == len(set(seeds)) == 2 * 2 * 2  # reports, parts, layers
 
@@ -229,15 +228,15 @@ def test_bf16_rounds_the_linear_layers_but_neither_weights_nor_attention(
         dtypes.add((self.weight.dtype, out.dtype))
         return out
 
-    def view(observation: Observation) -> View:
+    def view(observation: Observation, head: int | None) -> View:
         q, k, v = (getattr(observation.inputs, name).double() for name in ("q", "k", "v"))
         exact = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         # A product that autocast rounds would be off by 1e-3.
         assert (observation.output.o - exact).abs().max() < 1e-5 * exact.abs().max()
-        return View(observation)
+        return View(observation, head)
 
     monkeypatch.setattr(nn.Linear, "forward", linear)
-    monkeypatch.setattr(f"{PROGRESS}.View", view)
+    monkeypatch.setattr("tiebreak.cases.gpt2.monitors.View", view)
     assert _train(tmp_path / "run", "--precision", "bf16", "--kernel", "flash@fp32", steps=2) == 0
     assert dtypes == {(torch.float32, torch.bfloat16)}
     assert {weight.dtype for weight in _weights(tmp_path / "run").values()} == {torch.float32}
@@ -259,21 +258,15 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(
     assert seen == pytest.approx([1.0, 5e-4, 1.0, 1e-3], rel=1e-4)  # warmed up in two steps
 
 
-def test_a_collapse_of_the_sign_diversity_is_told_once(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_lasting_collapse_of_the_sign_diversity_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
-    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
-    assert capsys.readouterr().out.count("early warning") == 1
-
-
-def test_only_a_lasting_collapse_warns() -> None:
     warning, low, high = EarlyWarning(), Progress(1, 2.0, 1e-3, sign_diversity=0.01), Progress(1, 2.0, 1e-3)
     dip = [low] * (COLLAPSED_REPORTS - 1) + [high]
     assert not any(warning.due(progress) for progress in dip * 2)
-    assert [warning.due(low) for _ in range(COLLAPSED_REPORTS + 5)].count(True) == 1
+    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
+    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
+    assert capsys.readouterr().out.count("early warning") == 1
 
 
 def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,22 +280,12 @@ def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: 
     with safe_open(tmp_path / "run" / files[-1], framework="pt") as file:
         names = file.keys()
         assert sorted(names) == [f"layer{layer}.{name}" for layer in (0, 1) for name in ("do", "k", "q", "v")]
-        assert file.metadata() == {
-            "step": str(last),
-            "layers": "2",
-            "causal": "true",
-            "kernel": "fair",
-            "preset": "tiny",
-            "seed": "3",
-        }
+        told = {"layers": "2", "causal": "true", "kernel": "fair", "preset": "tiny", "seed": "3"}
+        assert file.metadata() == {"step": str(last), **told}
         tensors = {name: file.get_tensor(name) for name in names}
     assert {tuple(tensor.shape) for tensor in tensors.values()} == {(2, 4, 64, 16)}
-    assert {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("layer1")} == {
-        "layer1.q": torch.bfloat16,
-        "layer1.k": torch.bfloat16,
-        "layer1.v": torch.bfloat16,
-        "layer1.do": torch.float32,
-    }
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if name.startswith("layer1")}
+    assert dtypes == {f"layer1.{name}": torch.bfloat16 for name in "qkv"} | {"layer1.do": torch.float32}
 
 
 def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
@@ -321,7 +304,7 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
     captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
     captures.begin(1)
     tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
-    call = Call(CPU.arithmetic, 0, 1, captures, torch.zeros(1, 2, 8))
+    call = Call(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
     leaf = tensors.clone().requires_grad_()
     attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
     (path,) = captures.write(tmp_path, {})
@@ -329,58 +312,34 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
         assert file.get_tensor("layer0.q")[0, :, 0, 0].tolist() == [0.0, 1.0, 2.0]
 
 
-def test_inputs_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_without_its_inputs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with _loss(lambda loss, now: loss * (math.nan if now == 3 else 1.0)):
-        assert _train(tmp_path) == 1
-    assert sorted(path.name for path in tmp_path.glob("inputs-*")) == [
-        f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)
-    ]
-    assert _log(tmp_path)[-1]["step"] == 4
-
-
-def test_the_first_loss_must_be_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _train(tmp_path / "fourth") == 1
+    kept = [f"inputs-{step:06d}.safetensors" for step in (1, 2, 3)]
+    assert sorted(path.name for path in (tmp_path / "fourth").glob("inputs-*")) == kept
+    assert _log(tmp_path / "fourth")[-1]["step"] == 4
     with _loss(lambda loss, now: loss * math.nan):
-        assert _train(tmp_path / "run") == 2
+        assert _train(tmp_path / "first") == 2
     assert "the loss of the first step is nan" in capsys.readouterr().err
 
 
-def test_a_users_kernel_trains(tmp_path: Path) -> None:
+def test_a_users_kernel_trains_and_a_preset_is_written_with_either_dash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "mine.py"
     source.write_text(
         "import torch\n"
         "def attention(q, k, v, *, causal=False, scale=None):\n"
         "    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)\n"
     )
-    assert _train(tmp_path / "run", "--kernel", f"{source}:attention", steps=2) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "nowhere"], "train.bin: no such file"),
-        (["--resume"], "checkpoint.pt: no such file; start without --resume"),
-        (["--kernel", "flsh@paper"], "unknown kernel 'flsh@paper'"),
-        (["--kernel", "nowhere.py:attention"], "no such file: nowhere.py"),
-        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
-        (["--at-once", "4"], "--at-once 4 does not divide the 2 sequences of a process"),
-        (["--heads", "5"], "width 64 is no multiple of 5 heads"),
-        (["--rate", "nan"], "argument --rate: expected a number above 0, not nan"),
-        (["--seed", "-1"], "argument --seed: must be in [0, 2**32), not -1"),
-        (["--preset", "gpt3"], "argument --preset: invalid choice: 'gpt3'"),
-        (["--in-layers", "2"], "--in-layers 2: expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
-        (["--in-layers", "3=fair"], "--in-layers 3=fair: the model has 2 layers of 4 heads, from 1"),
-        (["--in-layers", "1.5=fair"], "--in-layers 1.5=fair: the model has 2 layers of 4 heads, from 1"),
-    ],
-)
-def test_bad_usage_is_one_clear_line_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert _train(tmp_path / "run", *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("tiebreak lab train: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+    small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
+    given = ["--kernel", f"{source}:attention", "--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]
+    assert main(given) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
+    assert "linear layers in bf16" in printed
 
 
 def test_safetensors_is_missed_before_the_run(
@@ -392,14 +351,6 @@ def test_safetensors_is_missed_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_preset_is_written_with_either_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--layers", "1", "--heads", "2", "--width", "4", "--context", "4", "--steps", "1", "--sequences", "2"]
-    assert main(["--preset", "gpt2-small", *small, "--out", str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("gpt2_small: 1 layers, 2 heads, width 4, ")
-    assert "linear layers in bf16" in printed
-
-
 def test_checkpoints_of_another_run_or_cut_short_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,6 +360,9 @@ def test_checkpoints_of_another_run_or_cut_short_are_refused(
         assert f"was written with {name}, not {value}" in capsys.readouterr().err
     assert _train(tmp_path, steps=2) == 2
     assert "holds a run already" in capsys.readouterr().err
+    np.arange(200, dtype="<u2").__mod__(43).tofile(tmp_path / "train.bin")
+    assert _train(tmp_path, "--resume", "--data", str(tmp_path), steps=2) == 2
+    assert "was written with data = " in capsys.readouterr().err
     whole = (tmp_path / CHECKPOINT).read_bytes()
     for size in (0, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / CHECKPOINT).write_bytes(whole[:size])
@@ -416,30 +370,13 @@ def test_checkpoints_of_another_run_or_cut_short_are_refused(
         assert "not a whole checkpoint" in capsys.readouterr().err
 
 
-def test_other_data_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        np.arange(200, dtype="<u2").__mod__(len(name) + 40).tofile(tmp_path / name / "train.bin")
-    assert _train(tmp_path / "run", "--data", str(tmp_path / "one"), steps=2) == 0
-    assert _train(tmp_path / "run", "--data", str(tmp_path / "other"), "--resume", steps=2) == 2
-    assert "was written with data = " in capsys.readouterr().err
-
-
-def test_the_watch_waits_for_a_loss_that_stays_high() -> None:
+def test_a_run_diverges_by_a_loss_that_stays_high_or_is_no_number_and_by_its_logits_where_a_limit_is_set() -> None:
     watch = Divergence()
     losses = (9.0, 4.0, 6.5, 6.5, 6.5, 6.5, 5.0, 6.5, 6.5, 6.5, 6.5)
     assert [watch.after(loss) for loss in losses] == [None] * len(losses)
     assert watch.after(6.5) == EXPLODED
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_has_diverged_at_once(loss: float) -> None:
-    assert Divergence().after(loss) == NOT_FINITE
-
-
-def test_logits_count_where_a_limit_is_set() -> None:
+    assert Divergence().after(math.nan) == Divergence().after(math.inf) == NOT_FINITE
     watch = Divergence(limit=LARGEST_LOGIT)
-    assert watch.after(3.0, LARGEST_LOGIT) is None
-    assert watch.after(3.0, math.nan) is None
-    assert watch.after(3.0, 2 * LARGEST_LOGIT) == LOGITS
+    logits = (LARGEST_LOGIT, math.nan, 2 * LARGEST_LOGIT)
+    assert [watch.after(3.0, logit) for logit in logits] == [None, None, LOGITS]
     assert Divergence().after(3.0, 2 * LARGEST_LOGIT) is None

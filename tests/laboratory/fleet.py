@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import LEVELS
-from tiebreak.laboratory.options import Options, parser, takes_folder
-from tiebreak.laboratory.ray_cluster import RAY, Cluster, Node, connected, first_line, is_address
+from tiebreak.laboratory.options import FOLDER, Options, parser
+from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
@@ -37,7 +37,7 @@ came are kept"""
 _OPTIONS: Options = {
     "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
     "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
-    "--out": takes_folder("for the records and the page", Path("out", "fleet")),
+    "--out": {**FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
 }
 
 
@@ -59,26 +59,18 @@ class MatrixResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb `fleet`; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C.
-
-    Raises:
-        UsageError: bad usage, or a cluster that does not answer; one line.
-    """
+    """The verb `fleet`: 0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
-    if options.on != RAY and not is_address(options.on):
-        raise UsageError(f"--on {options.on}: expected ray://HOST:PORT, HOST:PORT or ray")
+    address = address_of(options.on)
     for word in matrix:
         if word.split("=")[0] in _OF_A_RUN:
             raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
     store.check_writable(options.out)
     home: dict[str, Path] = {}
     try:
-        with connected(None if options.on == RAY else options.on) as cluster:
+        with connected(address) as cluster:
             groups = kinds(cluster.nodes, split(options.labels))
             if not groups:
                 raise UsageError(f"--on {options.on}: the cluster has no node with a core")
@@ -92,12 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
     """Return which machines of a cluster are alike: those with one type of accelerator and the same labels.
 
-    Args:
-        nodes: of the cluster.
-        labels: the names of those that count; none: all that Ray has not set itself.
-
-    Raises:
-        UsageError: a label that no node has.
+    The labels that count are those named; none: all that Ray has not set itself. UsageError: a label that no node has.
     """
     for name in labels:
         if not any(name in node.labels for node in nodes):
@@ -181,9 +168,7 @@ def _bring(result: MatrixResult, out: Path, kind: MachineGroup, home: dict[str, 
 def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
     """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
 
-    Args:
-        matrix: arguments for pytest.
-        level: the instruction-set level to force; None: as the machine is.
+    `level`: the instruction-set level to force; None: as the machine is.
     """
     forced = [each for each in LEVELS if each.name == level]
     environ = environment(forced[0]) if forced else os.environ

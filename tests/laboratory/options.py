@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.model import PRESETS, Configuration
+from tiebreak.laboratory.reduced import parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import parse_attention
 from tiebreak.reports.cli import Parser, positive
 from tiebreak.reports.errors import UsageError
@@ -16,6 +17,9 @@ from tiebreak.reports.names import split
 
 SIZES = ("layers", "heads", "width", "context")  # of the model, each with a flag
 Options = Mapping[str, Mapping[str, Any]]  # by flag: what argparse is told of it
+NUMBER: Mapping[str, Any] = {"type": positive, "metavar": "N"}
+FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "DIR"}
+NAME: Mapping[str, Any] = {"metavar": "NAME"}
 _Value = TypeVar("_Value")
 
 
@@ -49,14 +53,7 @@ class _Parser(Parser):
 
 
 def parser(verb: str, description: str, epilog: str, **options: Options) -> Parser:
-    """Return the parser of a verb.
-
-    Args:
-        verb: its name.
-        description: what it does.
-        epilog: what --help ends with.
-        options: by the heading of their group, its words joined by `_`.
-    """
+    """Return the parser of a verb; options by the heading of their group, its words joined by `_`."""
     made = _Parser(
         prog=f"tiebreak lab {verb}",
         description=description,
@@ -66,7 +63,8 @@ def parser(verb: str, description: str, epilog: str, **options: Options) -> Pars
     for title, flags in options.items():
         group = made.add_argument_group(title.replace("_", " "))
         for flag, told in flags.items():
-            group.add_argument(flag, **told)
+            default = "; default: %(default)s" if told.get("default") else ""
+            group.add_argument(flag, **{**told, "help": told["help"] + default})
     return made
 
 
@@ -81,11 +79,7 @@ def fill(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def configuration(options: argparse.Namespace) -> Configuration:
-    """Return the sizes of the model.
-
-    Raises:
-        ValueError: heads that don't divide the width.
-    """
+    """Return the sizes of the model; ValueError: heads that don't divide the width."""
     return replace(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
 
 
@@ -114,11 +108,7 @@ def comma_list(kind: str, parse: Callable[[str], _Value]) -> Callable[[str], tup
 
 
 def above_zero(text: str) -> float:
-    """Return the number that a text says.
-
-    Raises:
-        ValueError: it says none, or none that is finite and above 0.
-    """
+    """Return the number that a text says; ValueError: it says none that is finite and above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -129,13 +119,14 @@ def above_zero(text: str) -> float:
 
 
 def emulated_kernel(name: str) -> str:
-    """Return a kernel's name, if the emulation has it.
-
-    Raises:
-        ValueError: it has not; one line.
-    """
+    """Return a kernel's name; ValueError: the emulation has no such kernel."""
     EMULATION.kernel(name)
     return name
+
+
+def reduction_name(text: str) -> str:
+    """Return a format of products as files and tables name it; ValueError: it is none."""
+    return parse_reduction(text).name
 
 
 def _attention(text: str) -> str:
@@ -143,42 +134,13 @@ def _attention(text: str) -> str:
     return text if reduction is None else reduction.name
 
 
-def _by_preset(name: str) -> str:
-    """Return the default of every preset, for the help."""
+def of_preset(about: str, name: str) -> str:
+    """Return the help of an option whose default a preset says."""
     presets_by_value: dict[str, list[str]] = {}
     for preset, defaults in DEFAULTS.items():
         presets_by_value.setdefault(str(getattr(defaults, name)), []).append(preset)
-    return "default: " + ", ".join(f"{value} ({', '.join(presets)})" for value, presets in presets_by_value.items())
-
-
-def takes_number(about: str, *, of_preset: str = "", **told: Any) -> Mapping[str, Any]:
-    """Return what argparse is told of an option that takes a positive number.
-
-    Args:
-        about: its help.
-        of_preset: the field of `Preset` that is its default; empty: none.
-        told: what argparse is told beside.
-    """
-    if of_preset:
-        about += f"; {_by_preset(of_preset)}"
-    elif "default" in told:
-        about += f"; default: {told['default']}"
-    return {"type": positive, "metavar": "N", "help": about} | told
-
-
-def takes_folder(about: str, default: Path | None = None) -> Mapping[str, Any]:
-    """Return what argparse is told of an option that takes a folder."""
-    return {
-        "type": Path,
-        "metavar": "DIR",
-        "default": default,
-        "help": about if default is None else f"{about}; default: {default}",
-    }
-
-
-def takes_name(about: str, default: str, metavar: str | None = "NAME", **told: Any) -> Mapping[str, Any]:
-    """Return what argparse is told of an option that takes a name, or what `metavar` says."""
-    return {"metavar": metavar, "default": default, "help": f"{about}; default: {default}"} | told
+    values = ", ".join(f"{value} ({', '.join(presets)})" for value, presets in presets_by_value.items())
+    return f"{about}; default: {values}"
 
 
 #: Which model is trained on what.
@@ -187,28 +149,27 @@ MODEL: Options = {
         "type": lambda text: text.replace("-", "_"),  # gpt2-small is gpt2_small
         "choices": PRESETS,
         "default": "tiny",
-        "help": "sizes and recipe; default: tiny",
+        "help": "sizes and recipe",
     },
-    **{f"--{size}": takes_number("in place of the preset's") for size in SIZES},
-    "--data": takes_folder("folder with nanoGPT's train.bin; default: the text that ships"),
+    **{f"--{size}": {**NUMBER, "help": "in place of the preset's"} for size in SIZES},
+    "--data": {**FOLDER, "help": "with nanoGPT's train.bin; default: the text that ships"},
 }
 #: How many steps are taken over how much.
 LENGTH: Options = {
-    "--steps": takes_number("of the whole run", of_preset="steps"),
-    "--sequences": takes_number("of a batch", of_preset="sequences"),
-    "--warm-up": takes_number("steps, then a cosine to a hundredth", of_preset="warm_up"),
+    "--steps": {**NUMBER, "help": of_preset("of the whole run", "steps")},
+    "--sequences": {**NUMBER, "help": of_preset("of a batch", "sequences")},
+    "--warm-up": {**NUMBER, "help": of_preset("steps, then a cosine to a hundredth", "warm_up")},
 }
 RATE: Mapping[str, Any] = {
     "type": checked(above_zero),
     "metavar": "RATE",
-    "help": f"highest learning rate; {_by_preset('rate')}",
+    "help": of_preset("highest learning rate", "rate"),
 }
 ATTENTION: Options = {
-    "--attention": takes_name(
-        "what attention rounds to, or same: as the products; E8M7 is bf16, as in arXiv 2405.18710",
-        "E8M7",
-        "FORMAT",
-        type=checked(_attention),
-    )
+    "--attention": {
+        "type": checked(_attention),
+        "metavar": "FORMAT",
+        "default": "E8M7",
+        "help": "what attention rounds to, or same: as the products; E8M7 is bf16, as in arXiv 2405.18710",
+    }
 }
-WORKERS: Mapping[str, Any] = takes_number("processes (default: as many as the machine carries)")

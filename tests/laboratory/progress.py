@@ -1,14 +1,14 @@
 """How a run is getting on: what its monitors read, an early warning, and whether it has diverged."""
 
+import itertools
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.cases.gpt2.monitors import MEASURES, View, alignment, sign_diversity
+from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, sign_diversity
 from tiebreak.laboratory.ranks import Ranks
 
 # arXiv 2510.04202 calls the collapse of the sign diversity an early warning. The numbers are this suite's: six sound
@@ -61,43 +61,30 @@ class EarlyWarning:
         return self.low == COLLAPSED_REPORTS
 
 
-@dataclass
 class Readings:
-    """Reads the monitors of one step, part by part of its batch; a model's observer."""
+    """Reads the monitors of one step, part by part of its batch; one of a model's observers."""
 
-    model: GPT2
-    drift: Tensor = field(init=False)  # by layer and head, fp64
-    max_logit: Tensor = field(init=False)  # scalar
-    sign_diversity: float = math.inf  # of the first part that this process computes: thousands of tokens say enough
-
-    def __post_init__(self) -> None:
-        """Start at nothing."""
-        sizes = self.model.configuration
-        self.drift = torch.zeros(sizes.layers, sizes.heads, dtype=torch.float64)
-        self.max_logit = torch.tensor(-math.inf, dtype=torch.float64)
-        self._seen: set[int] = set()
+    def __init__(self, model: GPT2) -> None:
+        sizes, self._model = model.configuration, model
+        self._places = list(itertools.product(range(sizes.layers), range(sizes.heads)))
+        self._recorder = Recorder({name: MEASURES[name] for name in ("delta_error", "max_logit")}, range(sizes.layers))
+        self._diversity: dict[int, float] = {}  # by layer, of the first part: thousands of tokens say enough
 
     def __call__(self, observation: Observation) -> None:
         """Read one call of attention."""
-        view, layer = View(observation), observation.layer
-        self.drift[layer, list(observation.heads)] += MEASURES["delta_error"](view).cpu()
-        self.max_logit = torch.maximum(self.max_logit, MEASURES["max_logit"](view).max().cpu())
-        if layer not in self._seen:
-            self._seen.add(layer)
-            self.sign_diversity = min(self.sign_diversity, self._diversity(layer, observation.x))
-
-    def _diversity(self, layer: int, x: Tensor) -> float:
-        weight = self.model.block(layer).wq.weight
-        return sign_diversity(alignment(weight, x)) if bool(torch.isfinite(weight).all()) else math.nan
+        self._recorder(observation)
+        if (layer := observation.layer) not in self._diversity:
+            self._diversity[layer] = sign_diversity(self._model.block(layer).wq.weight, observation.x)
 
     def report(self, step: int, loss: float, rate: float, ranks: Ranks) -> Progress:
-        """Return what the monitors of all processes read together."""
-        readings = ranks.gather((self.drift, self.max_logit, self.sign_diversity))
-        drift = torch.stack([each[0] for each in readings]).sum(0).flatten()
-        largest = drift[drift.abs().argmax()].item()
-        return Progress(
-            step, loss, rate, torch.stack([each[1] for each in readings]).max().item(), largest, readings[0][2]
-        )
+        """Return what the monitors of all processes read together; the drift is that of the head with the largest."""
+        series = self._recorder.series
+        drift = torch.tensor([sum(series("delta_error", *place)) for place in self._places], dtype=torch.float64)
+        logits = torch.tensor([series("max_logit", *place) for place in self._places], dtype=torch.float64)
+        readings = ranks.gather((drift, logits.max(), min([math.inf, *self._diversity.values()])))
+        drift = torch.stack([each[0] for each in readings]).sum(0)
+        largest, logit = drift[drift.abs().argmax()].item(), torch.stack([each[1] for each in readings]).max().item()
+        return Progress(step, loss, rate, logit, largest, readings[0][2])
 
 
 @dataclass
@@ -115,12 +102,7 @@ class Divergence:
     limit: float = math.inf  # of the largest logit; infinite: none
 
     def after(self, loss: float, max_logit: float = math.nan) -> str | None:
-        """Return how the run has diverged, given one more step; None: it has not.
-
-        Args:
-            loss: of the step, in nats.
-            max_logit: of the step, over all layers, heads and sequences; NaN where nobody looked.
-        """
+        """Return how the run has diverged, given one more step; None: it has not. NaN: nobody looked at the logits."""
         if not math.isfinite(loss):
             return NOT_FINITE
         self.above = self.above + 1 if loss > self.lowest + EXPLOSION_NATS else 0

@@ -50,11 +50,7 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the other processes of the run, if torchrun started any.
-
-    Raises:
-        ValueError: an environment that torchrun did not make.
-    """
+    """Join the other processes of the run, if torchrun started any; ValueError: not by torchrun's environment."""
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
         return
@@ -66,10 +62,7 @@ def joined() -> Iterator[Ranks]:
 
 
 def take_device(device: str) -> None:
-    """Under torchrun, work on the device numbered as this process' place on its machine.
-
-    Args:
-        device: torch's name of the kind of device; all processes share a `cpu`.
+    """Under torchrun, work on the device numbered as this process' place on its machine; all share a `cpu`.
 
     Raises:
         ValueError: more processes than devices on this machine.

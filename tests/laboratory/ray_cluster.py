@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.tables.run import counted
 
-RAY = "ray"  # what --on says of this machine alone
 _ADDRESS = re.compile(r"(?:ray://)?[\w.-]+:[0-9]{1,5}")
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -36,17 +35,16 @@ class Node:
     labels: Mapping[str, str] = field(hash=False)  # as its owner gave them
 
 
+@dataclass(frozen=True)
 class Cluster:
     """A cluster that this process is connected to."""
 
-    def __init__(self, ray: ModuleType) -> None:
-        """Made by `connected`."""
-        self._ray = ray
+    ray: ModuleType
 
     @property
     def nodes(self) -> list[Node]:
         """Return the machines that are alive and have cores, in the order of their ids."""
-        nodes = [_node(entry) for entry in self._ray.nodes() if entry["Alive"]]
+        nodes = [_node(entry) for entry in self.ray.nodes() if entry["Alive"]]
         return sorted((node for node in nodes if node.cpus >= 1), key=lambda node: node.id)
 
     @property
@@ -71,54 +69,46 @@ class Cluster:
     def run(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
         """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
 
-        Args:
-            function: runs one task; imported by the nodes, which need the same tiebreak.
-            tasks: what to run.
-            gpus: share of GPUs of each.
+        The nodes import the function: they need the same tiebreak. `gpus` is each task's share.
 
         Raises:
             UsageError: in the end, if some did not finish; those that did have been given.
         """
-        remote = self._ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
+        remote = self.ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
         lost = []
-        for reference in self._ended([remote.remote(task) for task in tasks]):
-            try:
-                yield self._ray.get(reference)
-            except self._ray.exceptions.RayError as error:
-                lost.append(first_line(error))
+        for _, result in self.finished([remote.remote(task) for task in tasks]):
+            if isinstance(result, Exception):
+                lost.append(first_line(result))
+            else:
+                yield result
         if lost:
             raise UsageError(f"{counted(len(lost), 'run')} did not finish: {lost[0]}; the same command tries again")
 
-    def _ended(self, waiting: list[Any]) -> Iterator[Any]:
-        """Yield references as they end."""
-        while waiting:
-            ended, waiting = self._ray.wait(waiting, timeout=_TOLD_EVERY)
-            yield from ended
-
     def start(self, function: Callable[..., Any], node: Node, *words: Any) -> Any:
-        """Run a function on one machine with all its cores and GPUs, and nowhere else.
-
-        Returns:
-            A reference to the result, for `finished`.
-        """
+        """Run a function on one machine with all its cores and GPUs; return a reference to its result."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         pinned = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {"num_cpus": node.cpus, "num_gpus": node.gpus, "max_retries": 0, "scheduling_strategy": pinned}
-        return self._ray.remote(function).options(**options).remote(*words)
+        return self.ray.remote(function).options(**options).remote(*words)
 
     def finished(self, waiting: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield references as they end, each with its result or with the error that it ended in."""
-        for reference in self._ended(list(waiting)):
-            try:
-                yield reference, self._ray.get(reference)
-            except self._ray.exceptions.RayError as error:
-                yield reference, error
+        left = list(waiting)
+        while left:
+            ended, left = self.ray.wait(left, timeout=_TOLD_EVERY)
+            for reference in ended:
+                try:
+                    yield reference, self.ray.get(reference)
+                except self.ray.exceptions.RayError as error:
+                    yield reference, error
 
 
-def is_address(text: str) -> bool:
-    """Return whether it can be that of a Ray cluster."""
-    return _ADDRESS.fullmatch(text) is not None
+def address_of(on: str) -> str | None:
+    """Return the address that --on says; None: Ray on this machine alone. UsageError: it can be none of a cluster."""
+    if on != "ray" and _ADDRESS.fullmatch(on) is None:
+        raise UsageError(f"--on {on}: expected ray, ray://HOST:PORT or HOST:PORT")
+    return None if on == "ray" else on
 
 
 @contextlib.contextmanager

@@ -65,14 +65,8 @@ class Reduction:
     def mask(self, x: Tensor) -> Tensor:
         """Mask every number: rounded, then what lies beyond the range clamped to its smallest or largest size.
 
-        Args:
-            x: fp32 or fp64, any shape, any device.
-
-        Returns:
-            Contiguous tensor of x's type and shape, without gradient. The sign of zero, Inf and NaN are kept.
-
-        Raises:
-            TypeError: another type.
+        Takes fp32 or fp64 on any device, and returns a contiguous tensor of that type and shape without gradient. The
+        sign of zero, Inf and NaN are kept.
         """
         masked = round_to(x, self.fmt, self.mode)
         if self.inner is not None:
@@ -85,10 +79,7 @@ class Reduction:
 
 
 def parse_reduction(text: str) -> Reduction:
-    """Return the reduction that a text names.
-
-    Args:
-        text: a format, then what is otherwise: `E8M5`, `E8M5:zero` (toward zero), `E8M7:inner=-20:outer=15`.
+    """Return the reduction of a text: a format, then what is otherwise: `E8M5:zero`, `E8M7:inner=-20:outer=15`.
 
     Raises:
         ValueError: no such format, or something that makes no sense; one line.
@@ -133,15 +124,13 @@ def masked_product(product: Product, reduction: Reduction, *operands: Tensor) ->
     """Return the product of masked operands, masked; differentiable, its gradients' products masked alike.
 
     The mask of an operand masks the gradient that leaves the product for it, and that of the output the gradient that
-    enters: between them autograd multiplies masked numbers.
+    enters: between them autograd multiplies masked numbers. Operands narrower than fp32 are multiplied in fp32; the
+    result is in the type that they promote to.
 
     Args:
         product: linear in each of its operands, such as `torch.matmul`; a term to add is an operand like others.
         reduction: the mask.
-        operands: of one or several types; those narrower than fp32 are multiplied in fp32.
-
-    Returns:
-        The product, in the type that the operands promote to.
+        operands: of one or several types.
     """
     promoted = operands[0].dtype
     for operand in operands[1:]:
@@ -164,17 +153,7 @@ def masked_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention as two masked products; the scale, the mask and the softmax between them are in fp32.
-
-    Args:
-        reduction: the mask of both products.
-        query, key, value: (..., heads, tokens, d).
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: as `torch.nn.functional.scaled_dot_product_attention` takes
-            them.
-
-    Returns:
-        O, (..., heads, queries, d of value), in query's type.
-    """
+    """Compute `scaled_dot_product_attention` as two masked products; all between them is in fp32."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(groups, dim=-3) for each in (key, value))
@@ -269,10 +248,7 @@ Otherwise = Mapping[str, Reduction | None]  # by glob over modules' names: anoth
 def reduction_at(name: str, reduction: Reduction | None, otherwise: Otherwise) -> Reduction | None:
     """Return what holds in a module: what is said of it, else of the module that it is in, and so on, else `reduction`.
 
-    Args:
-        name: of the module within its model, such as `blocks.0.wq`.
-        reduction: of the model.
-        otherwise: of modules by glob; of several that match one name the first counts.
+    `name` is that within its model, such as `blocks.0.wq`; of several globs that match it the first counts.
     """
     while name:
         for glob, other in otherwise.items():

@@ -55,8 +55,7 @@ def reduced_gpt2(
     Args:
         model: on the emulation's arithmetic, its kernels declared.
         reduction: the mask; its range is its format's.
-        otherwise: as `reduce_precision` takes it, such as `{"head": None, "blocks.[01]": Reduction(TF32)}`. A block's
-            attention goes by what is said of the block.
+        otherwise: as `reduce_precision` takes it. A block's attention goes by what is said of the block.
         attention: what attention alone rounds to, in every block; None: it goes by the masks of its block. Lee et al.
             (arXiv 2405.18710) leave attention unmasked, in bf16.
 

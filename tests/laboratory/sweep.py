@@ -8,10 +8,11 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -27,9 +28,10 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import ray_cluster as on_ray
 from tiebreak.laboratory.options import (
     ATTENTION,
+    FOLDER,
     LENGTH,
     MODEL,
-    WORKERS,
+    NUMBER,
     Options,
     above_zero,
     comma_list,
@@ -37,13 +39,10 @@ from tiebreak.laboratory.options import (
     emulated_kernel,
     fill,
     parser,
-    takes_folder,
-    takes_name,
-    takes_number,
+    reduction_name,
 )
 from tiebreak.laboratory.progress import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence
 from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.ray_cluster import RAY, is_address
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
 from tiebreak.laboratory.reduced_gpt2 import NO_RANGE, SAME, emulated_gpt2, parse_attention, reduced_gpt2
 from tiebreak.laboratory.training import Recipe, Steps
@@ -61,7 +60,6 @@ LOOK_EVERY = 10  # steps, at the largest logit
 _FIRST_BLOCKS = "blocks.[01]"
 _END = 10  # the loss of a run is the mean over one in so many of its steps, the last
 _WORKER_GIB = 1.0
-_TRIAL_STEPS = 3
 DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
     f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
@@ -127,26 +125,32 @@ def _stabiliser(name: str) -> str:
 
 
 _ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
+
+
+def _names(kind: str, parse: Callable[[str], Any], default: str, about: str) -> Mapping[str, Any]:
+    return {"type": comma_list(kind, parse), "metavar": "LIST", "default": default, "help": about}
+
+
 _AXES: Options = {
-    "--seeds": takes_number("how many, from 1", default=20),
-    "--lr": takes_name("learning rates", "4e-4,4e-3,1e-2", "RATES", type=comma_list("learning rate", above_zero)),
-    "--formats": takes_name(
-        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
+    "--seeds": {**NUMBER, "default": 20, "help": "how many, from 1"},
+    "--lr": _names("learning rate", above_zero, "4e-4,4e-3,1e-2", "learning rates"),
+    "--formats": _names(
+        "format",
+        reduction_name,
         "E8M7,E8M5:zero,E8M4:zero",
-        "NAMES",
-        type=comma_list("format", lambda text: parse_reduction(text).name),
+        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
     ),
     **ATTENTION,
-    "--kernels": takes_name(
-        "of attention", "flash@paper,stabilized@paper,fair", "NAMES", type=comma_list("kernel", emulated_kernel)
-    ),
-    "--stabiliser": takes_name(f"each alone. {_ABOUT}", "none", "NAMES", type=comma_list("stabiliser", _stabiliser)),
+    "--kernels": _names("kernel", emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
+    "--stabiliser": _names("stabiliser", _stabiliser, "none", f"each alone. {_ABOUT}"),
 }
 _WHERE: Options = {
-    "--out": takes_folder(
-        "the sweep's folder, a file a run; a sweep that was stopped goes on there", Path("out", "sweep")
-    ),
-    "--workers": WORKERS,
+    "--out": {
+        **FOLDER,
+        "default": Path("out", "sweep"),
+        "help": "the sweep's folder, a file a run; a sweep that was stopped goes on there",
+    },
+    "--workers": {**NUMBER, "help": "processes (default: as many as the machine carries)"},
     "--on": {"metavar": "WHERE", "help": "ray: Ray on this machine; ray://HOST:PORT or HOST:PORT: a Ray cluster"},
     "--gpus-per-run": {
         "type": float,
@@ -158,11 +162,7 @@ _WHERE: Options = {
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, those not given at the preset's defaults.
-
-    Raises:
-        UsageError: one line that names the option.
-    """
+    """Return the options, those not given at the preset's defaults; UsageError: one line that names the option."""
     options = fill(
         parser(
             "sweep",
@@ -173,8 +173,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             where_and_how=_WHERE,
         ).parse_args(argv)
     )
-    if options.on is not None and options.on != RAY and not is_address(options.on):
-        raise UsageError(f"--on {options.on}: expected ray, ray://HOST:PORT or HOST:PORT")
+    if options.on is not None:
+        on_ray.address_of(options.on)
     if not 0 <= options.gpus_per_run < math.inf:
         raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
     if options.gpus_per_run and options.on is None:
@@ -189,11 +189,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
-    """Return what processes are given to run these places.
-
-    Raises:
-        DataError: no data to train on.
-    """
+    """Return what processes are given to run these places; DataError: no data to train on."""
     data, device = options.data and options.data.resolve(), "cuda" if options.gpus_per_run else "cpu"
     lengths = options.steps, options.warm_up, options.sequences, options.attention
     sizes = configuration(options)
@@ -202,11 +198,7 @@ def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
 
 
 def settings(options: argparse.Namespace) -> Settings:
-    """Return the sweep that the options describe.
-
-    Raises:
-        DataError: no data to train on.
-    """
+    """Return the sweep that the options describe; DataError: no data to train on."""
     (task,) = tasks(options, [Place("", 0.0, "", "", 1)])
     recipe = {
         "preset": options.preset,
@@ -224,14 +216,7 @@ def settings(options: argparse.Namespace) -> Settings:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is left of a sweep; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 when all runs are done, 130 after Ctrl-C.
-
-    Raises:
-        UsageError, UnreadableRecordsError, UnwritableFolderError: as the command tells in one line.
-    """
+    """Run what is left of a sweep: 0 when all runs are done, 130 after Ctrl-C."""
     gc.enable()  # the command turns it off, for verbs that end in a second
     options = parse(argv)
     try:
@@ -258,7 +243,7 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
         print(_outlook(sweep, left, workers, "here"), flush=True)
         _show(map(run, left) if workers == 1 else in_processes(run, left, workers), options.out, len(left))
         return
-    with on_ray.connected(None if options.on == RAY else options.on, options.workers) as cluster:
+    with on_ray.connected(on_ray.address_of(options.on), options.workers) as cluster:
         slots = cluster.slots(options.gpus_per_run)
         print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
         _show(cluster.run(run, left, gpus=options.gpus_per_run), options.out, len(left))
@@ -277,44 +262,14 @@ def _show(runs: Iterable[SweepRun], folder: Path, total: int) -> None:
 
 
 def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
-    each = _seconds(sweep, left[0])
-    time = "" if each is None else f": {expected(each * len(left) / workers)}"
-    done = counted(len(sweep.runs), "run")
-    return f"{done} kept, {len(left)} to run, {workers} at a time {where}{time}"
-
-
-def _seconds(sweep: Sweep, task: Task) -> float | None:
-    """Return what a run takes, by those that are done or a few steps; None: they can't be taken on this machine."""
     steps = sum(each.steps for each in sweep.runs)
-    if steps:
-        return sum(each.seconds for each in sweep.runs) / steps * task.steps
-    if task.device == "cuda" and not torch.cuda.is_available():
-        return None
-    run(task, 1)  # the first step of a process takes longer
-    return run(task, _TRIAL_STEPS).seconds / _TRIAL_STEPS * task.steps
+    each = sum(each.seconds for each in sweep.runs) / steps * left[0].steps if steps else 0.0
+    time = f": {expected(each * len(left) / workers)}" if steps else ""
+    return f"{counted(len(sweep.runs), 'run')} kept, {len(left)} to run, {workers} at a time {where}{time}"
 
 
-@dataclass
-class _Logits:
-    """The largest logit of a step: a model's observer."""
-
-    largest: float = -math.inf
-
-    def __call__(self, observation: Observation) -> None:
-        """Look at one call of attention."""
-        self.largest = max(self.largest, MEASURES["max_logit"](View(observation)).max().item())
-
-
-def run(task: Task, steps: int | None = None) -> SweepRun:
-    """Do a run on one core.
-
-    Args:
-        task: what to train.
-        steps: to stop after; None: those of the task.
-
-    Raises:
-        DataError: no data, or other data than the sweep's.
-    """
+def run(task: Task) -> SweepRun:
+    """Do a run on one core; DataError: no data, or others than the sweep's."""
     torch.set_num_threads(1)
     started, place = time.perf_counter(), task.place
     if task.batches(1).digest(1) != task.digest:
@@ -327,15 +282,20 @@ def run(task: Task, steps: int | None = None) -> SweepRun:
     losses, largest, diverged = list[float](), -math.inf, None
     divergence, clipper = Divergence(limit=LARGEST_LOGIT), stabiliser.mitigation.clipper()
     reduction, attention = parse_reduction(place.format), parse_attention(task.attention)
+    logits: list[float] = []  # the largest of each call of a step that is looked at
+
+    def look(observation: Observation) -> None:
+        logits.append(MEASURES["max_logit"](View(observation)).max().item())
+
     with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
-        for step in range(task.steps if steps is None else steps):
-            looking = _Logits() if (step + 1) % LOOK_EVERY == 0 else None
-            losses.append(taken.take(step, [each for each in (looking, clipper) if each is not None]).loss)
+        for step in range(task.steps):
+            logits.clear()
+            observers = [look] if (step + 1) % LOOK_EVERY == 0 else []
+            losses.append(taken.take(step, observers if clipper is None else [*observers, clipper]).loss)
             if clipper is not None:
                 clipper.after_step(model)
-            logit = math.nan if looking is None else looking.largest
-            largest = max(largest, logit)
-            diverged = divergence.after(losses[-1], logit)
+            largest = max(largest, *logits, -math.inf)
+            diverged = divergence.after(losses[-1], max(logits, default=math.nan))
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]

@@ -23,35 +23,29 @@ from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, batches_of
 from tiebreak.cases.gpt2.model import GPT2, Configuration
 from tiebreak.cases.gpt2.optimizers import OPTIMIZERS, Schedule
-from tiebreak.kernels.external import ContractError, external_kernel
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
 from tiebreak.laboratory.options import (
     DEFAULTS,
+    FOLDER,
     LENGTH,
     MODEL,
+    NAME,
+    NUMBER,
     RATE,
     Options,
     checked,
     configuration,
     fill,
+    of_preset,
     parser,
-    takes_folder,
-    takes_name,
-    takes_number,
 )
 from tiebreak.laboratory.progress import COLLAPSED_DIVERSITY, COLLAPSED_REPORTS, EarlyWarning
 from tiebreak.laboratory.ranks import Ranks, joined, take_device
-from tiebreak.laboratory.training import (
-    CHECKPOINT,
-    LOG,
-    PRECISIONS,
-    Recipe,
-    Steps,
-    Training,
-)
+from tiebreak.laboratory.training import CHECKPOINT, LOG, PRECISIONS, Recipe, Steps, Training
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 
@@ -76,63 +70,59 @@ def _seed(text: str) -> int:
 _AT_ONCE = ", ".join(f"{each.at_once} ({preset})" for preset, each in DEFAULTS.items())
 _WHAT: Options = {
     **MODEL,
-    "--seed": {
-        "type": checked(_seed),
-        "default": 0,
-        "metavar": "N",
-        "help": "of weights, batches and noise; default: 0",
+    "--seed": {**NUMBER, "type": checked(_seed), "default": 0, "help": "of weights, batches and noise; default: 0"},
+    "--kernel": {
+        **NAME,
+        "default": "flash@paper",
+        "help": "of attention: standard, fair, rule@plan, the backend's own, or path/to/file.py:function",
     },
-    "--kernel": takes_name(
-        "of attention: standard, fair, rule@plan, the backend's own, or path/to/file.py:function", "flash@paper"
-    ),
     "--in-layers": {
         "default": "",
         "metavar": "LIST",
         "help": "other kernels in some layers or heads, counted from 1: 2=standard,3.1=flash@fp32 is standard attention"
         " in layer 2 and fp32 in head 1 of layer 3",
     },
-    "--backward": takes_name(
-        "what a kernel of yours trains with: its own backward pass, or this suite's in fp32",
-        "own",
-        choices=("own", "emulated"),
-        metavar=None,
-    ),
-    "--backend": takes_name("what everything runs on", "cpu", choices=BACKENDS, metavar=None),
+    "--backward": {
+        "choices": ("own", "emulated"),
+        "default": "own",
+        "help": "what a kernel of yours trains with: its own backward pass, or this suite's in fp32",
+    },
+    "--backend": {"choices": BACKENDS, "default": "cpu", "help": "what everything runs on"},
 }
 _HOW: Options = {
     **LENGTH,
-    "--at-once": takes_number(
-        "sequences of one forward pass, the gradients of several are added up; default: the most that divides a"
-        f" process' share, of at most {_AT_ONCE}"
-    ),
-    "--optimizer": takes_name(
-        "muon: on the matrices of the blocks, AdamW on the rest", "adamw", choices=OPTIMIZERS, metavar=None
-    ),
+    "--at-once": {
+        **NUMBER,
+        "help": "sequences of one forward pass, the gradients of several are added up; default: the most that divides a"
+        f" process' share, of at most {_AT_ONCE}",
+    },
+    "--optimizer": {
+        "choices": OPTIMIZERS,
+        "default": "adamw",
+        "help": "muon: on the matrices of the blocks, AdamW on the rest",
+    },
     "--rate": {**RATE, "help": f"{RATE['help']}; muon: {_MUON_RATE}"},
-    "--precision": takes_number(
-        "of the linear layers; weights stay in fp32, attention rounds as its kernel says",
-        of_preset="precision",
-        type=str,
-        choices=PRECISIONS,
-        metavar=None,
-    ),
+    "--precision": {
+        "choices": PRECISIONS,
+        "help": of_preset(
+            "of the linear layers; weights stay in fp32, attention rounds as its kernel says", "precision"
+        ),
+    },
 }
 _RUN: Options = {
-    "--out": takes_folder(
-        "for log, checkpoint and, should the loss explode, the last attention inputs", Path("out", "train")
-    ),
+    "--out": {
+        **FOLDER,
+        "default": Path("out", "train"),
+        "help": "for log, checkpoint and, should the loss explode, the last attention inputs",
+    },
     "--resume": {"action": "store_true", "help": "go on from the checkpoint in --out"},
-    "--report-every": takes_number("steps; monitors look then", of_preset="report_every"),
-    "--checkpoint-every": takes_number("steps; a killed run loses no more", of_preset="checkpoint_every"),
+    "--report-every": {**NUMBER, "help": of_preset("steps; monitors look then", "report_every")},
+    "--checkpoint-every": {**NUMBER, "help": of_preset("steps; a killed run loses no more", "checkpoint_every")},
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 after the last step, 1 if the loss exploded, 2 on bad usage, data or checkpoint, 130 after Ctrl-C.
-    """
+    """Train: 0 after the last step, 1 if the loss exploded, 2 on bad usage, data or checkpoint, 130 after Ctrl-C."""
     gc.enable()  # the command turns it off, for verbs that end in a second
     try:
         with joined() as ranks, ctrl_c(once=ranks.size == 1) as asked:
@@ -142,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
             options, training = made
             _train(training, options, ranks, asked)
             return _end(training, options, ranks)
-    except (ValueError, OSError, ContractError, CannotRunError) as error:
+    except (ValueError, OSError, CannotRunError) as error:
         if os.environ.get("RANK", "0") == "0":  # all processes say the same, or it is the first that writes files
             _tell(error)
         return USAGE
@@ -276,12 +266,7 @@ def _model(options: argparse.Namespace, sizes: Configuration, backend: Backend) 
 
 
 def _head(flag: str, name: str, options: argparse.Namespace, sizes: Configuration, backend: Backend) -> HeadKernel:
-    """Return a kernel as heads of these sizes use it.
-
-    Raises:
-        UsageError: it does not take such heads.
-        ValueError: the backend has no such kernel, or a user's own can't be loaded.
-    """
+    """Return a kernel as heads of these sizes use it; UsageError, ValueError: there is none that takes such heads."""
     kernel: Kernel = external_kernel(name) if ":" in name else backend.kernel(name)
     if ":" in name and options.backward == "emulated":
         kernel = replace(kernel, has_backward=False)

@@ -5,24 +5,27 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observer, together
+from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
-from tiebreak.laboratory.captures import Captures
 from tiebreak.laboratory.progress import Divergence, Progress, Readings
 from tiebreak.laboratory.ranks import Ranks
 
 PRECISIONS = ("bf16", "fp32")
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
+KEPT_STEPS = 8  # more than an explosion takes to be one: some of the steps that led to it are among them
+# Heads are the samples of what the matrix measures: of a small model more sequences are kept than of a large one.
+_KEPT_ELEMENTS = 2**20  # of each tensor, about
 _CAPTURED = ("kernel", "preset", "seed")  # what kept attention inputs say of their run
 RunSettings = dict[str, str | int | float]  # what a run was told
 
@@ -41,10 +44,6 @@ class Recipe:
     parts: int = 1  # of a batch, equal; one forward and backward pass each, their gradients added up
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What a step came to, of all processes together."""
@@ -55,20 +54,12 @@ class StepResult:
 
 
 class Steps:
-    """Takes a run's steps: the forward and backward pass of every part of a batch, then the optimisers."""
+    """Takes a run's steps: the forward and backward pass of every part of a batch, then the optimisers.
+
+    Batches are divisible into the recipe's parts, and their number by that of the ranks, which share them.
+    """
 
     def __init__(self, model: GPT2, batches: Batches, recipe: Recipe, ranks: Ranks) -> None:
-        """Set up the optimisers.
-
-        Args:
-            model: with its kernels and arithmetic, on its device.
-            batches: the data, of any step, divisible into the recipe's parts.
-            recipe: how steps are taken.
-            ranks: the processes that share a batch's parts; their number divides that of the parts.
-
-        Raises:
-            ValueError: no such optimiser.
-        """
         self.model, self._batches, self.recipe, self.ranks = model, batches, recipe, ranks
         self.weights = list(model.parameters())
         self._device = self.weights[0].device
@@ -79,12 +70,12 @@ class Steps:
         step: int,
         observers: Sequence[Observer],
         of_first: Sequence[Observer] = (),
-        stop: Callable[[], bool] = _never,
+        stop: Callable[[], bool] = bool,
     ) -> StepResult:
-        """Take one step.
+        """Take one step of the run, from 0.
 
         Args:
-            step: of the run, from 0.
+            step: its number.
             observers: of all calls of attention.
             of_first: of those of the batch's first part, beside.
             stop: whether this process was asked to stop; asked once, at the end.
@@ -108,9 +99,9 @@ class Steps:
         return StepResult(sums[0].item(), rate, sums[1].item() > 0)
 
     def _part(self, step: int, part: int, observers: Sequence[Observer]) -> Tensor:
-        """Compute forward and backward pass of one part; return its share of the loss."""
+        """One part's share of the loss, after its backward pass."""
         parts = self.recipe.parts
-        self.model.observer = together(observers)
+        self.model.observers = observers
         tokens, targets = (tensor.to(self._device) for tensor in self._batches.batch(step, part, parts))
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             # Parts are numbered like steps: each has noise of its own.
@@ -119,17 +110,55 @@ class Steps:
         return loss.detach()
 
 
+@dataclass
+class Captures:
+    """Keeps q, k, v and dO of the first sequences of the last steps' batches: `pytest --captured DIR` runs them."""
+
+    # By step: by layer and name, by heads (those that share a kernel come together), (sequences, heads, tokens, d).
+    kept: deque[tuple[int, dict[str, dict[tuple[int, ...], Tensor]]]] = field(
+        default_factory=lambda: deque(maxlen=KEPT_STEPS)
+    )
+
+    def begin(self, step: int) -> None:
+        """Start with a step, from 1; the oldest is forgotten."""
+        self.kept.append((step, {}))
+
+    def __call__(self, observation: Observation) -> None:
+        """Keep one call of attention; one of a model's observers."""
+        tensors, inputs = self.kept[-1][1], observation.inputs
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("do", inputs.do)):
+            sequences = max(1, _KEPT_ELEMENTS // tensor[0].numel())
+            layer = tensors.setdefault(f"layer{observation.layer}.{name}", {})
+            layer[observation.heads] = tensor[:sequences].clone()
+
+    def write(self, folder: Path, metadata: Mapping[str, str]) -> list[Path]:
+        """Write one file a step, `inputs-STEP.safetensors`, its keys `layer0.q`, `layer0.k`, `layer0.v`, `layer0.do`.
+
+        Tensors are (sequences, heads, tokens, d), in bf16 if that holds all their values, else in fp32. Steps with an
+        element that is not finite are left out: after the explosion there is nothing to learn from them. The files say
+        `metadata` beside step, layers and causal.
+        """
+        from safetensors.torch import save_file
+
+        paths: list[Path] = []
+        for step, parts in self.kept:
+            tensors = {name: _in_order(heads) for name, heads in parts.items()}
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+                continue
+            path = folder / f"inputs-{step:06d}.safetensors"
+            partial = path.with_suffix(".partial")
+            labels = {**metadata, "step": str(step), "layers": str(len(tensors) // 4), "causal": "true"}
+            save_file({name: _narrowed(tensor) for name, tensor in tensors.items()}, partial, labels)
+            os.replace(partial, path)
+            paths.append(path)
+        return paths
+
+
 class Training:
     """A run that can be stopped at any step and resumed to the bit."""
 
     def __init__(self, steps: Steps, run: RunSettings, folder: Path) -> None:
-        """Set up a run at step 0.
-
-        Args:
-            steps: how they are taken, of which model.
-            run: what the run was told, kept in its checkpoints.
-            folder: for the log, checkpoints and, after an explosion, the last steps' attention inputs.
-        """
+        """Start at step 0; `run`, what it was told, is kept in its checkpoints, and `folder` has all that it leaves."""
         self._steps, self._run, self._folder = steps, run, folder
         self._divergence, self._captures = Divergence(), Captures()
         self.done = 0  # steps
@@ -142,26 +171,19 @@ class Training:
         return sum(weight.numel() for weight in self._steps.weights)
 
     def resume(self) -> None:
-        """Go on where the folder's checkpoint was taken; what the log says of later steps is forgotten.
-
-        Raises:
-            CheckpointError: as `load`.
-        """
+        """Go on where the folder's checkpoint was taken, as `load` has it; the log forgets later steps."""
         checkpoint = load(self._folder, self._run)
         self._steps.model.load_state_dict(checkpoint["model"])
         for optimizer, state in zip(self._steps.optimizers, checkpoint["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self._divergence, self.done = Divergence(*checkpoint["watch"]), checkpoint["step"]
-        if self._steps.ranks.first:
-            _forget_after(self.done, self._folder / LOG)
+        if self._steps.ranks.first and (self._folder / LOG).is_file():
+            os.truncate(self._folder / LOG, checkpoint["log"])
 
-    def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool] = _never) -> Iterator[Progress]:
+    def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
-        Args:
-            every: steps between two reports.
-            checkpoint_every: steps between two checkpoints; the last step has one too.
-            stop: asked in every step; a yes of any process ends the run after it, with a checkpoint.
+        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`.
 
         Raises:
             ValueError: the very first loss is NaN or Inf.
@@ -171,8 +193,9 @@ class Training:
         while self.done < steps and not self.exploded and not self.interrupted:
             last = self.done + 1 == steps
             readings = Readings(self._steps.model) if (self.done + 1) % every == 0 or last else None
-            result = self._step(readings, stop)
-            self.interrupted = result.stop
+            self._captures.begin(self.done + 1)
+            result = self._steps.take(self.done, [] if readings is None else [readings], [self._captures], stop)
+            self.done, self.interrupted = self.done + 1, result.stop
             if self.done == 1 and not math.isfinite(result.loss):
                 raise ValueError(f"the loss of the first step is {result.loss}: check the kernel and data")
             self.exploded = self._divergence.after(result.loss) is not None
@@ -186,17 +209,10 @@ class Training:
             if progress is not None:
                 yield progress
 
-    def _step(self, readings: Readings | None, stop: Callable[[], bool]) -> StepResult:
-        """Take a step, under the eyes of captures and monitors."""
-        self._captures.begin(self.done + 1)
-        result = self._steps.take(self.done, [] if readings is None else [readings], [self._captures], stop)
-        self.done += 1
-        return result
-
     def _keep(self, progress: Progress | None, *, checkpoint: bool) -> None:
         """Write what a step leaves in the folder; the log first, a kill in between leaves it no gap."""
-        if progress is not None:
-            with (self._folder / LOG).open("a") as log:
+        with (self._folder / LOG).open("a") as log:
+            if progress is not None:
                 log.write(json.dumps(progress.record) + "\n")
         if self.exploded:
             settings = {name: str(self._run[name]) for name in _CAPTURED if name in self._run}
@@ -204,6 +220,7 @@ class Training:
         elif checkpoint:
             state = {
                 "step": self.done,
+                "log": (self._folder / LOG).stat().st_size,
                 "run": self._run,
                 "model": self._steps.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self._steps.optimizers],
@@ -213,11 +230,7 @@ class Training:
 
 
 def _save(state: dict[str, Any], folder: Path) -> None:
-    """Replace the folder's checkpoint; a kill in between leaves the former.
-
-    Raises:
-        CheckpointError: it can't be written, the disk is full for instance; the former is left.
-    """
+    """Replace the folder's checkpoint; a kill in between leaves the former, and so does a full disk."""
     partial = folder / f"{CHECKPOINT}.partial"
     try:
         torch.save(state, partial)
@@ -229,18 +242,11 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path, run: RunSettings) -> dict[str, Any]:
-    """Return the folder's checkpoint, for a run that is told the same.
+    """Return the folder's checkpoint, for a run that is told the same; CheckpointError: there is none.
 
-    Args:
-        folder: of the run.
-        run: what this run is told.
-
-    Returns:
-        All that a run needs to go on to the bit; batches and noise follow from `step`, the steps done. `run` is what it
-        was told, `model` and `optimizers` are their states, `watch` the state of `Divergence`.
-
-    Raises:
-        CheckpointError: none there, cut short, not a checkpoint, or of a run that was told otherwise.
+    It has all that a run needs to go on to the bit: batches and noise follow from `step`, the steps done. `log` is the
+    length of the log then, `run` what the run was told, `model` and `optimizers` are their states, `watch` that of
+    `Divergence`.
     """
     path = folder / CHECKPOINT
     if not path.is_file():
@@ -258,19 +264,12 @@ def load(folder: Path, run: RunSettings) -> dict[str, Any]:
     return state
 
 
-def _forget_after(step: int, log: Path) -> None:
-    """Leave out what a log says of later steps, and a line that a kill has cut."""
-    if not log.is_file():
-        return
-    partial = log.with_name(f"{LOG}.partial")
-    lines = [line for line in log.read_text().splitlines() if _step_of(line) <= step]
-    partial.write_text("".join(f"{line}\n" for line in lines))
-    os.replace(partial, log)
+def _in_order(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    """Return all heads of a layer, put together from those of each kernel."""
+    order = torch.tensor([head for heads in parts for head in heads]).argsort()
+    return torch.cat(list(parts.values()), 1)[:, order]
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a log line; a line cut by a kill counts as later than any."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def _narrowed(tensor: Tensor) -> Tensor:
+    narrow = tensor.bfloat16()
+    return (narrow if torch.equal(narrow.float(), tensor) else tensor).cpu().contiguous()

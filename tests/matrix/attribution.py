@@ -1,95 +1,93 @@
-"""What of the candidates has the bits of an output: known plans, and usual mistakes, on the first batch of a cell."""
+"""What an output says of its kernel's plan: the known plans, and usual mistakes, by the bits that they have of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
-from tiebreak.cases.errors import by_key_head, in_units, measure
+from tiebreak.cases.errors import Errors, measure
 from tiebreak.cases.slips import slips
-from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import nameless
-from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import accepted, nameless, on_device
+from tiebreak.matrix.fits import Fit, fits
+from tiebreak.matrix.identification.known import KnownPlans
+from tiebreak.matrix.sampling import Sample
+from tiebreak.matrix.workbench import CaseBench, SharedBatch
 from tiebreak.reports.records.record import FOLLOWED
 
-#: Share of equal bits up to which a kernel of which no plan has more may cast O with random bits of its own.
-RANDOM = 0.9
-_REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
+#: Share of bits from which on no other plan is tried in a cell: plans that differ by less are not told apart.
+_SETTLED = 0.999
+#: What a kernel is held to that may have random bits of its own, as reports name it: the mean square of its errors is
+#: two to three times that of a cast to nearest.
+_LOOSEST = "the loosest plan of random bits"
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What one plan has in common with the output."""
+class HeldTo:
+    """The plan whose errors those of O may not exceed."""
 
-    bits: float  # share of elements of O that agree to the bit
-    difference: Interval  # of bias, in ulps, paired head by head
-
-
-def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Which elements agree to the bit, NaN counting as equal to NaN."""
-    return (ours == theirs) | (ours.isnan() & theirs.isnan())
+    plan: str  # as reports name it
+    declaration: Declaration
+    errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
 
 
-def equal_bits(ours: Tensor, theirs: Tensor) -> float:
-    """Share of elements that agree to the bit."""
-    return same_bits(ours, theirs).double().mean().item()
-
-
-def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
-    """How each candidate fits an output.
-
-    All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the bit,
-    on all of them.
+def attributed(sample: Sample, bench: CaseBench, known: KnownPlans) -> dict[str, Fit]:
+    """How known plans fit the output of a kernel that declares none: the one that it follows on designed inputs alone
+    where that has the bits here too, else all of them.
 
     Args:
-        o: as the kernel returned it, (batch, heads, queries, d).
-        batch: what it was given.
-        candidates: by name.
+        sample: of the kernel.
+        bench: of its case.
+        known: what the known plans have in common with the kernel.
 
     Returns:
-        In the candidates' order; of one that is out of reach what some heads say.
+        By text that --plan takes; nothing where the kernel's plan is declared, or bits tell nothing.
     """
-    work = _work(batch, candidates)
-    some = batch.first_heads
-    fitting = _tried(o, some, work.values())
-    if some is not batch:
-        best = max(fit.bits for fit in fitting.values())
-        near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or drawn(plan)]
-        fitting |= _tried(o, batch, near)
-    return {name: fitting[plan] for name, plan in work.items()}
+    backend, kernel = known.asked.backend, known.asked.kernel
+    if kernel.declaration is not None or not bench.case.bits_tell or sample.cancelled:
+        return {}
+    o, batch, plans = sample.draws[0].output.o, bench.batch(0), on_device(backend)
+    first = known.followed if kernel.external else None
+    fit = fits(o, batch, {first: plans[first]}) if first is not None else {}
+    return fit if first is not None and fit[first].bits >= _SETTLED else fits(o, batch, plans)
 
 
-def shares(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
-    """The share of bits alone that each candidate has of an output, on all heads. Arguments as for `fits`."""
-    ours = o.float()
-    return {name: equal_bits(ours, batch.predicted(plan)) for name, plan in _work(batch, candidates).items()}
+def plan_held_to(sample: Sample, found: Mapping[str, Fit], bench: CaseBench, known: KnownPlans) -> HeldTo | None:
+    """The plan that a kernel declares, follows here, or follows on normal numbers, and the errors of both.
 
+    A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
+    logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
+    that plan there.
 
-def _work(batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, Declaration]:
-    """What candidates do with a batch, by their names: some do the same."""
-    return {name: nameless(batch.clipped(declaration)) for name, declaration in candidates.items()}
+    Args:
+        sample: of the kernel.
+        found: as `attributed` has it.
+        bench: of the case.
+        known: what the known plans have in common with the kernel.
 
-
-def drawn(declaration: Declaration) -> bool:
-    """Whether random bits enter O."""
-    return declaration.plan.stochastic or declaration.shift_rule.dithered
-
-
-def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
-    entries, heads = batch.inputs.q.shape[:2]
-    ours, units = o[:entries, :heads].float(), batch.yardstick.units
-    fitting = {}
-    for declaration in dict.fromkeys(declarations):
-        theirs = batch.predicted(declaration)
-        samples = by_key_head(in_units(ours.double() - theirs.double(), units), batch.inputs.groups)
-        fitting[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
-    return fitting
+    Returns:
+        None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    """
+    if sample.prediction is not None:
+        return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
+    plans = accepted(on_device(known.asked.backend))
+    bits = {name: fit.bits for name, fit in found.items() if name in plans}
+    if not bits:
+        return None
+    nearest = max(bits, key=bits.__getitem__)
+    names = (nearest,) if bits[nearest] >= FOLLOWED else known.on_normal_numbers
+    ours = sample.draws[0].errors
+    held = [
+        HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], (ours, bench.emulated(0, plans[name])[1]))
+        for name in names
+    ]
+    return max(held, key=lambda each: each.errors[1].rms_ulps, default=None)
 
 
 def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
@@ -115,7 +113,8 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
         emptied = _blind(slip.inputs) & ~_blind(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
-            bits = max(shares(seen, wrong, candidates).values())
+            plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
+            bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
             found |= {slip.about: bits} if bits >= FOLLOWED else {}
     return found
 

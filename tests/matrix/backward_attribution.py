@@ -1,15 +1,20 @@
 """Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
+from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, run_backward
+from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import DeltaSource
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.kernels.reference import reference
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.identification.known import HEADS, NORMAL, KnownPlans
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
 
@@ -37,28 +42,60 @@ class BackwardHeldTo:
 
 
 def backward_held_to(
-    runs: Sequence[Gradients], o: Tensor, forward: Declaration, lse: Tensor, batch: SharedBatch
+    runs: Sequence[Gradients], o: Tensor, forward: Declaration, batch: SharedBatch, known: KnownPlans
 ) -> BackwardHeldTo:
     """What gradients are compared with: the known backward pass that they come from, or come nearest to.
 
-    Each is emulated from the kernel's own O, so that nothing of its forward pass counts.
+    Each is emulated from the kernel's own O, so that nothing of its forward pass counts. The pass that the kernel
+    follows on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
 
     Args:
         runs: what the kernel made of a batch, each time that it was run.
         o: its O.
         forward: the plan that O is held to, whose S the backward pass computes anew.
-        lse: the log-sum-exp that the emulation of that plan has.
         batch: what it was given.
+        known: what the kernel was asked before.
     """
-    known = passes_after(forward)
-    few, whole = (_Emulation(each, forward, o, lse) for each in (batch.first_heads, batch))
+    passes = passes_after(forward)
+    few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
     ours = few.parts(runs[0])
-    tried = {name: few.compared(ours, each) for name, each in known.items()}
-    choice = _chosen(known, tried, few.shown_source(ours), forward)
-    emulated = {name: whole.gradients(known[name].after(forward)) for name in set(choice.passes.values())}
+    first, agreeing = _followed(known, forward)
+    tried = {first: few.compared(ours, passes[first])} if agreeing >= _SHOWN else {}
+    if first in tried and tried[first].agreeing >= agreeing:
+        choice = _Choice(first, dict.fromkeys(_NAMES, first), passes[first])
+    else:
+        tried = {name: few.compared(ours, each) for name, each in passes.items()}
+        choice = _chosen(passes, tried, few.shown_source(ours), forward)
+    emulated = {name: whole.gradients(passes[name].after(forward)) for name in set(choice.passes.values())}
     theirs = {each: emulated[name][each] for each, name in choice.passes.items()}
     squares = [_squares(whole.parts(run), theirs, whole.exact(choice.like), batch.inputs.groups) for run in runs]
     return BackwardHeldTo(choice.name, {name: each.bits for name, each in tried.items()}, squares)
+
+
+def _followed(known: KnownPlans, forward: Declaration) -> tuple[str, int]:
+    """The backward pass that a kernel's gradients come from on normal numbers, and how many have its bits."""
+    if forward not in known.passes:
+        known.passes[forward] = "", 0
+        with suppress(Exception):  # the cell of that case says what the kernel raised
+            known.passes[forward] = _nearest_on_normal_numbers(known, forward)
+    return known.passes[forward]
+
+
+def _nearest_on_normal_numbers(known: KnownPlans, forward: Declaration) -> tuple[str, int]:
+    asked, batch = known.asked, _normal_numbers(known.asked.fmt, known.seed)
+    output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
+    assert output.gradients is not None
+    emulation, passes = _Emulation(batch, forward, output.o), passes_after(forward)
+    ours = emulation.parts(output.gradients)
+    tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
+    best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
+    return best, tried[best].agreeing
+
+
+@lru_cache(maxsize=1)
+def _normal_numbers(fmt: Format, seed: int) -> SharedBatch:
+    inputs = NORMAL[0].make(seed, 0, HEADS, fmt)
+    return SharedBatch(inputs, reference(inputs))
 
 
 @dataclass(frozen=True)
@@ -118,10 +155,11 @@ def _chosen(
 class _Emulation:
     """Backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
 
-    def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor, lse: Tensor) -> None:
+    def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor) -> None:
         entries, heads = batch.inputs.q.shape[:2]
         self._batch, self._forward = batch, forward
-        self._output = AttentionOutput(o[:entries, :heads].float(), lse[:entries, :heads])
+        lse = run_forward(batch.clipped(forward), batch.inputs, batch.emulation.arithmetic).lse
+        self._output = AttentionOutput(o[:entries, :heads].float(), lse)
         self._exact: dict[Declaration, Parts] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:

@@ -94,17 +94,17 @@ WITHOUT = Budget()
 
 
 @functools.cache
-def _order() -> Mapping[str, int]:
-    return {name: place for place, name in enumerate(ORDER_FILE.read_text(encoding="utf-8").split())}
+def _order() -> tuple[Mapping[str, int], frozenset[str]]:
+    text = ORDER_FILE.read_text(encoding="utf-8")
+    return {name: place for place, name in enumerate(text.split())}, frozenset(text.partition("\n\n")[0].split())
 
 
-@functools.cache
 def needed() -> frozenset[str]:
     """The cases without which a verdict on a kernel says little: those above the order's empty line."""
-    return frozenset(ORDER_FILE.read_text(encoding="utf-8").partition("\n\n")[0].split())
+    return _order()[1]
 
 
 def rank(cell: Cell) -> tuple[int, float]:
     """Where a budget has a cell: the least first; behind those of the order the cheapest."""
-    order = _order()
+    order, _ = _order()
     return order.get(cell.experiment.name, len(order)), cell.experiment.cost(cell.backend)

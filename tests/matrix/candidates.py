@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.probes import of_products
@@ -127,3 +127,15 @@ def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
     if declaration.tile_named or not declaration.algorithm.tiled:
         return (declaration,)
     return tuple(replace(declaration, block=block) for block in (declaration.block, *_LATER))
+
+
+def drawn(declaration: Declaration) -> bool:
+    """Whether random bits enter O."""
+    return declaration.plan.stochastic or declaration.shift_rule.dithered
+
+
+@lru_cache(maxsize=1024)
+def clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+    """The declaration in tiles no larger than so many queries by keys: beyond the input's size they change nothing."""
+    block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
+    return replace(declaration, block=block)

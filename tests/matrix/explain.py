@@ -15,8 +15,8 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.matrix.attribution import RANDOM, drawn
-from tiebreak.matrix.candidates import nameless
+from tiebreak.matrix.candidates import drawn, nameless
+from tiebreak.matrix.identification.known import RANDOM
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import (
     AMBIGUOUS,

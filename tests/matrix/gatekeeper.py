@@ -11,9 +11,8 @@ import pytest
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import gate, step_summary
-from tiebreak.reports.gate.annotations import Place, annotations
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate import gate, report
+from tiebreak.reports.gate.settings import limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 
@@ -38,42 +37,36 @@ class Gatekeeper:
         self.across, self.update = (bool(config.getoption(name)) for name in ("across", "update_baseline"))
         name = config.getoption("baseline")
         self.path = None if name is None else Path(str(name))
-        self.limits: Limits = limits(config.getoption("fail"), Path.cwd())
+        self.limits = limits(config.getoption("fail"), Path.cwd())
         self.limits.check(measures())
-        self.baseline = self._read()
+        self.baseline = None if self.path is None else self._read(self.path)
         self.lines: list[str] = []
         self.annotations: list[str] = []  # for GitHub, which reads them off what is printed
         self.fell = False
 
-    def _read(self) -> Run | None:
-        if self.path is None:
-            return None
-        self._refuse_to_overwrite(self.path)
-        if self.update and not self.path.exists():
-            store.check_writable(self.path.parent)
-            return None
-        baseline = store.read(self.path)
-        if self.update:
-            gate.check_update(baseline, self.path, self.collector.narrowing())
-        else:
-            try:
-                gate.check_comparable(baseline, self.collector.platform(), self.collector.options(), across=self.across)
-            except UsageError as error:
-                raise UsageError(f"--baseline {self.path}: {error}") from error
-        return baseline
-
-    def _refuse_to_overwrite(self, path: Path) -> None:
-        """Refuse a baseline that is where the run's own records go: the next run would be compared with this one."""
+    def _read(self, path: Path) -> Run | None:
+        # Where the run's own records go, the next run would be compared with this one.
         own = self.collector.file.path
-        same = path.resolve() == own.resolve()
-        if same or (path.exists() and own.exists() and path.samefile(own)):
+        if path.resolve() == own.resolve() or (path.exists() and own.exists() and path.samefile(own)):
             raise UsageError(f"--baseline {path}: this run's own records go there; keep the baseline elsewhere")
+        if self.update and not path.exists():
+            store.check_writable(path.parent)
+            return None
+        baseline = store.read(path)
+        if self.update:
+            gate.check_update(baseline, path, self.collector.narrowing())
+            return baseline
+        try:
+            gate.check_comparable(baseline, self.collector.platform(), self.collector.options(), across=self.across)
+        except UsageError as error:
+            raise UsageError(f"--baseline {path}: {error}") from error
+        return baseline
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Judge the run; the collector has put it together before."""
         run = self.collector.run
         if run is not None:
-            self._summarise(step_summary.of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
+            self._summarise(report.summary_of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
             self._annotate(run, None)
         if self.path is None or session.config.getoption("collectonly"):
             return
@@ -100,8 +93,8 @@ class Gatekeeper:
                 raise UsageError(f"--baseline {path}: {error}") from error
             self.lines.append(f"not compared: {error}")
             return
-        self.lines.append(gate.report(outcome, path))
-        self._summarise(step_summary.of_gate(outcome, path))
+        self.lines.append(report.report(outcome, path))
+        self._summarise(report.summary_of_gate(outcome, path))
         self._annotate(run, outcome)
         if not outcome.held and not self.update:
             self._fall(session, pytest.ExitCode.TESTS_FAILED)
@@ -114,16 +107,16 @@ class Gatekeeper:
 
     def _summarise(self, text: str) -> None:
         try:
-            step_summary.append(text)
+            report.append_summary(text)
         except OSError as error:
             self.lines.append(f"GITHUB_STEP_SUMMARY: {error.strerror or error}")
 
     def _annotate(self, run: Run, outcome: gate.Outcome | None) -> None:
         if os.environ.get("GITHUB_ACTIONS") == "true":
-            self.annotations = annotations(run, outcome, dict(self._places()))
+            self.annotations = report.annotations(run, outcome, dict(self._places()))
 
-    def _places(self) -> Iterator[tuple[str, Place]]:
-        """Where users' kernels stand, in files of the repository that the workflow checked out."""
+    def _places(self) -> Iterator[tuple[str, report.Place]]:
+        """Yield where users' kernels stand, in files of the repository that the workflow checked out."""
         root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
         kernels = {cell.kernel.name: cell.kernel for cell in self.collector.expected.values()}
         for kernel in (kernel for kernel in kernels.values() if isinstance(kernel, UserKernel)):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 CALLS = 8
 _PAGE = 4096  # bytes: a call of a few numbers returns less than the process itself may keep meanwhile
@@ -36,20 +36,18 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Callable[[], _Mallinfo] | None:
-    """glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is None:
-        return None
-    function.restype = _Mallinfo
-    mallinfo: Callable[[], _Mallinfo] = function
-    return mallinfo
+    """Return glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
+    function: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo
+    counter: Callable[[], _Mallinfo] | None = function
+    return counter
 
 
 def _resources() -> Mapping[str, int]:
-    """Amounts that the process holds of each kind, as far as this system reports them."""
+    """Return amounts that the process holds of each kind, as far as this system reports them."""
     counts = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
-    mallinfo = _mallinfo()
-    if mallinfo is not None:
+    if (mallinfo := _mallinfo()) is not None:
         info = mallinfo()
         counts["bytes"] = int(info.uordblks) + int(info.hblkhd)  # in use within the heaps, and mapped on their own
     return counts

@@ -3,8 +3,11 @@
 import gc
 import os
 import re
+import signal
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import pytest
@@ -23,7 +26,6 @@ from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.sigterm import SigtermHandler
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.errors import UsageError
@@ -41,7 +43,6 @@ _WORTH = 120.0  # a quarter of a minute: for less the CPU time of n starts is no
 _SHARED_CORE = 0.75  # of a core's speed that is left where all are busy: 0.6 where two share their units, 1 of its own
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
-_WORKED_EXAMPLES = Path(__file__).with_name("test_worked_examples.py")
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
 WATCH = pytest.StashKey[Watch]()
@@ -56,7 +57,7 @@ _excuses = pytest.StashKey[Excuses]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
-    for option in OPTIONS:
+    for option in OPTIONS.values():
         group.addoption(option.flag, **option.parsing)
 
 
@@ -65,41 +66,33 @@ def _refuse(message: str) -> NoReturn:
     pytest.exit(" ".join(message.split()), returncode=_USAGE)
 
 
-def _positive(config: pytest.Config, option: str) -> int:
-    text = str(config.getoption(option))
-    if not re.fullmatch("0*[1-9][0-9]{0,17}", text):
-        _refuse(f"--{option} {text}: expected a positive integer")
-    return int(text)
+def _number(config: pytest.Config, name: str, pattern: str, expected: str) -> str | None:
+    """Return what an option says, which has to be a number of some kind; None without it."""
+    text: str | None = config.getoption(name)
+    if text is not None and not re.fullmatch(pattern, str(text)):
+        _refuse(f"--{name.replace('_', '-')} {text}: expected {expected}")
+    return text
 
 
-def _seconds(config: pytest.Config) -> float | None:
-    """What --cell-timeout says."""
-    text = config.getoption("cell_timeout")
-    if text is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", str(text)) or not float(text):
-        _refuse(f"--cell-timeout {text}: expected a positive number of seconds")
-    return float(text)
-
-
-def _budget(config: pytest.Config) -> float | None:
-    """Seconds that --budget gives the run."""
+def _limits(config: pytest.Config) -> tuple[float | None, float | None]:
+    """Return the seconds that a cell may take, and those that the whole run may."""
+    cell = _number(config, "cell_timeout", r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")
     text = config.getoption("budget")
-    if text is None:
-        return None
-    seconds = budget.seconds_of(str(text))
-    if seconds is None:
+    whole = None if text is None else budget.seconds_of(str(text))
+    if text is not None and whole is None:
         _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
-    return seconds
+    return None if cell is None else float(cell), whole
 
 
-def _settings(config: pytest.Config) -> Settings:
-    seed, heads = _positive(config, "seed"), _positive(config, "heads")
+def _settings(config: pytest.Config, cell_timeout: float | None) -> Settings:
+    seed, heads = (
+        int(_number(config, name, "0*[1-9][0-9]{0,17}", "a positive integer") or 0) for name in ("seed", "heads")
+    )
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
     as_rounded = config.getoption("no_worse_than") == "rounded"
     asked = bool(config.getoption("fair")), as_rounded, bool(config.getoption("rules"))
-    return Settings(seed, heads, *asked, _seconds(config), _where(config))
+    return Settings(seed, heads, *asked, cell_timeout, _where(config))
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
@@ -115,21 +108,12 @@ def _where(config: pytest.Config) -> tuple[str, ...]:
 
 
 def _selection(config: pytest.Config) -> Selection:
-    backend, kernels, cases, dtype = (config.getoption(name) for name in ("backend", "kernels", "cases", "dtype"))
-    return Selection(
-        backend,
-        kernels,
-        cases,
-        dtype,
-        kernel=tuple(config.getoption("kernel")),
-        declare=tuple(config.getoption("declare")),
-        plan=config.getoption("plan"),
-        captured=config.getoption("captured"),
-        experiments=config.getoption("experiments"),
-        card=config.getoption("as"),
-        features=config.getoption("features"),
-        emulated_backward=config.getoption("backward") == "emulated",
-    )
+    alike = ("kernels", "cases", "plan", "captured", "experiments", "features")
+    fields: dict[str, Any] = {name: config.getoption(name) for name in alike}
+    fields |= {name: tuple(config.getoption(name)) for name in ("kernel", "declare")}
+    backends, formats, card = (config.getoption(name) for name in ("backend", "dtype", "as"))
+    emulated = config.getoption("backward") == "emulated"
+    return Selection(backends=backends, formats=formats, card=card, emulated_backward=emulated, **fields)
 
 
 def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
@@ -157,69 +141,65 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
     torch.set_num_threads(1)
     keep_memory()
-    on_controller = not hasattr(config, "workerinput")
+    on_controller, worker_input = not hasattr(config, "workerinput"), getattr(config, "workerinput", {})
+    os.environ.update(worker_input.get(_ENVIRONMENT, {}))
     try:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_lonely(config.getoption)
-    except UsageError as error:
-        _refuse(str(error))
-    worker_input = getattr(config, "workerinput", {})
-    os.environ.update(worker_input.get(_ENVIRONMENT, {}))
-    config.stash[WATCH] = Watch.of(worker_input, _seconds(config), _budget(config))
-    settings = _settings(config)
-    config.stash[_bench] = Workbench(settings)
-    try:
+        cell_timeout, whole = _limits(config)
+        config.stash[WATCH] = Watch.of(worker_input, cell_timeout, whole)
+        config.stash[_bench] = Workbench(_settings(config, cell_timeout))
         chosen, unavailable = _choose(config)
         if on_controller:
             check_usable(chosen)
-    except SelectionError as error:
-        _refuse(str(error))
-    for backend in backends_of(chosen):
-        backend.set_up()
-    named = {cell.id: cell for cell in chosen}
-    config.stash[_cells] = named
-    try:
+        for backend in backends_of(chosen):
+            backend.set_up()
+        config.stash[_cells] = named = {cell.id: cell for cell in chosen}
         entries = expected.read(config.getoption("expected"), Path.cwd(), checks())
         if on_controller and options.is_whole(config.getoption):
             expected.check_used(entries, named, unavailable)
-        config.stash[_excuses] = Excuses(entries, _excused_before(config))
+        # What the baseline of a gated run does not meet either is excused: the gate says whether it got worse.
+        kept = None if (name := config.getoption("baseline")) is None else Path(str(name))
+        before = expected.of_baseline(store.read(kept), kept) if kept is not None and kept.exists() else {}
+        config.stash[_excuses] = Excuses(entries, before)
         if on_controller:
             _keep(config, chosen, unavailable)
-    except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+    except (UsageError, SelectionError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
         _refuse(str(error))
-
-
-def _excused_before(config: pytest.Config) -> dict[tuple[str, str], str]:
-    """What the baseline of a gated run does not meet either: the gate says whether it got worse."""
-    name = config.getoption("baseline")
-    path = None if name is None else Path(str(name))
-    return expected.of_baseline(store.read(path), path) if path is not None and path.exists() else {}
 
 
 def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[str, str]) -> None:
     """Set up what keeps the records and what judges them as a whole."""
-    missing = _missing(config, unavailable)
-    collector = RecordCollector(
-        config, chosen, config.stash[_bench].settings, unavailable, config.stash[_excuses], missing
-    )
+    named, allowed = (split(config.getoption(option) or "") for option in ("backend", "allow_missing"))
+    for name in set(allowed) - set(named):
+        _refuse(f"--allow-missing {name}: --backend does not name it")
+    missing = [name for name in unavailable if name in named and name not in allowed]
+    settings, excuses = config.stash[_bench].settings, config.stash[_excuses]
+    collector = RecordCollector(config, chosen, settings, unavailable, excuses, missing)
     _check_path(config, collector.file.path)
     config.pluginmanager.register(collector, "tiebreak-collector")
-    config.pluginmanager.register(SigtermHandler(), "tiebreak-sigterm")
-    gatekeeper = Gatekeeper(config, collector)
-    config.pluginmanager.register(gatekeeper, "tiebreak-gatekeeper")
+    config.pluginmanager.register(Gatekeeper(config, collector), "tiebreak-gatekeeper")
+    _heed_sigterm(config)
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
 
 
-def _missing(config: pytest.Config, unavailable: Mapping[str, str]) -> list[str]:
-    """The backends that were asked for by name, that can't run, and that nobody allowed to be missing."""
-    named = split(config.getoption("backend") or "")
-    allowed = split(config.getoption("allow_missing") or "")
-    for name in allowed:
-        if name not in named:
-            _refuse(f"--allow-missing {name}: --backend does not name it")
-    return [name for name in unavailable if name in named and name not in allowed]
+def _heed_sigterm(config: pytest.Config) -> None:
+    """Make SIGTERM, which CI systems and schedulers send to end a job, an interruption, unless somebody handles it."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+        config.add_cleanup(_let_sigterm_end)
+
+
+def _let_sigterm_end() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second shall not cost the records
+    raise KeyboardInterrupt("SIGTERM")
 
 
 def _check_path(config: pytest.Config, path: Path) -> None:
@@ -281,13 +261,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the worked examples out of a run of some cells: they are about every backend, and a whole run has them.
-
-    With a budget the cells that tell most come first.
-    """
-    left = [item for item in items if item.path == _WORKED_EXAMPLES]
-    if left and len(left) < len(items) and not options.is_whole(config.getoption):
-        items[:] = [item for item in items if item.path != _WORKED_EXAMPLES]
+    """With a budget, put the cells that tell most first."""
     if config.getoption("budget") is not None:
         named = config.stash[_cells]
         ranks = {item: budget.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}

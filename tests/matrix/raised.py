@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tiebreak.kernels.external.errors import ContractError, place_of
+from tiebreak.kernels.external.errors import place_of
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 
 
 def first_line(error: Exception) -> str:
@@ -16,11 +16,8 @@ def raised(error: Exception, kernel: Kernel) -> str:
     """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
     code = kernel.caller.code if isinstance(kernel, UserKernel) else None
     at = place_of(error, code.co_filename if code else "")
-    if code and isinstance(error, ContractError):
-        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
-    return noted(f"{type(error).__name__}: {first_line(error)}{at}", error)
-
-
-def noted(text: str, error: Exception) -> str:
-    """With what is known of the error's cause."""
-    return "; ".join([text, *getattr(error, "__notes__", ())])
+    if isinstance(error, CannotRunError):
+        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else at
+        return f"{first_line(error)}{at}"
+    what = f"{type(error).__name__}: {first_line(error)}{at}"
+    return "; ".join([what, *getattr(error, "__notes__", ())])  # with what is known of the cause

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class RecordCollector:
         self.config, self.settings, self.unavailable, self.excuses = config, settings, unavailable, excuses
         self.missing = missing
         self.expected = {cell.id: cell for cell in cells}
+        self.backends = backends_of(self.expected.values())
         self.records: dict[str, records.Record] = {}
         self.seconds: dict[str, float] = {}
         self.collected: set[str] = set()
@@ -77,7 +78,7 @@ class RecordCollector:
         path = Path(str(config.getoption("out"))) / f"{config.getoption('save') or 'last'}.json"
         self.file = RecordFile(path, self.name)
         self.run: records.Run | None = None
-        self.failure: str | None = None
+        self.failure: str | None = None  # why the records could not be written
         self.late: dict[str, watch.Late] = {}  # by kernel
         self.first_late: dict[str, watch.TimedOut] = {}  # cells that passed their limit once, and run again
         self.deaths = Counter[str]()  # of workers, by the kernel that they ran
@@ -94,19 +95,20 @@ class RecordCollector:
     def platform(self) -> dict[str, Any]:
         """This machine, with the devices that cells run on."""
         described = describe().as_dict()
-        for backend in backends_of(self.expected.values()):
+        for backend in self.backends:
             described |= backend.describe()
         return described
 
     def pytest_report_header(self) -> list[str]:
         """What runs here, what doesn't and why."""
-        lines = [f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}"]
         platform = describe()
-        lines.append(f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}")
-        notices = {backend.name: backend.notice() for backend in backends_of(self.expected.values())}
-        lines += [f"backend {name}: {notice}" for name, notice in notices.items() if notice is not None]
-        lines += [f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()]
-        return [*lines, *self.warnings()]
+        return [
+            f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}",
+            f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}",
+            *(f"backend {each.name}: {notice}" for each in self.backends if (notice := each.notice()) is not None),
+            *(f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()),
+            *self.warnings(),
+        ]
 
     def warnings(self) -> list[str]:
         """What was asked for and has no effect, one line each."""
@@ -117,7 +119,7 @@ class RecordCollector:
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
         """What the arithmetic of every backend that ran does, by backend."""
-        return {backend.name: backend.fingerprint() for backend in backends_of(self.expected.values())}
+        return {backend.name: backend.fingerprint() for backend in self.backends}
 
     @pytest.hookimpl(wrapper=True)  # before JUnit's XML takes the properties, and pytest counts what failed
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
@@ -136,15 +138,15 @@ class RecordCollector:
             self.run_again.add(name)
         if name not in self.records and (carried or report.failed):
             if carried:
-                self.records[name] = self._with_first_try(decode(str(carried[0]), records.Record))
+                record = self._with_first_try(decode(str(carried[0]), records.Record))
             else:
-                self.records[name] = self.excuses.excuse(self._without_record(name, report))
-            in_time = records.IN_TIME not in self.records[name].answers
+                record = self.excuses.excuse(self._without_record(name, report))
+                if record.excused is not None:
+                    report.outcome, report.wasxfail = "skipped", record.excused
+            self.records[name], self.seconds[name] = record, round(report.duration, 3)
+            in_time = records.IN_TIME not in record.answers
             if in_time or not carried:  # a cell that was given up took no time
-                self._note_time(self.records[name].kernel, in_time=in_time)
-                if (reason := self.records[name].excused) is not None:
-                    report.outcome, report.wasxfail = "skipped", reason
-            self.seconds[name] = round(report.duration, 3)
+                self._note_time(record.kernel, in_time=in_time)
             self.file.now_and_then(lambda: self._as_run(complete=False))
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
@@ -172,18 +174,17 @@ class RecordCollector:
             shutil.rmtree(self._watches, ignore_errors=True)
 
     def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
-        """The record of a cell whose test failed before it gave one: mostly its process has ended."""
+        """Return the record of a cell whose test failed before it gave one: mostly its process has ended."""
         why, cell = _why(report), self.expected[name]
         died = _WORKER_DIED.match(why)
         if died is None:
             return crashed_record(cell, self.settings, why, in_time=not why.startswith("Failed: Timeout"))
         self.deaths[cell.kernel.name] += 1
-        late = watch.timed_out(self._watches / died[1])
+        late, first = watch.timed_out(self._watches / died[1]), self.first_late.get(name)
         if late is None:
             return crashed_record(cell, self.settings, _DIED)
-        once = self.first_late.get(name)
-        why = f"twice: {late.why}" if once else late.why
-        return crashed_record(cell, self.settings, why, in_time=False, own=late.own and once is not None)
+        why = f"twice: {late.why}" if first else late.why
+        return crashed_record(cell, self.settings, why, in_time=False, own=late.own and first is not None)
 
     def _with_first_try(self, record: records.Record) -> records.Record:
         """Say of a cell that had no second try, since its kernel was given up, where it was in the first."""
@@ -233,16 +234,7 @@ class RecordCollector:
         """Write the records. A run of skips fails the session, and so does an excuse that excuses nothing any more."""
         if not (self.records or self.collected) or self.config.getoption("collectonly"):
             return
-        whole = options.is_whole_of_subject(self.config.getoption) and self.expected.keys() <= self.records.keys()
-        self.fallen = self.excuses.stale(self.records.values(), whole=whole)
-        self.fallen += [
-            f"fell: {name} was asked for and can't run here: {self.unavailable[name]}; --allow-missing {name} lets the"
-            " rest pass"
-            for name in self.missing
-        ]
-        self.fallen += self._without_gradients()
-        if all(record.outcome == records.SKIPPED for record in self.records.values()):
-            self.fallen.append("fell: no cell ran, and what did not run does not pass")
+        self.fallen = list(self._failures())
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
         if not interrupted and not self.config.getoption("maxfail"):
             self._account_for_lost()
@@ -259,67 +251,58 @@ class RecordCollector:
             self.failure = str(error)
             session.exitstatus = _USAGE
             return
-        self.fallen += [*self._left_out(), *self._hidden(session)]
-        if self.fallen and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
+        if needed := [case for case in dict.fromkeys(left_out) if case in budget.needed()]:
+            advice = "raise --budget, or name fewer with --cases"
+            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}")
+        if session.exitstatus == pytest.ExitCode.OK:
+            # What a record says and the session would pass over, as with a plug-in that runs again what failed.
+            again = dict.fromkeys(self.run_again, " at first, whatever came of it when it was run again")
+            failed = [record for record in self.records.values() if record.fails]
+            self.fallen += [f"fell: {record.id} {record.outcome}{again.get(record.id, '')}" for record in failed]
+            if self.fallen:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _without_gradients(self) -> list[str]:
-        """Users' kernels that gave no gradients where they were asked for, and not even a wrong one."""
-        if self.config.getoption("backward") != "own":
-            return []
-        cells = ((record, self.expected[name]) for name, record in self.records.items())
-        ran = [(record, cell) for record, cell in cells if record.outcome != records.SKIPPED and cell.kernel.external]
-        asked = {record.kernel for record, cell in ran if cell.experiment.described().backward}
-        given = {record.kernel for record, _ in ran if GRADIENTS.name in record.answers}
-        return [f"fell: {name} gave no gradients, and --backward own asks for them" for name in sorted(asked - given)]
-
-    def _left_out(self) -> list[str]:
-        """What a verdict needs, and what the budget had no room for."""
-        needed = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
-        needed = [case for case in dict.fromkeys(needed) if case in budget.needed()]
-        advice = "raise --budget, or name fewer with --cases"
-        return [f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}"] if needed else []
-
-    def _hidden(self, session: pytest.Session) -> list[str]:
-        """What a record says and the session would pass over, as with a plug-in that runs again what failed."""
-        if session.exitstatus != pytest.ExitCode.OK:
-            return []
-        failed = {
-            name: record.outcome
-            for name, record in self.records.items()
-            if not record.passes and record.outcome != records.SKIPPED
-        }
-        again = dict.fromkeys(self.run_again, " at first, whatever came of it when it was run again")
-        return [f"fell: {name} {outcome}{again.get(name, '')}" for name, outcome in failed.items()]
+    def _failures(self) -> Iterator[str]:
+        """Yield what fails the session though no single cell fell."""
+        whole = options.is_whole(self.config.getoption, of_subject=True) and self.expected.keys() <= self.records.keys()
+        yield from self.excuses.stale(self.records.values(), whole=whole)
+        for name in self.missing:
+            why = self.unavailable[name]
+            yield f"fell: {name} was asked for and can't run here: {why}; --allow-missing {name} lets the rest pass"
+        ran = [record for record in self.records.values() if record.outcome != records.SKIPPED]
+        if self.config.getoption("backward") == "own":  # and who has no gradients is not even wrong
+            own = [record for record in ran if self.expected[record.id].kernel.external]
+            asked = {record.kernel for record in own if self.expected[record.id].experiment.described().backward}
+            given = {record.kernel for record in own if GRADIENTS.name in record.answers}
+            for name in sorted(asked - given):
+                yield f"fell: {name} gave no gradients, and --backward own asks for them"
+        if not ran:
+            yield "fell: no cell ran, and what did not run does not pass"
 
     def _account_for_lost(self) -> None:
-        """A cell that was asked for is in the records, also where all workers died before its turn."""
+        """Put a cell that was asked for into the records, also where all workers died before its turn."""
         lost = [name for name in self.expected if name in self.collected - self.records.keys()]
-        for name in lost:
-            self.records[name] = crashed_record(
-                self.expected[name], self.settings, "never run: too many of the workers died before its turn"
-            )
+        why = "never run: too many of the workers died before its turn"
+        self.records |= {name: crashed_record(self.expected[name], self.settings, why) for name in lost}
         if lost:
             self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
 
     def _as_run(self, *, complete: bool) -> records.Run:
-        finished = tuple(self.records[name] for name in self.expected if name in self.records)
         left = self.collected - self.records.keys()
-        return described(
-            records.Run(
-                platform=self.platform() | {"fingerprint": self._fingerprints},
-                options=self.options(),
-                narrowing=self.narrowing(),
-                records=finished,
-                unavailable=self.unavailable,
-                seconds=self.seconds,
-                not_run=tuple(name for name in self.expected if name in left - self.begun),
-                running=tuple(name for name in self.expected if name in left & self.begun),
-                complete=complete,
-                run=self.name,
-            ),
-            self.expected,
+        run = records.Run(
+            platform=self.platform() | {"fingerprint": self._fingerprints},
+            options=self.options(),
+            narrowing=self.narrowing(),
+            records=tuple(self.records[name] for name in self.expected if name in self.records),
+            unavailable=self.unavailable,
+            seconds=self.seconds,
+            not_run=tuple(name for name in self.expected if name in left - self.begun),
+            running=tuple(name for name in self.expected if name in left & self.begun),
+            complete=complete,
+            run=self.name,
         )
+        return described(run, self.expected)
 
     def verdicts(self, run: records.Run) -> list[Verdict]:
         """What there is to say of the kernels, if one's own are among them."""
@@ -334,12 +317,9 @@ class RecordCollector:
 
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        parts = (
-            grids.text(tables.tables(run), width=width),
-            "\n".join(tables.fallen(run.records)),
-            tables.summary(run),
-        )
-        return list(filter(None, [*(verdict.text for verdict in self.verdicts(run)), *parts]))
+        table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
+        judged = [verdict.text for verdict in self.verdicts(run)]
+        return list(filter(None, [*judged, table, fallen, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The report, and what fails the session though no single cell fell."""
@@ -359,26 +339,22 @@ class RecordCollector:
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
-    """A run with the descriptions of what its records have, each once."""
+    """Return a run with the descriptions of what its records have, each once."""
     ran = {record.experiment for record in run.records}
     measured = {name for record in run.records for name in record.measures}
-    asked = {name for record in run.records for name in record.answers}
+    asked = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
     cases = {record.case: cells[record.id].experiment for record in run.records}
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
-        checks={
-            name: records.CheckRecord(check.about, check.judges, check.wrong)
-            for name, check in checks().items()
-            if name in asked
-        },
+        checks={name: records.CheckRecord(check.about, check.judges, check.wrong) for name, check in asked.items()},
         cases={name: replace(each.described(), needed=name in budget.needed()) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    """Every measure of every kind of experiment, for the file of records."""
+    """Return every measure of every kind of experiment, for the file of records."""
     return {
         name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
         for kind in kinds().values()
@@ -387,12 +363,12 @@ def measures() -> dict[str, records.MeasureRecord]:
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:
-    """Every backend that cells run on, once."""
+    """Return every backend that cells run on, once."""
     return list({cell.backend.name: cell.backend for cell in cells}.values())
 
 
 def properties(record: records.Record) -> list[tuple[str, object]]:
-    """What a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
+    """Return what a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
     entries: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
     for name, value in record.measures.items():
         entries[name] = record.number(name)
@@ -403,7 +379,7 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """Why a test failed that gave no record, in one line."""
+    """Return why a test failed that gave no record, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash else report.longrepr).strip().splitlines()
     if lines and _WORKER_DIED.match(lines[-1]):

@@ -24,7 +24,7 @@ class RecordFile:
             name: tells the run from every other.
         """
         self.path, self._name = path, name
-        self.aside: Path | None = None  # where the records would have gone, had another run not written there
+        self.taken: Path | None = None  # where the records would have gone, had another run not written there
         self._seen = _stamp(path)
         self._written, self._pause = monotonic(), _EVERY
 
@@ -49,19 +49,16 @@ class RecordFile:
             tiebreak.reports.records.store.UnwritableFolderError: they can't be written; the older file is left.
         """
         if _stamp(self.path) != self._seen:
-            self.aside = self.aside or self.path
-            self.path = self.path.with_name(f"{self.aside.stem}-{self._name[:8]}.json")
+            self.taken = self.taken or self.path
+            self.path = self.path.with_name(f"{self.taken.stem}-{self._name[:8]}.json")
         store.write(run, self.path)
         self._seen = _stamp(self.path)
 
     @property
     def line(self) -> str:
         """Where the records are, for the last line."""
-        if self.aside is None:
-            return f"records: {self.path}"
-        return (
-            f"records: {self.path}, for another run has written {self.aside} meanwhile; --save names a file of its own"
-        )
+        taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
+        return f"records: {self.path}{taken if self.taken else ''}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

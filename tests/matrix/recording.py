@@ -11,19 +11,8 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.options import rerun
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.records.record import (
-    CRASHED,
-    IN_TIME,
-    INCONCLUSIVE,
-    RUNS,
-    SKIPPED,
-    TIMED_OUT,
-    Answer,
-    Estimate,
-    Record,
-    Value,
-    finite,
-)
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Answer, Estimate, Record, Value, finite
 
 
 def command(cell: Cell, settings: Settings) -> str:
@@ -53,13 +42,17 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
 
 def crashed_record(cell: Cell, settings: Settings, why: str, *, in_time: bool = True, own: bool = True) -> Record:
     """The record of a cell that did not run to its end, or not in its time: which tells nothing of a kernel's own."""
-    check, outcome = (RUNS, CRASHED) if in_time else (IN_TIME, TIMED_OUT if own else INCONCLUSIVE)
+    check, outcome = (
+        (records.RUNS, records.CRASHED)
+        if in_time
+        else (records.IN_TIME, records.TIMED_OUT if own else records.INCONCLUSIVE)
+    )
     return blank_record(cell, settings, outcome, {check: Answer(False if own else None, checks()[check].about, why)})
 
 
 def skipped_record(cell: Cell, settings: Settings, why: str) -> Record:
     """The record of a cell that can't run."""
-    return replace(blank_record(cell, settings, SKIPPED), skipped=why)
+    return replace(blank_record(cell, settings, records.SKIPPED), skipped=why)
 
 
 def result_record(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput, Gradients
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.leaks import left_behind
 from tiebreak.matrix.workbench import SharedBatch
@@ -22,6 +22,11 @@ class Repetition:
     equal_gradients: float | None = None  # share of elements of dQ, dK and dV that have
     gradients: Gradients | None = None  # of the second run, of a user's kernel
     leaks: str | None = None  # what every call of a user's kernel leaves behind, in words
+
+    @property
+    def other_gradients(self) -> Gradients | None:
+        """Those of the second run, where O has the same bits and they have not: a matter of the backward pass alone."""
+        return self.gradients if self.same and self.equal_gradients != 1.0 else None
 
 
 def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repetition:

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from tiebreak.kernels.external import ContractError
 from tiebreak.kernels.external.isolation import own_randomness
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, Whose
 from tiebreak.matrix.checks import ask_all, checks
 from tiebreak.matrix.checks.contract import CHECK as CONTRACT
 from tiebreak.matrix.checks.contract import broken
@@ -33,8 +32,8 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
                 return skipped_record(cell, settings, refusal)
             result = cell.experiment.run(cell, bench)
     except CannotRunError as error:
-        return skipped_record(cell, settings, first_line(error))
-    except ContractError as error:
+        if error.whose is Whose.CALL:
+            return skipped_record(cell, settings, first_line(error))
         return _without_result(cell, bench, {CONTRACT.name: broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, raised(error, cell.kernel))})

@@ -1,6 +1,6 @@
 """What a cell says on ever more heads: they are drawn until its claim, its verdict and its prediction are settled."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import process_time
@@ -16,9 +16,10 @@ from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration, delta_alone
 from tiebreak.kernels.plans import FP32_INSIDE
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.attribution import Fit, equal_bits, fits
-from tiebreak.matrix.candidates import on_device, tilings
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import tilings
 from tiebreak.matrix.experiment import Cell, time_limit
+from tiebreak.matrix.fits import fits
 from tiebreak.matrix.workbench import CaseBench
 
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
@@ -40,12 +41,19 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sample:
-    """What all heads drawn so far say of a cell."""
+    """What all heads drawn so far say of a cell.
+
+    A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one was met.
+    """
 
     case: Case
     declaration: Declaration  # whose bounds the kernel is held to, in the tiles that it turns out to work in
     claim: Claim | None  # of the case, about such a kernel
+    predicted: bool  # whether what the kernel declares is emulated beside it
+    as_rounded: bool  # whether it is held to no more bias than a correctly rounded O
     draws: tuple[Draw, ...] = ()
+    exhausted: bool = False  # whether the case has no more heads than have been drawn
+    out_of_time: bool = False  # whether a look was left out that might have told
 
     @property
     def heads(self) -> int:
@@ -112,129 +120,118 @@ class Sample:
         answers = (self.claim_met, self.prediction_met, self.rounded_met)
         return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
 
+    @property
+    def remedy(self) -> str:
+        """What to do about a cell that its heads do not settle."""
+        if self.out_of_time:
+            return f"time for {self.heads} heads and no more: raise --cell-timeout"
+        if not self.exhausted:
+            return f"--heads {heads_to_tell(self.errors.bias, self.heads)} would do, about"
+        if self.cancelled:
+            return "every element of O has cancelled: no kernel's bias shows on this input"
+        return "the case has no more: capture more sequences a batch"
+
 
 def _merged(batches: Iterable[Errors | None]) -> Errors | None:
     known = [errors for errors in batches if errors is not None]
     return merge(known) if known else None
 
 
-class SequentialSampler:
-    """Draws the heads of a cell, look after look."""
+def sampled(cell: Cell, bench: CaseBench) -> Sample:
+    """Look at ever more heads until all is settled, there are no more or the cap is reached.
 
-    def __init__(self, cell: Cell, bench: CaseBench) -> None:
-        """Draw nothing yet.
+    A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
 
-        Args:
-            cell: whose kernel is run.
-            bench: of its case, in its format.
-        """
-        self._cell, self._bench = cell, bench
-        self._out_of_time = False  # whether a look was left out that might have told
-        declaration, external = cell.kernel.declaration, cell.kernel.external
-        tiled = tilings(declaration or UNDECLARED) if external else (declaration or UNDECLARED,)
-        # A bound grows with the number of tiles: a kernel that says nothing may work in the smallest.
-        self._tilings = tiled[-1:] if declaration is None else tiled
-        # A chaotic or cancelling case predicts nothing: its records say none is made, not that one was met.
-        bits_tell = not (bench.case.cancels or bench.case.chaotic)
-        self._predicts = bits_tell and declaration is not None and not cell.backend.predicts
-        self._candidates = on_device(cell.backend) if bits_tell and declaration is None else {}
-        self._as_rounded = external and bench.settings.as_rounded and bench.case.failure
-        self._fits: Mapping[str, Fit] = {}
-        self.sample = self._nothing_yet(self._tilings[0])
+    Args:
+        cell: whose kernel is run.
+        bench: of its case, in its format.
+    """
+    began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
+    output = _output(cell, bench, 0)
+    sample = _begun(cell, bench, _in_its_tiles(cell, bench, output))
+    for look in range(LOOKS):
+        for index in range(2**look // 2, 2**look):
+            if bench.has(index):
+                output = _output(cell, bench, index) if index else output
+                sample = replace(sample, draws=(*sample.draws, _drawn(cell, output, sample, bench, index)))
+        exhausted = not bench.has(len(sample.draws))
+        out_of_time = limit is not None and _SHARE * (process_time() - began) > limit
+        if sample.settled or exhausted or out_of_time:
+            return replace(sample, exhausted=exhausted, out_of_time=out_of_time and not sample.settled)
+    return sample
 
-    def _nothing_yet(self, declaration: Declaration) -> Sample:
-        return Sample(self._bench.case, declaration, self._claim(declaration))
 
-    def _claim(self, tiled: Declaration) -> Claim | None:
-        case, kernel, fmt = self._bench.case, self._cell.kernel, self._cell.fmt
-        if kernel.external and self._bench.settings.fair and case.failure:
-            return _FAIR_CLAIM
-        if kernel.declaration is None or not kernel.external:
-            return case.claim_about(kernel.declaration, fmt)
-        # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.
-        keys = self._bench.batch(0).inputs.k.shape[-2]
-        uncut = tiled.algorithm.tiled and keys > BLOCK.keys and tiled.block.keys > BLOCK.keys
-        return None if uncut else case.claim_about(tiled, fmt)
+def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
+    """What a kernel makes of one batch. Gradients are measured on the first alone."""
+    kernel, batch = cell.kernel, bench.batch(index)
+    if kernel.declaration is not None and _is_emulated(cell):
+        return bench.emulated(index, kernel.declaration)[0]
+    run, gradients = kernel if index == 0 else delta_alone(kernel), bench.case.gradients and kernel.has_backward
+    return batch.on(cell.backend, run).run(run, batch.inputs, gradients=gradients)
 
-    def draw(self) -> Sample:
-        """Look at ever more heads until all is settled, there are no more or the cap is reached.
 
-        A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
-        """
-        began, limit = process_time(), time_limit(self._cell, self._bench.settings.cell_timeout)
-        for look in range(LOOKS):
-            for index in range(2**look // 2, 2**look):
-                if self._bench.has(index):
-                    self._draw(index)
-            if self.sample.settled or self.exhausted:
-                break
-            self._out_of_time = limit is not None and _SHARE * (process_time() - began) > limit
-            if self._out_of_time:
-                break
-        return self.sample
+def _is_emulated(cell: Cell) -> bool:
+    return cell.backend.predicts and cell.kernel.declaration is not None
 
-    def _draw(self, index: int) -> None:
-        output, errors = self._measured(index)
-        prediction = share = rounded = None
-        if self._predicts:
-            emulated, prediction = self._bench.emulated(index, self.sample.declaration)
-            share = equal_bits(output.o.float(), emulated.o)
-        if self._as_rounded:
-            _, rounded = self._bench.emulated(index, ROUNDED)
-        draws = (*self.sample.draws, Draw(output, errors, prediction, share, rounded))
-        self.sample = replace(self.sample, draws=draws)
 
-    def _measured(self, index: int) -> tuple[AttentionOutput, Errors]:
-        backend, kernel, bench = self._cell.backend, self._cell.kernel, self._bench
-        if backend.predicts and kernel.declaration is not None:
-            return bench.emulated(index, self.sample.declaration)
-        # Gradients are measured on the first batch alone.
-        run, gradients = kernel if index == 0 else delta_alone(kernel), bench.case.gradients and kernel.has_backward
-        batch = bench.batch(index)
-        output = batch.on(backend, run).run(run, batch.inputs, gradients=gradients)
-        if index == 0:
-            self._recognise(output)
-        return output, bench.measure(index, output, self.sample.declaration)
+def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Declaration:
+    """The declaration whose bounds a kernel is held to: a user's in the tiles that it works in.
 
-    def _recognise(self, output: AttentionOutput) -> None:
-        """Find the tiles that a user's kernel works in, or, if it declares nothing, what the known plans fit."""
-        batch = self._bench.batch(0)
-        if len(self._tilings) > 1:
-            named = {str(declaration.block): declaration for declaration in self._tilings}
-            tiles = fits(output.o, batch, named)
-            best = max(tiles, key=lambda name: tiles[name].bits)  # the first of equals
-            self.sample = self._nothing_yet(named[best])
-        if self._candidates:
-            self._fits = fits(output.o, batch, self._candidates)
+    A bound grows with the number of tiles: a kernel that declares nothing may work in the smallest.
+    """
+    declaration = cell.kernel.declaration or UNDECLARED
+    if not cell.kernel.external:
+        return declaration
+    tiled = tilings(declaration)
+    if cell.kernel.declaration is None or len(tiled) == 1:
+        return tiled[-1]
+    named = {str(each.block): each for each in tiled}
+    found = fits(output.o, bench.batch(0), named)
+    return named[max(found, key=lambda name: found[name].bits)]  # the first of equals
 
-    def rounded(self) -> Errors | None:
-        """Errors of a correctly rounded O on the heads drawn; None where nothing asks for it.
 
-        That is of a user's kernel that is biased on a failure input, or held to no more bias than this.
-        """
-        sample = self.sample
-        of_interest = self._cell.kernel.external and self._bench.case.failure and sample.verdict is Verdict.BIASED
-        if not of_interest or sample.rounded is not None:
-            return sample.rounded
-        return merge([self._bench.emulated(index, ROUNDED)[1] for index in range(len(sample.draws))])
+def _begun(cell: Cell, bench: CaseBench, declaration: Declaration) -> Sample:
+    kernel, case, settings = cell.kernel, bench.case, bench.settings
+    return Sample(
+        case,
+        declaration,
+        _claim(cell, bench, declaration),
+        predicted=case.bits_tell and kernel.declaration is not None and not cell.backend.predicts,
+        as_rounded=kernel.external and settings.as_rounded and case.failure,
+    )
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the case has no more heads than have been drawn."""
-        return not self._bench.has(len(self.sample.draws))
 
-    @property
-    def fits(self) -> Mapping[str, Fit]:
-        """What every candidate has in common with the output of a kernel that declares nothing, where that tells."""
-        return {} if self.sample.cancelled else self._fits
+def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
+    case, kernel, fmt = bench.case, cell.kernel, cell.fmt
+    if kernel.external and bench.settings.fair and case.failure:
+        return _FAIR_CLAIM
+    if kernel.declaration is None or not kernel.external:
+        return case.claim_about(kernel.declaration, fmt)
+    # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.
+    keys = bench.batch(0).inputs.k.shape[-2]
+    uncut = tiled.algorithm.tiled and keys > BLOCK.keys and tiled.block.keys > BLOCK.keys
+    return None if uncut else case.claim_about(tiled, fmt)
 
-    @property
-    def remedy(self) -> str:
-        """What to do about a cell that its heads do not settle."""
-        if self._out_of_time:
-            return f"time for {self.sample.heads} heads and no more: raise --cell-timeout"
-        if not self.exhausted:
-            return f"--heads {heads_to_tell(self.sample.errors.bias, self.sample.heads)} would do, about"
-        if self.sample.cancelled:
-            return "every element of O has cancelled: no kernel's bias shows on this input"
-        return "the case has no more: capture more sequences a batch"
+
+def _drawn(cell: Cell, output: AttentionOutput, sample: Sample, bench: CaseBench, index: int) -> Draw:
+    if _is_emulated(cell):
+        _, errors = bench.emulated(index, sample.declaration)
+    else:
+        errors = bench.measure(index, output, sample.declaration)
+    prediction = share = None
+    if sample.predicted:
+        emulated, prediction = bench.emulated(index, sample.declaration)
+        share = equal_bits(output.o.float(), emulated.o)
+    rounded = bench.emulated(index, ROUNDED)[1] if sample.as_rounded else None
+    return Draw(output, errors, prediction, share, rounded)
+
+
+def rounded_errors(cell: Cell, sample: Sample, bench: CaseBench) -> Errors | None:
+    """Errors of a correctly rounded O on the heads drawn; None where nothing asks for it.
+
+    That is of a user's kernel that is biased on a failure input, or held to no more bias than this.
+    """
+    of_interest = cell.kernel.external and bench.case.failure and sample.verdict is Verdict.BIASED
+    if not of_interest or sample.rounded is not None:
+        return sample.rounded
+    return merge([bench.emulated(index, ROUNDED)[1] for index in range(len(sample.draws))])

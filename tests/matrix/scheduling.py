@@ -43,28 +43,18 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         if nodeid in self.retried:
             return f"{nodeid} again"
-        cell = self.cells.get(cell_id(nodeid))
-        group = cell and cell.experiment.group(cell.fmt)
-        file = nodeid.partition("::")[0]
-        if group is not None:
+        cell, file = self.cells.get(cell_id(nodeid)), nodeid.partition("::")[0]
+        if cell is not None and (group := cell.experiment.group(cell.fmt)) is not None:
             return f"{file}::{group}"
         return file if file in self.together else nodeid
 
-    def _length(self, nodeid: str) -> float:
-        """How long a test takes, about; 0 where nothing is known."""
-        cell = self.cells.get(cell_id(nodeid))
-        return cell.experiment.cost(cell.backend) if cell else 0.0
-
     def _rank(self, tests: Collection[str]) -> tuple[float, ...]:
         """Where a group comes: the least first."""
+        cells = [cell for test in tests if (cell := self.cells.get(cell_id(test))) is not None]
         if self.rank is not None:
-            return min((self.rank(cell) for test in tests if (cell := self.cells.get(cell_id(test)))), default=())
-        return not any(map(self._early, tests)), -sum(map(self._length, tests))
-
-    def _early(self, nodeid: str) -> bool:
-        """Whether a test shows soon if a user's kernel hangs."""
-        cell = self.cells.get(cell_id(nodeid))
-        return cell is not None and cell.kernel.external and cell.experiment.early
+            return min(map(self.rank, cells), default=())
+        early = any(cell.kernel.external and cell.experiment.early for cell in cells)
+        return not early, -sum(cell.experiment.cost(cell.backend) for cell in cells)
 
     def _assign_work_unit(self, node: Any) -> None:
         """Give a worker the next group; before the very first, put the queue that xdist has filled in order."""

@@ -1,7 +1,7 @@
 """Which cells a run has: the names on the command line, checked, and what they stand for."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
 from tiebreak.matrix.experiments import kinds
-from tiebreak.reports.names import first_few, matching, none_named, split, unknown
+from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
 
 _T = TypeVar("_T")
 
@@ -57,16 +57,15 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
         why = "; ".join(f"{name} can't run here: {reason}" for name, reason in reasons.items())
         raise SelectionError(f"--backend: {why}")
     pairs = _kernels(selection, running)
-    formats = _formats(selection.formats)
+    # Not fp32: its last bits are the order of summation, of which a plan says nothing.
+    formats = _pick("--dtype", "format", selection.formats, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
     experiments = _pick("--cases", "case", selection.cases, _known(selection))
     if selection.features is not None:
         experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
     _hold_to_formats(selection, experiments, formats)
-    selected: list[Cell] = []
-    for fmt in formats:
-        named = bool(selection.kernel) or selection.kernels is not None
-        asked = SelectionContext(pairs, running, named, selection.cases is not None, fmt, selection.emulated_backward)
-        selected += cells_of(experiments, asked)
+    named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
+    asked = (SelectionContext(pairs, running, *named, fmt, selection.emulated_backward) for fmt in formats)
+    selected = [cell for each in asked for cell in cells_of(experiments, each)]
     if not selected:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
         raise SelectionError(f"no cell is left: {hints}")
@@ -105,15 +104,13 @@ def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list
     for kind, backend in itertools.product(kinds(), asked.backends):
         for name in kinds()[kind].kernels(backend):
             owners.setdefault((backend.name, name), set()).add(kind)
-    contexts: dict[str, SelectionContext] = {}
-    for kind in kinds():
-        pairs = [pair for pair in asked.pairs if kind in owners.get((pair[0].name, pair[1].name), {kind})]
-        contexts[kind] = replace(asked, pairs=pairs)
-    return [
-        Cell(*pair, experiment, asked.fmt)
-        for experiment in experiments
-        for pair in experiment.pairs(contexts[experiment.kind])
-    ]
+    contexts = {
+        kind: replace(
+            asked, pairs=[(at, it) for at, it in asked.pairs if kind in owners.get((at.name, it.name), {kind})]
+        )
+        for kind in kinds()
+    }
+    return [Cell(*pair, each, asked.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
 
 
 def check_usable(chosen: Iterable[Cell]) -> None:
@@ -170,24 +167,18 @@ def matching_backends(selection: Selection) -> list[Backend]:
     return assuming
 
 
-def _formats(names: str) -> list[Format]:
-    # Not fp32: its last bits are the order of summation, of which a plan says nothing.
-    return _pick("--dtype", "format", names, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
-
-
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
-    pairs = [(backend, kernel) for backend in backends for kernel in _of(backend, selection.kernels)]
-    if selection.kernels is not None:
-        _all_used(selection.kernels, [kernel.name for _, kernel in pairs], backends)
+    pairs = [(backend, kernel) for backend in backends for kernel in _kernels_of(backend, selection.kernels)]
     names = {kernel.name for _, kernel in pairs}
+    if selection.kernels is not None:
+        _refuse_unknown(selection.kernels, names, backends)
     for _, kernel in external:
         if kernel.name in names:
-            raise SelectionError(
-                f"{' '.join(kernel.origin[:2])}: --kernels has a {kernel.name} too; give your function another name"
-            )
+            target = " ".join(kernel.origin[:2])
+            raise SelectionError(f"{target}: --kernels has a {kernel.name} too; give your function another name")
     return [*pairs, *external]
 
 
@@ -197,20 +188,15 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
         raise SelectionError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
+    targets = (KernelTarget(target, selection.declare, selection.plan) for target in selection.kernel)
     try:
-        kernels = distinct_names(
-            [
-                kernel
-                for target in selection.kernel
-                for kernel in external_kernels(KernelTarget(target, selection.declare, selection.plan))
-            ]
-        )
+        kernels = distinct_names([kernel for target in targets for kernel in external_kernels(target)])
     except LoadError as error:
         raise SelectionError(str(error)) from error
     return [(backend, kernel) for backend in devices for kernel in kernels]
 
 
-def _of(backend: Backend, names: str | None) -> list[Kernel]:
+def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
     """A backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
@@ -224,13 +210,12 @@ def _of(backend: Backend, names: str | None) -> list[Kernel]:
                 kernels[name] = backend.kernel(name)
                 continue
         except ValueError:
-            pass  # one of another kind of experiment, or another backend's own: `_all_used` decides
+            pass  # one of another kind of experiment, or another backend's own: `_refuse_unknown` decides
         kernels.update({match: default[match] for match in matching(name, default)})
     return list(kernels.values())
 
 
-def _all_used(names: str, used: Iterable[str], backends: Sequence[Backend]) -> None:
-    used = list(used)
+def _refuse_unknown(names: str, used: Collection[str], backends: Sequence[Backend]) -> None:
     own = [kernel.name for backend in backends for kernel in backend.kernels()]
     trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
     known = list(dict.fromkeys([*own, *trained]))
@@ -246,18 +231,13 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     """The values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
-    listed = f"`tiebreak list {kind}s` names"
-    chosen: dict[str, _T] = {}
     for name in split(names):
-        matches = matching(name, known)
-        if not matches:
-            if COMMONLY.get(name) in known:
-                raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
-            raise SelectionError(f"{flag}: {unknown(kind, name, known, listed)}")
-        chosen.update({match: known[match] for match in matches})
-    if not chosen:
-        raise SelectionError(f"{flag}: {none_named(kind, known, listed)}")
-    return list(chosen.values())
+        if COMMONLY.get(name) in known and not matching(name, known):
+            raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
+    try:
+        return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names")]
+    except ValueError as error:
+        raise SelectionError(f"{flag}: {error}") from None
 
 
 def _is_glob(name: str) -> bool:

@@ -2,9 +2,9 @@
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.interpreter.errors import OutOfBoundsError
-from tiebreak.kernels.external.errors import ContractError, ShapeError
+from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose
 from tiebreak.matrix.raised import raised
 
 
@@ -39,10 +39,10 @@ def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str |
     """None, or how a call failed."""
     try:
         backend.run(kernel, inputs, gradients=False)
-    except (CannotRunError, OutOfBoundsError):  # who reads past an argument has not refused: the call is to fall
+    except OutOfBoundsError:  # who reads past an argument has not refused: the call is to fall
         return None
-    except ContractError as error:
-        per_key_head = isinstance(error, ShapeError) and inputs.groups > 1  # one head of O for each of K's
+    except CannotRunError as error:  # perhaps it has one head of O for each of K's
+        per_key_head = error.whose is Whose.KERNEL and str(error).startswith(SHAPE) and inputs.groups > 1
         return str(error) if per_key_head else None
     except Exception as error:  # whatever the kernel raises
         if backend.poisoned():

@@ -37,13 +37,8 @@ class Watch:
     @classmethod
     def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: float | None = None) -> "Watch":
         """The watch of a worker with this input; of the only process, with none."""
-        file = worker_input.get(_FILE)
-        return cls(
-            None if file is None else Path(file),
-            seconds,
-            frozenset(worker_input.get(_DEADLY, ())),
-            Budget.of(worker_input, budget),
-        )
+        file, deadly = worker_input.get(_FILE), frozenset(worker_input.get(_DEADLY, ()))
+        return cls(None if file is None else Path(file), seconds, deadly, Budget.of(worker_input, budget))
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What cells of one case share on a worker: inputs, references, error bounds and the emulation's outputs."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from torch import Tensor
 
@@ -11,11 +11,14 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, measure
-from tiebreak.kernels.flash import ALL, DELTA_ALONE, Block
+from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.reference import Reference, reference
+from tiebreak.matrix.candidates import clipped
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.sharing import SharedArithmetic, SharedEmulation
 
@@ -73,13 +76,6 @@ class SharedBatch(Batch):
         return clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
 
 
-@lru_cache(maxsize=1024)
-def clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
-    """The declaration in tiles no larger than so many queries by keys."""
-    block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
-    return replace(declaration, block=block)
-
-
 @dataclass(frozen=True)
 class CaseBench:
     """What the cells of one case in one format share, a batch at a time, each made when it is first asked for."""
@@ -130,11 +126,18 @@ class Workbench:
     """Where a worker's cells are run: holds what those of one case share, and forgets it with the next case."""
 
     settings: Settings
-    overall: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)  # by backend, kernel and format
     _held: CaseBench | None = None
+    _known: dict[tuple[str, str, str], KnownPlans] = field(default_factory=dict)  # by backend, kernel and format
 
     def case(self, case: Case, fmt: Format) -> CaseBench:
         """What cells of a case in a format share."""
         if self._held is None or (self._held.case.name, self._held.fmt.name) != (case.name, fmt.name):
             self._held = CaseBench(case, fmt, self.settings)
         return self._held
+
+    def known(self, backend: Backend, kernel: Kernel, fmt: Format) -> KnownPlans:
+        """What the known plans have in common with a kernel in a format: its calls are made once."""
+        key = (backend.name, kernel.name, fmt.name)
+        if key not in self._known:
+            self._known[key] = KnownPlans(Asked(backend, kernel, fmt), self.settings.seed)
+        return self._known[key]

@@ -18,7 +18,7 @@ import pytest
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
-from tiebreak.matrix.options import OPTIONS, refuse_twice
+from tiebreak.matrix.options import FORWARDED, refuse_twice
 from tiebreak.matrix.plugin import WATCH, faster_alone
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
@@ -41,7 +41,6 @@ _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
 )
-_FORWARDED = [option for option in OPTIONS if option.forwarded]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -124,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # so that an option that stands twice is seen
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
-    for option in _FORWARDED:
+    for option in FORWARDED.values():
         parser.add_argument(option.flag, **option.parsing | {"default": None})
     workers = "worker processes; 0: none (default: none where that is faster, else as many as the machine carries)"
     parser.add_argument("-n", "--workers", type=_workers, default=_AUTO, metavar="N", help=workers)
@@ -143,7 +142,7 @@ def _run(options: argparse.Namespace, follower: "_Follower") -> tuple[int, str]:
     """Run pytest in silence; its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers)]
     words += [word for target in options.targets for word in ("--kernel", target)]
-    words += [word for option in _FORWARDED for word in option.words(getattr(options, option.dest))]
+    words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
     kept = os.environ.pop("PYTEST_ADDOPTS", None)
     try:
         printed = io.StringIO()

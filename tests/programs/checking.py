@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.matrix.options import OPTIONS
+from tiebreak.matrix.options import FORWARDED
 from tiebreak.programs import check as command
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
@@ -79,10 +79,9 @@ def _only(verdicts: list[Verdict]) -> Verdict:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    known = {option.dest: option for option in OPTIONS if option.forwarded}
-    if unknown := options.keys() - known.keys():
-        raise UsageError(f"tiebreak.check has no {', '.join(sorted(unknown))}; it has {', '.join(known)}")
-    return [word for name, value in options.items() for word in known[name].words(value)]
+    if unknown := options.keys() - FORWARDED.keys():
+        raise UsageError(f"tiebreak.check has no {', '.join(sorted(unknown))}; it has {', '.join(FORWARDED)}")
+    return [word for name, value in options.items() for word in FORWARDED[name].words(value)]
 
 
 def _target(function: Callable[..., Any] | str) -> str:

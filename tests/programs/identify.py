@@ -12,7 +12,9 @@ from tiebreak.kernels.external.kernels import KernelTarget, external_kernels
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.identification.identity import Identity, UnidentifiedError, identify
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.raised import raised
 from tiebreak.matrix.selection import Selection, SelectionError, matching_backends
 from tiebreak.reports import terminal
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         for kernel in _kernels(options):
             tell = partial(_progress, kernel.name)
             try:
-                identity = identify(backend, kernel, _FORMATS[options.dtype], options.seed, tell)
+                asked = Asked(backend, kernel, _FORMATS[options.dtype])
+                identity = identify(KnownPlans(asked, options.seed, tell))
             except UnidentifiedError as error:
                 failures[kernel.name] = str(error)
             except Exception as error:  # whatever the kernel raises

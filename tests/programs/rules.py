@@ -51,6 +51,6 @@ def _named(names: Sequence[str]) -> list[Rule]:
 def _lines(rule: Rule) -> Iterator[str]:
     yield f"{rule.name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
     yield f"  {rule.formula}"
-    yield f"  {rule.source} ({rule.version})"
+    yield f"  {rule.source}"
     if rule.note:
         yield f"  {rule.note}"

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
     """The kernel, which is refused what a script can't write, and how a script writes it."""
     try:
-        kernel, script_call = external_kernel(spec, None), ScriptCall.of(spec)
+        kernel, script_call = external_kernel(spec, None), ScriptCall.from_target(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return replace(

@@ -20,11 +20,10 @@ from tiebreak.programs.profiles import PROFILES, profile
 from tiebreak.programs.verification import Judged, judged, recomputed, sample
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
-from tiebreak.reports.statement import findings as of_statements
+from tiebreak.reports.statement import findings
 from tiebreak.reports.statement import folder as statements
 from tiebreak.reports.statement import summary as summaries
 from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement, Waiver, waived
@@ -59,8 +58,7 @@ def state(arguments: Sequence[str]) -> int:
     parser.add_argument("--waivers", type=Path, metavar="FILE", help=waivers_help)
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
-    entries = () if options.waivers is None else expected.waivers(options.waivers, checks())
-    waivers = [statements.waiver(entry) for entry in entries]
+    waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
     runs = _write(options.files, options.output, asked, waivers)
     records = waived(runs, waivers)
     result = summaries.result(records)
@@ -84,7 +82,7 @@ def verify(arguments: Sequence[str]) -> int:
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
-    statement = statements.read(options.folder)
+    statement = store.load(options.folder / FILE, Statement)
     asked = wanted or _profile(statement.profile, FILE)
     day = options.as_of or date.today()
     found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
@@ -116,19 +114,17 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     """
     _check_free(folder)
     contents = [store.content_of(path) for path in files]
-    runs: dict[str, Run] = {}
-    for path, content in zip(files, contents, strict=True):
-        run = store.parse(content, path)
-        store.refuse_repeated(run, path, zip(files, runs.values(), strict=False))
-        runs[str(path)] = run
+    read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
+    store.refuse_repeated(read)
+    runs = {str(path): run for path, run in read}
     known, found = _judged(runs, asked, waivers, date.today())
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
-    statement = statements.of_files(copies, asked, waivers)
+    statement = statements.statement_of(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
-    _write_whole(folder, {**copies, FILE: statements.as_text(statement).encode(), **pages})
+    _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), **pages})
     return list(runs.values())
 
 
@@ -136,13 +132,13 @@ def _judged(
     runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Waiver], today: date
 ) -> tuple[list[Judged], list[str]]:
     """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
-    found = list(of_statements.of_runs(runs, asked))
+    found = list(findings.faults_of_runs(runs, asked))
     known: list[Judged] = []
     for name, run in runs.items():
         own, texts = judged(run, asked)
         known += own
         found += [f"{name}: {text}" for text in texts]
-    found += of_statements.of_waivers(list(runs.values()), waivers, checks(), today)
+    found += findings.faults_of_waivers(list(runs.values()), waivers, checks(), today)
     return known, found
 
 
@@ -160,8 +156,7 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
 
 def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
     """The summary of a statement as its folder has it, by the names of the files."""
-    pages = (summaries.markdown(statement, runs, asked), summaries.html(statement, runs, asked))
-    return {name: text.encode() for name, text in zip(SUMMARIES, pages, strict=True)}
+    return {name: text.encode() for name, text in zip(SUMMARIES, summaries.pages(statement, runs, asked), strict=True)}
 
 
 def _check_free(folder: Path) -> None:
@@ -254,8 +249,8 @@ def problems_of_records(
         seed: another one recomputes others.
     """
     known, found = _judged(runs, asked, waivers, today)
-    found += of_statements.of_outcomes(list(runs.values()), waivers)
-    needed = asked.recomputed if of_statements.has_suite(list(runs.values()), asked) else 0
+    found += findings.unwaived(list(runs.values()), waivers)
+    needed = asked.recomputed if findings.has_suite(list(runs.values()), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)
     if len(chosen) < needed:
         found.append(f"{counted(len(chosen), 'cell')} recomputed; profile {asked.name} asks for {needed}")

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import record as records
+from tiebreak.defects.made_up import ONE
 from tiebreak.reports.audit.record import Audit, Audits, check_update, differences
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
 
-Make = Callable[..., Audit]
 KeepAudits = Callable[[Audits, str], Path]
 SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
 
 
-def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAudits) -> None:
-    assert records.read(keep_audits(audits, "audit")) == audits
+def test_a_file_comes_back_as_it_was_written(audits: Audits, keep: KeepAudits) -> None:
+    assert store.load(keep(audits, "audit"), Audits) == audits
     assert audits.kernels == ["flash/forward", "fp8/forward"]
 
 
@@ -40,14 +40,14 @@ def test_a_file_comes_back_as_it_was_written(audits: Audits, keep_audits: KeepAu
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
-    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep_audits: KeepAudits
+    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep: KeepAudits
 ) -> None:
-    path = keep_audits(audits, "audit")
+    path = keep(audits, "audit")
     plain = json.loads(path.read_text())
     change(plain)
     path.write_text(json.dumps(plain))
     with pytest.raises(UnreadableRecordsError) as refused:
-        records.read(path)
+        store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: {message}")
     assert len(str(refused.value).splitlines()) == 1
 
@@ -55,13 +55,13 @@ def test_a_file_with_a_wrong_field_is_refused(
 def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
     path = keep(telling, "run")
     with pytest.raises(UnreadableRecordsError) as refused:
-        records.read(path)
+        store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: records of a run: tiebreak show, page, ")
 
 
-def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:
-    others = [audit(fused=0, separate=9), replace(SKIP, skipped="other words")]
-    assert differences([audit(), SKIP], others) == []
+def test_equal_audits_do_not_differ_whatever_the_schedule() -> None:
+    others = [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]
+    assert differences([ONE, SKIP], others) == []
 
 
 @pytest.mark.parametrize(
@@ -79,24 +79,24 @@ def test_equal_audits_do_not_differ_whatever_the_schedule(audit: Make) -> None:
         ("mode", "to even, rz", "was to even, is to even, rz"),
     ],
 )
-def test_every_field_that_rounds_is_compared(field: str, value: object, message: str, audit: Make) -> None:
-    assert differences([audit()], [audit(**{field: value})]) == [f"sm_90 flash/forward: {field}: {message}"]
+def test_every_field_that_rounds_is_compared(field: str, value: object, message: str) -> None:
+    assert differences([ONE], [replace(ONE, **{field: value})]) == [f"sm_90 flash/forward: {field}: {message}"]
 
 
-def test_a_kernel_that_one_side_lacks_is_no_pass(audit: Make) -> None:
-    assert differences([audit(), SKIP], [audit()]) == ["sm_80 fp8/forward: expected, but not compiled"]
-    assert differences([], [audit()]) == ["sm_90 flash/forward: not in the expectation"]
+def test_a_kernel_that_one_side_lacks_is_no_pass() -> None:
+    assert differences([ONE, SKIP], [ONE]) == ["sm_80 fp8/forward: expected, but not compiled"]
+    assert differences([], [ONE]) == ["sm_90 flash/forward: not in the expectation"]
 
 
-def test_a_skip_on_one_side_is_no_pass(audit: Make) -> None:
+def test_a_skip_on_one_side_is_no_pass() -> None:
     skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
-    assert differences([audit()], [skip]) == ["sm_90 flash/forward: skipped: was no, is no ptxas"]
-    assert differences([skip], [audit()]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
+    assert differences([ONE], [skip]) == ["sm_90 flash/forward: skipped: was no, is no ptxas"]
+    assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
 
 
-def test_an_update_takes_all_that_the_file_has(audits: Audits, keep_audits: KeepAudits, tmp_path: Path) -> None:
+def test_an_update_takes_all_that_the_file_has(audits: Audits, keep: KeepAudits, tmp_path: Path) -> None:
     coming = {(audit.target, audit.kernel) for audit in audits.audits}
-    path = keep_audits(audits, "audit")
+    path = keep(audits, "audit")
     check_update(path, coming)
     check_update(path, coming | {("sm_121", "flash/forward")})
     check_update(tmp_path / "new" / "audit.json", coming)

@@ -4,24 +4,20 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 import tiebreak.reports
-from tiebreak.reports.audit import record as records
+from tiebreak.defects.made_up import Call
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.audit.tables import HEADERS, LEGEND, audit_tables
-from tiebreak.reports.cli import main
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables.grids import text as as_text
 
-Keep = Callable[[Run, str], Path]
-KeepAudits = Callable[[Audits, str], Path]
 COMMITTED = Path(tiebreak.reports.__file__).parent / "baselines" / "audit.json"
 EVIL = "</script><script>document.title='hacked'</script>&\"'<img src=x onerror=alert(1)>"
 
@@ -65,31 +61,25 @@ def test_the_table_has_a_row_a_target_and_says_what_was_skipped(audits: Audits) 
     assert fp8.endswith(f"Nothing in it ran on a GPU.\n{LEGEND}")
 
 
-def test_show_takes_an_audit_in_every_format(
-    audits: Audits, keep_audits: KeepAudits, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = keep_audits(audits, "audit")
-
-    def show(*arguments: str) -> str:
-        assert main(["show", str(path), *arguments]) == 0
-        return capsys.readouterr().out
+def test_show_takes_an_audit_in_every_format(audits: Audits, tiebreak: Call) -> None:
+    def show(*words: str) -> str:
+        told = tiebreak("show", audits, *words)
+        assert told.code == 0
+        return told.out
 
     assert set(rows(show())) == {"sm_80 (A100)", "sm_90 (H100, H200)", "gfx942 (MI300)"}
     github = show("--format", "github")
     assert "| sm_90 (H100, H200) |" in github
     assert "-> f32" in github
     assert r"sm\_90 (H100, H200)" in show("--format", "latex")
-    assert show("--format", "json") == path.read_text(encoding="utf-8")
+    assert show("--format", "json") == Path("1.json").read_text(encoding="utf-8")
     assert "flash/forward" not in show("--kernels", "fp8*")
-    (path.parent / "again.json").write_text(show("--format", "json", "--kernels", "fp8*"), encoding="utf-8")
-    assert {record.kernel for record in records.read(path.parent / "again.json").audits} == {"fp8/forward"}
+    Path("again.json").write_text(show("--format", "json", "--kernels", "fp8*"), encoding="utf-8")
+    assert {record.kernel for record in store.load(Path("again.json"), Audits).audits} == {"fp8/forward"}
 
 
-def test_csv_has_a_line_a_target_and_kernel(
-    audits: Audits, keep_audits: KeepAudits, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(keep_audits(audits, "audit")), "--format", "csv"]) == 0
-    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+def test_csv_has_a_line_a_target_and_kernel(audits: Audits, tiebreak: Call) -> None:
+    lines = list(csv.DictReader(io.StringIO(tiebreak("show", audits, "--format", "csv").out)))
     assert len(lines) == len(audits.audits)
     skipped, amd = lines[1], lines[4]
     assert (skipped["target"], skipped["skipped"], skipped["products"]) == ("sm_80", "no fp8 there", "")
@@ -126,102 +116,63 @@ def test_a_page_of_an_audit_alone_has_nothing_of_runs_and_one_of_a_run_nothing_o
         assert mark in both
 
 
-def test_the_command_makes_a_page_of_runs_and_audits_whatever_their_order_and_names(
-    audits: Audits, telling: Run, keep: Keep, keep_audits: KeepAudits, tmp_path: Path
+def test_the_command_makes_a_page_of_runs_and_audits_whatever_their_order(
+    audits: Audits, telling: Run, tiebreak: Call
 ) -> None:
-    run, kept = keep(telling, "audit"), keep_audits(audits, "run")
-    newer = keep_audits(replace(audits, triton="4.0.0"), "newer")
-    for order in ([run, kept, newer], [kept, newer, run]):
-        assert main(["page", *map(str, order), "-o", str(tmp_path / "page")]) == 0
-        html = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    newer = replace(audits, triton="4.0.0")
+    for order in ([telling, audits, newer], [audits, newer, telling]):
+        assert tiebreak("page", *order, "-o", "page").code == 0
+        html = Path("page", "index.html").read_text(encoding="utf-8")
         assert "Made-up 9000" in html
         assert re.findall("<h3>(.*?)</h3>", html) == ["Triton 3.9.0", "Triton 4.0.0"]
         assert html.count("<details open>") == 2  # the first of each file
         assert summaries(html)[1:5] == 2 * ["flash/forward", "fp8/forward"]  # after the key's
 
 
-def test_the_same_audit_or_run_twice_is_refused(
-    audits: Audits,
-    telling: Run,
-    keep: Keep,
-    keep_audits: KeepAudits,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    one, two, run = keep_audits(audits, "one"), keep_audits(audits, "two"), keep(telling, "run")
-    output = ["-o", str(tmp_path / "page")]
-    assert main(["page", str(one), str(two), *output]) == 2
-    assert f"{two}: audits: the same as in {one}" in capsys.readouterr().err
-    assert main(["page", str(run), str(one), str(run), *output]) == 2
-    assert f"{run}: run: the same run as in {run}" in capsys.readouterr().err
-    assert not (tmp_path / "page").exists()
+def test_the_same_audit_or_run_twice_is_refused(audits: Audits, telling: Run, tiebreak: Call) -> None:
+    told = tiebreak("page", audits, audits, "-o", "page")
+    assert told == (2, "", "tiebreak page: 2.json: the same as in 1.json; give each once\n")
+    same = replace(telling, run="b" * 32)
+    told = tiebreak("page", same, audits, same, "-o", "page")
+    assert told == (2, "", "tiebreak page: 3.json: the same as in 1.json; give each once\n")
+    assert not Path("page").exists()
+
+
+AUDIT = "an audit of compiled kernels: tiebreak show, page and audit --expect take it\n"
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("words", "message"),
     [
-        ["compare", "RUN", "AUDIT"],
-        ["gate", "AUDIT", "RUN"],
-        ["gate", "new.json", "AUDIT", "--update-baseline"],
+        ("compare RUN AUDIT", f"2.json: {AUDIT}"),
+        ("gate AUDIT RUN", f"1.json: {AUDIT}"),
+        ("gate new.json AUDIT --update-baseline", f"2.json: {AUDIT}"),
+        ("show AUDIT --cases tied*", "--cases: 1.json is an audit of compiled kernels; --kernels alone narrows it\n"),
+        ("show AUDIT --backend cpu", "--backend: 1.json is an audit"),
+        ("show AUDIT --only fell", "--only: 1.json is an audit"),
+        ("show AUDIT --kernels nope", "--kernels: unknown kernel 'nope': known are flash/forward, fp8/forward\n"),
     ],
 )
-def test_verbs_of_runs_say_what_an_audit_is_and_which_take_it(
-    arguments: list[str],
-    audits: Audits,
-    telling: Run,
-    keep: Keep,
-    keep_audits: KeepAudits,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_verbs_of_runs_say_what_an_audit_is_and_what_it_does_not_have_is_refused(
+    words: str, message: str, audits: Audits, telling: Run, tiebreak: Call
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    files = {"AUDIT": keep_audits(audits, "a"), "RUN": keep(telling, "b")}
-    assert main([str(files.get(word, word)) for word in arguments]) == 2
-    out, err = capsys.readouterr()
-    message = "an audit of compiled kernels: tiebreak show, page and audit --expect take it"
-    assert (out, err) == ("", f"tiebreak {arguments[0]}: {files['AUDIT']}: {message}\n")
-    assert not (tmp_path / "new.json").exists()
+    verb, *rest = words.split()
+    told = tiebreak(verb, *({"AUDIT": audits, "RUN": telling}.get(word, word) for word in rest))
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith(f"tiebreak {verb}: {message}")
+    assert told.err.count("\n") == 1
+    assert not Path("new.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show", "AUDIT", "--cases", "tied*"], "--cases: AUDIT is an audit of compiled kernels; --kernels alone"),
-        (["show", "AUDIT", "--backend", "cpu"], "--backend: AUDIT is an audit"),
-        (["show", "AUDIT", "--only", "fell"], "--only: AUDIT is an audit"),
-        (["show", "AUDIT", "--kernels", "nope"], "--kernels: unknown kernel 'nope': known are flash/forward, fp8/"),
-    ],
-)
-def test_what_an_audit_does_not_have_is_refused(
-    arguments: list[str],
-    message: str,
-    audits: Audits,
-    keep_audits: KeepAudits,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = keep_audits(audits, "a")
-    assert main([str(path) if word == "AUDIT" else word for word in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"tiebreak {arguments[0]}: {message.replace('AUDIT', str(path))}")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "page").exists()
-
-
-def test_a_file_that_has_both_is_no_audit(telling: Run, keep: Keep) -> None:
-    plain = {**json.loads(keep(telling, "a").read_text()), "audits": []}
+def test_a_file_that_has_both_is_no_audit(telling: Run) -> None:
+    plain = {**json.loads(store.as_text(telling)), "audits": []}
     with pytest.raises(store.UnreadableRecordsError, match="a: an audit of compiled kernels"):
         store.parse(json.dumps(plain).encode(), Path("a"))
 
 
-def test_the_committed_audit_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(COMMITTED)]) == 0
-    assert "gfx950 (MI350)" in capsys.readouterr().out
-    assert main(["page", str(COMMITTED), "-o", str(tmp_path)]) == 0
-    kept = records.read(COMMITTED)
-    shown = tables((tmp_path / "index.html").read_text(encoding="utf-8"))
+def test_the_committed_audit_is_shown(tiebreak: Call) -> None:
+    assert "gfx950 (MI350)" in tiebreak("show", COMMITTED).out
+    assert tiebreak("page", COMMITTED, "-o", ".").code == 0
+    kept = store.load(COMMITTED, Audits)
+    shown = tables(Path("index.html").read_text(encoding="utf-8"))
     assert [len(rows) for rows in shown] == [1 + len(kept.cards)] * len(kept.kernels)

@@ -3,10 +3,12 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import Call
 from tiebreak.reports import cli, terminal
 from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.records.record import Run
@@ -45,46 +47,34 @@ def test_a_group_alone_says_what_there_is(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        ([], "tiebreak: a verb is missing: known are check, identify, show, compare, gate, page"),
-        (["shew"], "tiebreak: unknown verb 'shew': known are check, identify, show"),
-        (["list", "case"], "tiebreak list: unknown verb 'case': known are cases, kernels, plans"),
-        (["show"], "tiebreak show: the following arguments are required: FILE"),
-        (["show", "none.json"], "tiebreak show: none.json: No such file or directory"),
-        (["show", "none.json", "--format", "xml"], "tiebreak show: argument --format: invalid choice: 'xml'"),
-        (["show", "none.json", "--only", "fallen"], "tiebreak show: argument --only: invalid choice: 'fallen'"),
-        (["compare", "none.json"], "tiebreak compare: one file alone has nothing to compare with"),
-        (["gate", "none.json"], "tiebreak gate: the following arguments are required: NEW"),
-        (["gate", "a.json", "b.json", "--fail", "bias"], "tiebreak gate: --fail: 'bias': expected NAME:NUMBER"),
-        (["page", "none.json", "-o", "out"], "tiebreak page: none.json: No such file or directory"),
+        ("", "tiebreak: a verb is missing: known are check, identify, show, compare, gate, page"),
+        ("shew", "tiebreak: unknown verb 'shew': known are check, identify, show"),
+        ("list case", "tiebreak list: unknown verb 'case': known are cases, kernels, plans"),
+        ("show", "tiebreak show: the following arguments are required: FILE"),
+        ("show none.json", "tiebreak show: none.json: No such file or directory"),
+        ("show none.json --format xml", "tiebreak show: argument --format: invalid choice: 'xml'"),
+        ("show none.json --only fallen", "tiebreak show: argument --only: invalid choice: 'fallen'"),
+        ("compare none.json", "tiebreak compare: one file alone has nothing to compare with"),
+        ("gate none.json", "tiebreak gate: the following arguments are required: NEW"),
+        ("gate a.json b.json --fail bias", "tiebreak gate: --fail: 'bias': expected NAME:NUMBER"),
+        ("page none.json -o out", "tiebreak page: none.json: No such file or directory"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.err.startswith(message)
-    assert output.err.count("\n") == 1
-    assert output.out == ""
+def test_bad_usage_is_one_line_and_exit_code_2(words: str, message: str, tiebreak: Call, tmp_path: Path) -> None:
+    told = tiebreak(*words.split())
+    assert (told.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert told.err.startswith(message)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_loads_neither_torch_nor_numpy(
-    telling: Run, keep: Keep, audits: Audits, keep_audits: Callable[[Audits, str], Path]
-) -> None:
-    path, other, audit = keep(telling, "a"), keep(telling, "b"), keep_audits(audits, "c")
-    page = ["page", path, audit, "-o", path.parent / "p"]
+def test_the_command_loads_neither_torch_nor_numpy(telling: Run, audits: Audits, keep: Callable[..., Path]) -> None:
+    path, other, audit = (str(keep(data, name)) for data, name in ((telling, "a"), (telling, "b"), (audits, "c")))
+    page = ["page", path, audit, "-o", str(Path(path).parent / "p")]
     calls = [["show", path], ["show", audit], ["compare", path, other], ["gate", path, other], page]
     script = (
-        "import sys; from tiebreak.reports.cli import main\n"
-        f"codes = [main([str(word) for word in call]) for call in {[[str(word) for word in call] for call in calls]}]\n"
+        f"import sys; from tiebreak.reports.cli import main; codes = [main(call) for call in {calls}]\n"
         "heavy = {'torch', 'numpy', 'pytest', 'jsonschema'} & set(sys.modules)\n"
         "sys.exit(f'{codes} {heavy}' if heavy or any(codes) else 0)"
     )
@@ -125,20 +115,13 @@ def test_a_reader_that_has_had_enough_changes_no_exit_code(telling: Run, keep: K
     ],
 )
 def test_colours_only_on_a_terminal_that_wants_them(
-    tty: bool,
-    environment: dict[str, str],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    telling: Run,
-    keep: Keep,
-    capsys: pytest.CaptureFixture[str],
+    tty: bool, environment: dict[str, str], expected: bool, telling: Run, tiebreak: Call, monkeypatch: Any
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
-    assert cli.main(["show", str(keep(telling, "a"))]) == 0
-    out = capsys.readouterr().out
+    out = tiebreak("show", telling).out
     assert ("\033[31m!+0.23 B!\033[0m" in out) is expected
     assert ("\033" in out) is expected
 

@@ -1,23 +1,18 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, record, run, skip
 from tiebreak.reports.records.order import case_places, kernel_places
-from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record, Run
+from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.compare import DIFFERING, cell_texts, parts
 from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
 
-Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
-
-def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any) -> Row:
+def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
     """The row of the first cell, in runs that each have `other` as well."""
     runs = [run(*([record] if record else []), other, **fields) for record in records]
     comparison = compare(runs, [str(number) for number in range(len(runs))])
@@ -40,49 +35,49 @@ def one_row(run: MakeRun, *records: Record | None, other: Record, **fields: Any)
         ({"case_version": 2, "digest": "f" * 16, "verdict": "biased"}, Agreement.NOT_COMPARABLE),
     ],
 )
-def test_what_two_runs_agree_on(run: MakeRun, record: Make, there: dict[str, Any], expected: Agreement) -> None:
-    row = one_row(run, record(), record(**there), other=record(case="other"))
+def test_what_two_runs_agree_on(there: dict[str, Any], expected: Agreement) -> None:
+    row = one_row(record(), record(**there), other=record(case="other"))
     assert row.agreement is expected
 
 
-def test_a_cell_that_one_side_lacks_is_shown_and_never_equal(run: MakeRun, record: Make, skip: Make) -> None:
+def test_a_cell_that_one_side_lacks_is_shown_and_never_equal() -> None:
     other = record(case="other")
-    lacking = one_row(run, record(), None, other=other)
+    lacking = one_row(record(), None, other=other)
     assert (lacking.agreement, cell_texts(lacking)[1]) == (Agreement.LACKING, "missing")
-    skipped = one_row(run, record(), skip(), other=other)
+    skipped = one_row(record(), skip(), other=other)
     assert (skipped.agreement, cell_texts(skipped)[1]) == (Agreement.LACKING, "skip")
-    nowhere = one_row(run, skip(), skip(), other=other)
+    nowhere = one_row(skip(), skip(), other=other)
     assert nowhere.agreement is Agreement.LACKING
-    crashed = one_row(run, skip(outcome="crashed"), skip(outcome="crashed"), other=other)
+    crashed = one_row(skip(outcome="crashed"), skip(outcome="crashed"), other=other)
     assert (crashed.agreement, cell_texts(crashed)) == (Agreement.VERDICT, ["!crash!", "!crash!"])
 
 
-def test_a_disagreement_is_not_hidden_by_a_third_run_that_lacks_the_cell(run: MakeRun, record: Make) -> None:
-    row = one_row(run, record(), None, record(verdict="biased"), other=record(case="other"))
+def test_a_disagreement_is_not_hidden_by_a_third_run_that_lacks_the_cell() -> None:
+    row = one_row(record(), None, record(verdict="biased"), other=record(case="other"))
     assert row.agreement is Agreement.DISAGREE
 
 
-def test_other_numbers_of_heads_are_other_inputs(run: MakeRun, record: Make) -> None:
+def test_other_numbers_of_heads_are_other_inputs() -> None:
     comparison = compare([run(record()), run(record(), options={"heads": "64"})], ["a", "b"])
     assert comparison.rows[0].agreement is Agreement.NOT_COMPARABLE
     assert cell_texts(comparison.rows[0])[1].startswith("case v1, seed 1, 64 heads")
 
 
-def test_letters_tell_bits_apart(run: MakeRun, record: Make) -> None:
+def test_letters_tell_bits_apart() -> None:
     digests = ["p", "q", "p", None, "r"]
-    row = one_row(run, *(record(digest=digest) for digest in digests), other=record(case="other"))
+    row = one_row(*(record(digest=digest) for digest in digests), other=record(case="other"))
     assert row.letters == ("a", "b", "a", "", "c")
 
 
-def test_texts_have_bias_interval_verdict_and_largest_error(run: MakeRun, record: Make) -> None:
+def test_texts_have_bias_interval_verdict_and_largest_error() -> None:
     held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
-    nan = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
+    nan: dict[str, Any] = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
     fell, excused = record(**nan, outcome="fell"), record(**nan, outcome="fell", excused="known")
-    row = one_row(run, held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
+    row = one_row(held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
     assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!", "b (NaN)", "a ?+0.231±0.007 B max 1.95?"]
 
 
-def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, record: Make) -> None:
+def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for() -> None:
     same, other = record(case="same_bits"), record(case="other_bits")
     comparison = compare([run(same, other), run(same, record(case="other_bits", digest="q"))], ["x", "y"])
     short, long = (grids.text(parts(comparison, shown)) for shown in (DIFFERING, set(Agreement)))
@@ -96,18 +91,10 @@ def test_rows_that_agree_to_the_bit_are_left_out_unless_asked_for(run: MakeRun, 
     ("only", "case"),
     [("agree", "a"), ("bits", "b"), ("different", "c"), ("missing", "d"), ("incomparable", "e")],
 )
-def test_only_shows_one_agreement_and_counts_all(
-    only: str, case: str, run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = [
-        record(case="a"),
-        record(case="b", digest="q"),
-        record(case="c", verdict="biased"),
-        record(case="e", seed=2),
-    ]
-    files = [keep(run(*(record(case=name) for name in "abcde")), "x"), keep(run(*there), "y")]
-    assert main(["compare", *map(str, files), "--only", only]) == 0
-    out = capsys.readouterr().out
+def test_only_shows_one_agreement_and_counts_all(only: str, case: str, tiebreak: Call) -> None:
+    changed: dict[str, dict[str, Any]] = {"a": {}, "b": {"digest": "q"}, "c": {"verdict": "biased"}, "e": {"seed": 2}}
+    there = [record(case=name, **fields) for name, fields in changed.items()]
+    out = tiebreak("compare", run(*(record(case=name) for name in "abcde")), run(*there), "--only", only).out
     # A row stands twice where the terminal is too narrow for all of it.
     assert {line.split()[2] for line in out.splitlines() if " flash@paper " in line} == {case}
     assert (
@@ -117,17 +104,16 @@ def test_only_shows_one_agreement_and_counts_all(
     assert "left out: 4 rows; --all shows all" in out
 
 
-def test_all_and_only_exclude_one_another(run: MakeRun, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(keep(run(), name)) for name in "xy"]
-    assert main(["compare", *files, "--all", "--only", "agree"]) == 2
-    assert capsys.readouterr().err == "tiebreak compare: --all and --only exclude one another: give one of them\n"
+def test_all_and_only_exclude_one_another(tiebreak: Call) -> None:
+    refused = tiebreak("compare", run(), run(), "--all", "--only", "agree")
+    assert refused == (2, "", "tiebreak compare: --all and --only exclude one another: give one of them\n")
 
 
 def grouped(**groups: str) -> dict[str, CaseRecord]:
     return {name: CaseRecord(name, group=group) for name, group in groups.items()}
 
 
-def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, record: Make) -> None:
+def test_cases_stand_group_after_group_and_those_of_none_last() -> None:
     cases = grouped(zebra="ties", odd="", ant="range", yak="ties")
     ours = run(*(record(case=name) for name in ("ant", "odd", "yak", "zebra")), cases=cases)
     old = run(record(case="zebra"), record(case="older"), cases=grouped(zebra="", older=""))
@@ -151,33 +137,26 @@ def test_cases_stand_group_after_group_and_those_of_none_last(run: MakeRun, reco
         (["native", "native"], ["x/a.json", "y/a.json"], ["Made-up 9000 (x/a.json)", "Made-up 9000 (y/a.json)"]),
     ],
 )
-def test_labels_differ(run: MakeRun, levels: list[str], names: list[str], expected: list[str]) -> None:
+def test_labels_differ(levels: list[str], names: list[str], expected: list[str]) -> None:
     runs = [run(platform={"level": level}) for level in levels]
     assert platform_labels(runs, [Path(name) for name in names]) == expected
 
 
-def test_what_tells_platforms_of_one_processor_apart_is_in_their_labels(run: MakeRun) -> None:
+def test_what_tells_platforms_of_one_processor_apart_and_an_architecture_is_in_their_labels() -> None:
     gpu = {"gpu": "Made-up GPU"}
-    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"})]
-    assert platform_labels(runs, [Path(name) for name in ("a", "b", "c")]) == [
+    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
+    emulated = [qemu | {"cpu": f"{name} (emulated processor)"} for name in ("max", "aarch64")]
+    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"}, *emulated)]
+    assert platform_labels(runs, [Path(name) for name in "abcde"]) == [
         "Made-up 9000, Made-up GPU, torch 2.13.0",
         "Made-up 9000, Made-up GPU, torch 2.14",
         "Made-up 9000",
-    ]
-
-
-def test_an_emulated_processor_is_named_with_its_architecture(run: MakeRun) -> None:
-    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
-    runs = [run(platform=qemu | {"cpu": f"{name} (emulated processor)"}) for name in ("max", "aarch64")]
-    assert platform_labels(runs, [Path("a"), Path("b")]) == [
         "aarch64 max (emulated processor)",
         "aarch64 (emulated processor)",
     ]
 
 
-def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order(
-    run: MakeRun, record: Make
-) -> None:
+def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order() -> None:
     names = ("always@b", "flash@a", "mine", "sdpa")
     plans = {name: PlanRecord("flash") for name in ("flash@a", "always@b")}
     ran = run(*map(record, names), plans=plans)
@@ -187,51 +166,36 @@ def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_
     assert [row.record.kernel for row in compare([ran, ran], ["x", "y"]).rows] == order
 
 
-def test_the_command(run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]) -> None:
-    first = keep(run(record(), record(case="other")), "first")
-    second = keep(run(record(digest="q"), complete=False, platform={"level": "avx2"}), "second")
-    assert main(["compare", str(first), str(second)]) == 0
-    out = capsys.readouterr().out
-    assert "second.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE" in out
-    assert "2 cells on 2 platforms" in out
-    assert "missing" in out
-    assert main(["compare", str(first), str(second), "--cases", "rand*", "--format", "github"]) == 0
-    assert "1 cell on 2 platforms" in (out := capsys.readouterr().out)
+def test_the_command(tiebreak: Call) -> None:
+    files = run(record(), record(case="other")), run(record(digest="q"), complete=False, platform={"level": "avx2"})
+    out = tiebreak("compare", *files).out
+    for told in ("2.json, 1 cell, torch 2.13.0, numpy 2.4.6, INCOMPLETE", "2 cells on 2 platforms", "missing"):
+        assert told in out
+    out = tiebreak("compare", *files, "--cases", "rand*", "--format", "github").out
+    assert "1 cell on 2 platforms" in out
     assert "| kernel, case" in out
-    assert main(["compare", str(first), str(second), "--cases", "nope"]) == 2
-    assert "unknown case 'nope': known are other, random" in capsys.readouterr().err
+    refused = tiebreak("compare", *files, "--cases", "nope")
+    assert refused.code == 2
+    assert "unknown case 'nope': known are other, random" in refused.err
 
 
-def test_the_same_run_twice_is_refused(keep: Keep, run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    path = keep(run(), "a")
-    assert main(["compare", str(path), str(path)]) == 2
-    assert "run: the same run as in" in capsys.readouterr().err
-
-
-def test_an_old_kernel_stands_beside_a_new_one(
-    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_kernel_stands_beside_a_new_one(tiebreak: Call) -> None:
     """Each file's own kernel; one that both have stays what it is."""
     suite = record("flash@fused")
-    old = keep(run(record("mine"), suite), "old")
-    new = keep(run(record("yours", measures={"bias": Estimate(0.2, 0.01)}), suite), "new")
-    assert main(["compare", str(old), str(new), "--all"]) == 0
-    assert "3 cells on 2 platforms: 1 agree to the bit, 2 missing or skipped somewhere" in capsys.readouterr().out
-    assert main(["compare", str(old), str(new), "--all", "--match", "kernel"]) == 0
-    out = capsys.readouterr().out
+    files = run(record("mine"), suite), run(record("yours", measures={"bias": Estimate(0.2, 0.01)}), suite)
+    out = tiebreak("compare", *files, "--all").out
+    assert "3 cells on 2 platforms: 1 agree to the bit, 2 missing or skipped somewhere" in out
+    out = tiebreak("compare", *files, "--all", "--match", "kernel").out
     assert "2 cells on 2 platforms: 1 agree to the bit, 1 disagree in verdict or outcome" in out
     assert "! mine -> yours random" in out
-    assert main(["page", str(old), str(new), "--match", "kernel", "-o", str(tmp_path)]) == 0
-    assert "mine -&gt; yours" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert tiebreak("page", *files, "--match", "kernel", "-o", ".").code == 0
+    assert "mine -&gt; yours" in Path("index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("verb", ["compare", "page"])
-def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(
-    verb: str, run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = keep(run(record("mine")), "old"), keep(run(record("yours"), record("theirs")), "new")
-    words = [] if verb == "compare" else ["-o", str(tmp_path)]
-    assert main([verb, str(old), str(new), "--match", "kernel", *words]) == 2
+def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(verb: str, tiebreak: Call) -> None:
+    files = run(record("mine")), run(record("yours"), record("theirs"))
+    refused = tiebreak(verb, *files, "--match", "kernel", *([] if verb == "compare" else ["-o", "."]))
     message = "--match kernel: file 2 has theirs, yours; expected one kernel of its own in each file"
-    assert capsys.readouterr().err == f"tiebreak {verb}: {message}\n"
-    assert main(["compare", str(old), str(new), "--match", "kernel", "--kernels", "mine,theirs"]) == 0
+    assert refused == (2, "", f"tiebreak {verb}: {message}\n")
+    assert tiebreak("compare", *files, "--match", "kernel", "--kernels", "mine,theirs").code == 0

@@ -1,17 +1,16 @@
 """The findings of a page: each sentence is a verdict's, or what records of several platforms come to side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import fallen, record, run, skip
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
 from tiebreak.reports.verdict import verdicts
-
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
 TIES = ("tie[k=2]", "tie[k=3]", "tie[k=4]", "tie[k=8]")
 CASES = {name: CaseRecord("ties", failure=True, group="ties") for name in TIES} | {
@@ -23,18 +22,18 @@ def told(*runs: Run) -> tuple[str, ...]:
     return findings(runs, [f"platform {number}" for number in range(1, len(runs) + 1)])
 
 
-def biased(record: Make, kernel: str, cases: Sequence[str], bias: float = 0.2, **fields: object) -> list[Record]:
+def biased(kernel: str, cases: Sequence[str], bias: float = 0.2, **fields: Any) -> list[Record]:
     measures = {"bias": Estimate(bias, 0.01)}
     return [record(kernel, case, verdict="biased", measures=measures, plan=None, **fields) for case in cases]
 
 
 @pytest.fixture
-def fair(record: Make) -> list[Record]:
+def fair() -> list[Record]:
     return [record("fair", case) for case in TIES]
 
 
-def test_a_kernel_of_ones_own_has_all_that_its_verdict_says(run: MakeRun, record: Make) -> None:
-    cells = [*biased(record, "mine", TIES[:2]), record("mine", TIES[2], plan=None)]
+def test_a_kernel_of_ones_own_has_all_that_its_verdict_says() -> None:
+    cells = [*biased("mine", TIES[:2]), record("mine", TIES[2], plan=None)]
     own = run(*cells, cases=CASES, options={"kernel": "a.py:mine"})
     (verdict,) = verdicts(own)
     expected = [f"{finding.name}: {finding.text}" for finding in verdict.findings]
@@ -44,12 +43,10 @@ def test_a_kernel_of_ones_own_has_all_that_its_verdict_says(run: MakeRun, record
     assert "`yours` on cpu, biased: tie[k=2] +0.20, tie[k=3] +0.20 (platform 2)" in told(own, other)
 
 
-def test_kernels_stand_by_severity_each_with_its_verdict(
-    run: MakeRun, record: Make, fair: list[Record], fallen: Make
-) -> None:
+def test_kernels_stand_by_severity_each_with_its_verdict(fair: list[Record]) -> None:
     nan = record("lost", TIES[0], verdict="nonfinite", measures={"bias": Estimate(None, None), "nonfinite": 7})
     odd = record("odd", "random")
-    cells = run(*fair, odd, *biased(record, "a", TIES[:2]), nan, fallen("b", TIES[0], plan=None), cases=CASES)
+    cells = run(*fair, odd, *biased("a", TIES[:2]), nan, fallen("b", TIES[0], plan=None), cases=CASES)
     lines = told(cells)
     assert lines[0] == "`b` on cpu: FELL by claim on 1 input, unbiased on 1 of 1 failure input."
     assert lines[1] == "`a` on cpu: biased on 2 of 2 failure inputs."
@@ -58,20 +55,16 @@ def test_kernels_stand_by_severity_each_with_its_verdict(
     assert lines[4] == "No failure input was run, and nothing is known of the bias, of `odd`."
 
 
-def test_most_biased_come_first_then_those_named_for_a_plan_and_the_rest_share_a_sentence(
-    run: MakeRun, record: Make
-) -> None:
+def test_most_biased_come_first_then_those_named_for_a_plan_and_the_rest_share_a_sentence() -> None:
     names = {"mild": 1, "worst": 4, "flash@paper": 4, "worse": 3, "flash@fused": 2}
-    lines = told(
-        run(*(cell for name, count in names.items() for cell in biased(record, name, TIES[:count])), cases=CASES)
-    )
+    lines = told(run(*(cell for name, count in names.items() for cell in biased(name, TIES[:count])), cases=CASES))
     assert [line.split("`")[1] for line in lines] == ["worst", "worse", "mild", "flash@paper"]
     assert lines[3] == "Biased, too: `flash@paper`, `flash@fused`."
 
 
-def test_platforms_that_differ_are_both_said(run: MakeRun, record: Make) -> None:
-    first = run(*biased(record, "a", TIES), *biased(record, "a", TIES[:2], backend="emulation"), cases=CASES)
-    second = run(*biased(record, "a", TIES[:3]), record("a", TIES[3], plan=None), cases=CASES)
+def test_platforms_that_differ_are_both_said() -> None:
+    first = run(*biased("a", TIES), *biased("a", TIES[:2], backend="emulation"), cases=CASES)
+    second = run(*biased("a", TIES[:3]), record("a", TIES[3], plan=None), cases=CASES)
     assert told(first, second)[:3] == (
         "`a` on cpu: biased on 4 of 4 failure inputs (platform 1).",
         "`a` on cpu: biased on 3 of 4 failure inputs (platform 2).",
@@ -79,23 +72,23 @@ def test_platforms_that_differ_are_both_said(run: MakeRun, record: Make) -> None
     )
 
 
-def test_a_kernel_that_is_biased_on_one_platform_is_not_fair(run: MakeRun, record: Make, fair: list[Record]) -> None:
-    one, other = run(*fair, cases=CASES), run(*fair[1:], *biased(record, "fair", TIES[:1]), cases=CASES)
+def test_a_kernel_that_is_biased_on_one_platform_is_not_fair(fair: list[Record]) -> None:
+    one, other = run(*fair, cases=CASES), run(*fair[1:], *biased("fair", TIES[:1]), cases=CASES)
     assert any(line.startswith("Fair, ") for line in told(one))
     for order in ((one, other), (other, one)):
         assert not any(line.startswith("Fair, ") for line in told(*order))
 
 
-def test_a_run_of_skips_alone_has_not_held(run: MakeRun, skip: Make) -> None:
+def test_a_run_of_skips_alone_has_not_held() -> None:
     assert told(run(skip("a"), skip("b"))) == ("No cell ran: all were skipped.",)
 
 
-def test_an_interrupted_run_says_so_before_all_else(run: MakeRun, record: Make) -> None:
+def test_an_interrupted_run_says_so_before_all_else() -> None:
     lines = told(run(record(), complete=False, not_run=("x", "y"), running=("z",)))
     assert lines[0] == "The run on `platform 1` was interrupted: 3 cells did not finish."
 
 
-def test_platforms_are_compared_by_verdict_and_by_bits(run: MakeRun, record: Make, fair: list[Record]) -> None:
+def test_platforms_are_compared_by_verdict_and_by_bits(fair: list[Record]) -> None:
     first = run(*fair, record("a", "random"), cases=CASES)
     other = replace(first, run="b", records=(*fair[:3], replace(fair[3], digest="f" * 16), record(
         "a", "random", verdict="biased", digest="e" * 16, measures={"bias": Estimate(0.2, 0.01)})))  # fmt: skip
@@ -107,7 +100,7 @@ def test_platforms_are_compared_by_verdict_and_by_bits(run: MakeRun, record: Mak
     assert not any("agree" in line for line in told(first))
 
 
-def test_what_was_assumed_and_what_did_not_run_come_last(run: MakeRun, record: Make) -> None:
+def test_what_was_assumed_and_what_did_not_run_come_last() -> None:
     assumed = {"interpreter": "as sm_90 (assumed; nothing ran on a GPU)"}
     lines = told(run(record(), platform={"assumed": assumed}, unavailable={"cuda": "no device"}))
     assert lines[-2:] == (
@@ -116,19 +109,19 @@ def test_what_was_assumed_and_what_did_not_run_come_last(run: MakeRun, record: M
     )
 
 
-def test_no_name_ends_its_backticks(run: MakeRun, record: Make) -> None:
-    assert told(run(*biased(record, "a`b`", TIES[:1]), cases=CASES))[0].startswith("`a'b'` on cpu: ")
+def test_no_name_ends_its_backticks() -> None:
+    assert told(run(*biased("a`b`", TIES[:1]), cases=CASES))[0].startswith("`a'b'` on cpu: ")
 
 
-def test_a_digest_stays_short(run: MakeRun, record: Make, fallen: Make) -> None:
-    cells = [cell for kernel in range(40) for cell in biased(record, f"kernel_{kernel}", TIES)]
+def test_a_digest_stays_short() -> None:
+    cells = [cell for kernel in range(40) for cell in biased(f"kernel_{kernel}", TIES)]
     cells += [fallen(f"kernel_{kernel}", f"case_{kernel}") for kernel in range(40)]
     lines = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
     assert len(lines) <= 12
     assert max(map(len, lines)) < 300
 
 
-def test_cases_of_several_files_stand_in_their_groups(run: MakeRun, record: Make) -> None:
+def test_cases_of_several_files_stand_in_their_groups() -> None:
     old = run(record("a", "random"), record("a", "late"), record("a", TIES[1]),
               cases=dict.fromkeys(("random", "late", TIES[1]), CaseRecord("")))  # fmt: skip
     new = run(*(record("a", case) for case in CASES), cases=CASES)

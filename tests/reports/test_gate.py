@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,11 @@ from msgspec.structs import replace
 
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.cases.verdicts import judge as judge_interval
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, fallen, record, run, skip, trained
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import PLAN, Expected
 from tiebreak.reports.gate.gate import gate, update
-from tiebreak.reports.gate.limits import Limits, limits
+from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CLAIM,
@@ -28,25 +27,30 @@ from tiebreak.reports.records.record import (
 )
 from tiebreak.reports.tables.rerun import runnable
 
-Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
-BIASED = {"verdict": "biased", "measures": {"bias": Estimate(0.2, 0.01)}}
+def measured(**measures: Any) -> dict[str, Any]:
+    return {"measures": measures}
+
+
+def answered(check: str, *answer: Any, **fields: Any) -> dict[str, Any]:
+    """An answer; without any words it was not asked for."""
+    return {"answers": {check: Answer(*answer) if answer else None}, **fields}
+
+
+def bias(mean: float | None, half_width: float | None) -> dict[str, Any]:
+    return measured(bias=Estimate(mean, half_width))
+
+
+BIASED: dict[str, Any] = {"verdict": "biased", **bias(0.2, 0.01)}
 NAN: dict[str, Any] = {"bias": Estimate(None, None), "nonfinite": 5}
-NARROW = {"measures": {"bias": Estimate(0.01, 0.001)}}
-COUNTED = {"verdict": None, "measures": {"nonfinite": 0}}
+NARROW = bias(0.01, 0.001)
 SHOWN = Shown("bias", None, verdict="unbiased")
 TWICE = "the same bits twice"
-
-
 BIAS = MeasureRecord("a bias", "ulp", worse="farther", limit=0.02)
 LARGEST = MeasureRecord("an error", "ulp", worse="more", limit=1.0, share=0.1)
 
 
-def judge(
-    run: MakeRun, old: Record, new: Record, *, across: bool = False, fail: Limits | None = None
-) -> list[tuple[bool, str]]:
+def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None = None) -> list[tuple[bool, str]]:
     """What changed, worse or not, and the text."""
     comparison = gate(run(old), run(new), fail or Limits(), across=across)
     assert comparison.compared == 1
@@ -61,152 +65,122 @@ def judge(
         ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
         ({}, {"verdict": None}, "verdict none, unbiased in the baseline"),
         ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
-        (NARROW, {"measures": {"bias": Estimate(0.0321, 0.001)}}, "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
-        (NARROW, {"measures": {"bias": Estimate(-0.0321, 0.001)}}, "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (NARROW, bias(0.0321, 0.001), "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (NARROW, bias(-0.0321, 0.001), "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
+        (BIASED, {"verdict": "biased", **bias(5.0, 4.9)}, "bias +5.0000 ±4.9000 not told, +0.2"),
+        (NARROW, bias(0.01, 0.021), "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
+        ({}, measured(max_ulps=2.6), "max_ulps 2.6 ulp, 1.5 in the baseline"),
+        (measured(max_ulps=50.0), measured(max_ulps=55.1), "max_ulps 55.1 ulp, 50 in the"),
+        ({}, answered("repeatable", False, TWICE, "they differ"), "repeatable no longer met: they differ"),
+        ({}, answered("repeatable", None, TWICE), f"repeatable no longer met: {TWICE}"),
+        ({}, answered("repeatable"), f"repeatable no longer asked: {TWICE}, in the baseline"),
         (
-            BIASED,
-            {"verdict": "biased", "measures": {"bias": Estimate(5.0, 4.9)}},
-            "bias +5.0000 ±4.9000 not told, +0.2",
-        ),
-        (NARROW, {"measures": {"bias": Estimate(0.01, 0.021)}}, "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
-        ({}, {"measures": {"max_ulps": 2.6}}, "max_ulps 2.6 ulp, 1.5 in the baseline"),
-        ({"measures": {"max_ulps": 50.0}}, {"measures": {"max_ulps": 55.1}}, "max_ulps 55.1 ulp, 50 in the"),
-        ({}, {"answers": {"repeatable": Answer(False, TWICE, "they differ")}}, "repeatable no longer met: they differ"),
-        ({}, {"answers": {"repeatable": Answer(None, TWICE)}}, f"repeatable no longer met: {TWICE}"),
-        ({}, {"answers": {"repeatable": None}}, f"repeatable no longer asked: {TWICE}, in the baseline"),
-        (
-            COUNTED,
-            {"measures": {"nonfinite": 1}, "verdict": None, "shown": SHOWN},
+            {"verdict": None, **measured(nonfinite=0)},
+            {"verdict": None, "shown": SHOWN, **measured(nonfinite=1)},
             "nonfinite 1 of 65536 elements, 0 of 65536 elements in the baseline",
         ),
-        ({"measures": {"nonfinite": 5}}, {"measures": {"nonfinite": 6}}, "nonfinite 6 of 65536 elements, 5 of 65536"),
-        (
-            {"measures": {"nonfinite": 5}},
-            {"measures": {"nonfinite": 5, "elements": 512}},
-            "nonfinite 5 of 512 elements",
-        ),
-        (
-            {},
-            {"verdict": "unbiased", "measures": {"bias": Estimate(None, None)}, "shown": SHOWN},
-            "NaN or missing: bias, interval of bias; a number",
-        ),
-        (
-            {},
-            {"verdict": "unbiased", "measures": {"bias": Estimate(0.01, None)}},
-            "NaN or missing: interval of bias; a number",
-        ),
-        ({}, {"measures": {"max_ulps": None, "gain": None}}, "NaN or missing: max_ulps, gain; a number"),
-        ({}, {"measures": {"dq_relative_error": None}}, "NaN or missing: dq_relative_error; a number"),
-        ({}, {"measures": {"delta_bias": 1e-5}}, "NaN or missing: interval of delta_bias; a number"),
-        (
-            {},
-            {"answers": {"extra": Answer(False, "more", "why")}, "outcome": "fell"},
-            "fell, held in the baseline: why",
-        ),
+        (measured(nonfinite=5), measured(nonfinite=6), "nonfinite 6 of 65536 elements, 5 of 65536"),
+        (measured(nonfinite=5), measured(nonfinite=5, elements=512), "nonfinite 5 of 512 elements"),
+        ({}, {"verdict": "unbiased", "shown": SHOWN, **bias(None, None)}, "NaN or missing: bias, interval of bias; a"),
+        ({}, {"verdict": "unbiased", **bias(0.01, None)}, "NaN or missing: interval of bias; a number"),
+        ({}, measured(max_ulps=None, gain=None), "NaN or missing: max_ulps, gain; a number"),
+        ({}, measured(dq_relative_error=None), "NaN or missing: dq_relative_error; a number"),
+        ({}, measured(delta_bias=1e-5), "NaN or missing: interval of delta_bias; a number"),
+        ({}, answered("extra", False, "more", "why", outcome="fell"), "fell, held in the baseline: why"),
         ({}, {"outcome": "inconclusive"}, "inconclusive, held in the baseline"),
         ({"outcome": "fell"}, {"outcome": "timed_out"}, "timed_out, fell in the baseline"),
-        ({}, {"answers": {CLAIM: None}}, "claim no longer asked: unbiased, in the baseline"),
-        ({}, {"answers": {CLAIM: Answer(True, "any", source="us")}}, "claim: asks any, unbiased in the baseline"),
-        ({}, {"answers": {CLAIM: Answer(None, "unbiased", "few heads", "us")}}, "claim no longer met: few heads"),
-        ({}, {"answers": {PREDICTION: None}}, "prediction no longer asked: what flash@paper predicts"),
-        ({}, {"answers": {PREDICTION: Answer(False, "what it predicts", "off")}}, "prediction no longer met: off"),
+        ({}, answered(CLAIM), "claim no longer asked: unbiased, in the baseline"),
+        ({}, answered(CLAIM, True, "any", "", "us"), "claim: asks any, unbiased in the baseline"),
+        ({}, answered(CLAIM, None, "unbiased", "few heads", "us"), "claim no longer met: few heads"),
+        ({}, answered(PREDICTION), "prediction no longer asked: what flash@paper predicts"),
+        ({}, answered(PREDICTION, False, "what it predicts", "off"), "prediction no longer met: off"),
         ({}, {"case_version": 2}, "not comparable: case_version 2, 1 in the baseline"),
     ],
 )
-def test_what_makes_the_gate_fall(run: MakeRun, record: Make, old: Any, new: Any, message: str) -> None:
-    comparison = judge(run, record(**old), record(**new))
+def test_what_makes_the_gate_fall(old: Any, new: Any, message: str) -> None:
+    comparison = judge(record(**old), record(**new))
     assert [worse for worse, _ in comparison] == [True]
     assert comparison[0][1].startswith(message)
 
 
-def test_a_pass_that_its_own_answers_contradict_falls(run: MakeRun, record: Make) -> None:
+def test_a_pass_that_its_own_answers_contradict_falls() -> None:
     """Though the baseline has the same answers: nothing in it got worse."""
-    missed = {"answers": {CLAIM: Answer(False, "unbiased", "+0.2", "us")}}
-    assert judge(run, record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
-    comparison = judge(run, record(**missed), record(**missed))
+    missed = answered(CLAIM, False, "unbiased", "+0.2", "us")
+    assert judge(record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
+    comparison = judge(record(**missed), record(**missed))
     assert comparison == [(True, "says held, and its answers come to fell: was the file edited?")]
 
 
-def test_a_pass_without_a_result_falls(run: MakeRun, record: Make) -> None:
-    empty = replace(record(), shown=None, measures={})
-    assert [worse for worse, _ in judge(run, record(), empty)] == [True]
-    assert judge(run, record(), empty)[0][1].startswith("NaN or missing: bias, ")
+def test_a_pass_without_a_result_falls() -> None:
+    ((worse, text),) = judge(record(), replace(record(), shown=None, measures={}))
+    assert worse
+    assert text.startswith("NaN or missing: bias, ")
 
 
 @pytest.mark.parametrize(
-    "new",
+    ("old", "new"),
     [
-        {},
-        {"measures": {"bias": Estimate(0.0299, 0.02)}},
-        {"measures": {"max_ulps": 2.4}},
-        {"digest": "q"},
-        {"measures": {"bias": Estimate(-0.01, 0.02)}},
-    ],
-)
-def test_what_does_not(run: MakeRun, record: Make, new: Any) -> None:
-    assert judge(run, record(), record(**new)) == []
-
-
-def test_a_large_error_has_to_grow_by_more_than_a_tenth(run: MakeRun, record: Make) -> None:
-    assert judge(run, record(measures={"max_ulps": 50.0}), record(measures={"max_ulps": 54.9})) == []
-
-
-def test_nan_that_the_baseline_has_is_not_new(run: MakeRun, record: Make) -> None:
-    nan = record(verdict="nonfinite", measures=NAN)
-    assert judge(run, nan, nan) == []
-
-
-def test_a_case_that_cancels_has_no_bias_to_speak_of(run: MakeRun, record: Make) -> None:
-    old = record(verdict=None, measures={"max_ulps": 1e4})
-    new = record(verdict=None, measures={"max_ulps": 3e4, "bias": Estimate(0.9, 0.1)})
-    assert judge(run, old, new) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "messages"),
-    [
-        (BIASED, {}, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
-        ({"measures": {"max_ulps": 9.0}}, {}, ["max_ulps 1.5 ulp, 9 in the baseline"]),
-        ({"answers": {"repeatable": Answer(False, TWICE, "no")}}, {}, [f"repeatable is met now: {TWICE}"]),
+        ({}, {}),
+        ({}, bias(0.0299, 0.02)),
+        ({}, measured(max_ulps=2.4)),
+        ({}, {"digest": "q"}),
+        ({}, bias(-0.01, 0.02)),
+        # A large error has to grow by more than a tenth; NaN that the baseline has is not new; a case that cancels has
+        # no bias to speak of.
+        (measured(max_ulps=50.0), measured(max_ulps=54.9)),
+        ({"verdict": "nonfinite", "measures": NAN}, {"verdict": "nonfinite", "measures": NAN}),
         (
-            {"measures": {"nonfinite": 5}},
-            {},
-            [
-                "verdict unbiased, nonfinite in the baseline",
-                "nonfinite 0 of 65536 elements, 5 of 65536 elements in the",
-            ],
+            {"verdict": None, **measured(max_ulps=1e4)},
+            {"verdict": None, **measured(max_ulps=3e4, bias=Estimate(0.9, 0.1))},
         ),
-        ({"outcome": "fell"}, {}, ["held, fell in the baseline"]),
+        ({}, answered("brand_new", True, "something")),  # a new check is no loss
     ],
 )
-def test_improvements_are_listed(run: MakeRun, record: Make, old: Any, new: Any, messages: list[str]) -> None:
-    comparison = judge(run, record(**old), record(**{"digest": "other bits", **new}))
+def test_what_does_not(old: Any, new: Any) -> None:
+    assert judge(record(**old), record(**new)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "messages"),
+    [
+        (BIASED, ["verdict unbiased, biased in the baseline", "bias +0.0100 ±0.0200 ulp, +0.2000 ±0.0100"]),
+        (measured(max_ulps=9.0), ["max_ulps 1.5 ulp, 9 in the baseline"]),
+        (answered("repeatable", False, TWICE, "no"), [f"repeatable is met now: {TWICE}"]),
+        (
+            measured(nonfinite=5),
+            ["verdict unbiased, nonfinite in the baseline", "nonfinite 0 of 65536 elements, 5 of 65536 elements in"],
+        ),
+        ({"outcome": "fell"}, ["held, fell in the baseline"]),
+    ],
+)
+def test_improvements_are_listed(old: Any, messages: list[str]) -> None:
+    comparison = judge(record(**old), record(digest="other bits"))
     assert all(not worse for worse, _ in comparison)
     assert all(text.startswith(start) for (_, text), start in zip(comparison, messages, strict=True))
 
 
-def test_a_training_run_is_held_to_its_claims_and_its_numbers(run: MakeRun, trained: Make) -> None:
+def test_a_training_run_is_held_to_its_claims_and_its_numbers() -> None:
     good = trained()
-    assert judge(run, good, trained(value=5e-3, digest="0")) == []
-    assert judge(run, good, trained(value=None)) == [
+    assert judge(good, trained(value=5e-3, digest="0")) == []
+    assert judge(good, trained(value=None)) == [
         (True, "shows nonfinite, delta_error_mean in the baseline"),
         (True, "NaN or missing: delta_error_mean; a number in the baseline"),
     ]
     missed = replace(good.answers[CLAIM], met=False, why="it errs")
-    assert judge(run, good, trained(answers={CLAIM: missed})) == [(True, "claim no longer met: it errs")]
-    assert judge(run, good, trained(answers={}))[0][1].startswith("claim no longer asked")
+    assert judge(good, trained(answers={CLAIM: missed})) == [(True, "claim no longer met: it errs")]
+    assert judge(good, trained(answers={}))[0][1].startswith("claim no longer asked")
 
 
-def test_a_skip_is_no_pass(run: MakeRun, record: Make, skip: Make) -> None:
-    assert judge(run, record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
-    assert judge(run, record(outcome="fell"), skip())[0][0]
-    assert judge(run, skip(outcome="crashed"), skip())[0][0]
-    assert judge(run, skip(), record(outcome="fell"))[0] == (True, "fell, skipped in the baseline")
-    assert judge(run, skip(), record(**BIASED)) == []
-    assert judge(run, skip(), skip()) == []
+def test_a_skip_is_no_pass() -> None:
+    assert judge(record(), skip()) == [(True, "turned into a skip (no backward pass), held in the baseline")]
+    assert judge(record(outcome="fell"), skip())[0][0]
+    assert judge(skip(outcome="crashed"), skip())[0][0]
+    assert judge(skip(), record(outcome="fell"))[0] == (True, "fell, skipped in the baseline")
+    assert judge(skip(), record(**BIASED)) == []
+    assert judge(skip(), skip()) == []
 
 
-def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
+def test_a_cell_that_vanished_is_no_pass() -> None:
     comparison = gate(run(record(), record(case="gone")), run(record()), Limits())
     assert not comparison.held
     assert [(change.record.case, change.text) for change in comparison.worse] == [
@@ -214,7 +188,7 @@ def test_a_cell_that_vanished_is_no_pass(run: MakeRun, record: Make) -> None:
     ]
 
 
-def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, record: Make) -> None:
+def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so() -> None:
     baseline = run(record(case="tied[k=2]"), record(case="tied[k=3]"), record(case="other"))
     cases, calls = (
         Narrowing(("--cases tied*",), "case", ("tied*",)),
@@ -225,13 +199,13 @@ def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so(run: MakeRun, rec
     assert "1 cell of the baseline NOT compared: outside --cases tied* --experiments call" in outcome.notes
 
 
-def test_nothing_compared_is_no_pass(run: MakeRun, record: Make) -> None:
+def test_nothing_compared_is_no_pass() -> None:
     narrowing = (Narrowing(("--cases b",), "case", ("b",)),)
     comparison = gate(run(record(case="a")), run(record(case="b"), narrowing=narrowing), Limits())
     assert (comparison.compared, comparison.worse, comparison.held) == (0, [], False)
 
 
-def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
+def test_a_new_cell_is_told_and_has_to_hold() -> None:
     comparison = gate(run(record()), run(record(), record(case="new")), Limits())
     assert comparison.held
     assert "1 cell not in the baseline, or skipped there; --update-baseline adds what is new" in comparison.notes
@@ -239,21 +213,21 @@ def test_a_new_cell_is_told_and_has_to_hold(run: MakeRun, record: Make) -> None:
     assert [change.text for change in fallen.worse] == ["not in the baseline, and fell"]
 
 
-def test_a_baseline_of_another_platform_is_refused_unless_across(run: MakeRun, record: Make) -> None:
+def test_a_baseline_of_another_platform_is_refused_unless_across() -> None:
     other = run(record(), platform={"cpu": "Another"})
     with pytest.raises(UsageError, match=r"platform\.cpu: 'Made-up 9000' in the baseline, 'Another' in the new run"):
         gate(run(record()), other, Limits())
     assert gate(run(record()), other, Limits(), across=True).held
 
 
-def test_other_software_is_told_not_refused(run: MakeRun, record: Make) -> None:
+def test_other_software_is_told_not_refused() -> None:
     for torch, told in (("2.14.0", "2.14.0"), (None, "not known")):
         comparison = gate(run(record()), run(record(), platform={"torch": torch, "cores": 64}), Limits())
         assert comparison.held
         assert comparison.notes == (f"torch 2.13.0 in the baseline, {told} in the new run",)
 
 
-def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -> None:
+def test_a_changed_fingerprint_is_told_not_refused() -> None:
     kept = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
     flushed = {"cpu": {"matmul_subnormals": "flushed"}}
     before = run(record(), platform={"fingerprint": kept})
@@ -262,44 +236,44 @@ def test_a_changed_fingerprint_is_told_not_refused(run: MakeRun, record: Make) -
     assert comparison.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
 
 
-def test_across_compares_all_but_bits(run: MakeRun, record: Make, skip: Make) -> None:
-    assert judge(run, record(), record(digest="q", measures={"max_ulps": 9.0}), across=True) == []
-    assert judge(run, record(), record(**BIASED), across=True) == [], "that is what its plan predicts there"
+def test_across_compares_all_but_bits() -> None:
+    assert judge(record(), record(digest="q", measures={"max_ulps": 9.0}), across=True) == []
+    assert judge(record(), record(**BIASED), across=True) == [], "that is what its plan predicts there"
     plain = partial(record, answers={PREDICTION: None})
     near, far = (Estimate(mean, 0.001) for mean in (0.03, 0.033))
-    assert judge(run, plain(**NARROW), plain(measures={"bias": near}), across=True) == []
-    assert judge(run, plain(**NARROW), plain(measures={"bias": far}), across=True)[0][1].startswith("bias +0.033")
-    assert judge(run, plain(), plain(verdict="biased"), across=True)[0][1].startswith("verdict biased")
-    assert judge(run, record(), record(answers={"repeatable": Answer(False, TWICE)}), across=True)[0][0]
-    assert judge(run, record(), record(outcome="fell"), across=True)[0][0]
-    assert judge(run, record(), record(answers={CLAIM: None}), across=True)[0][0]
-    assert judge(run, record(), record(measures=NAN), across=True)[0][0]
-    assert judge(run, record(), skip(), across=True)[0][0]
+    assert judge(plain(**NARROW), plain(measures={"bias": near}), across=True) == []
+    assert judge(plain(**NARROW), plain(measures={"bias": far}), across=True)[0][1].startswith("bias +0.033")
+    assert judge(plain(), plain(verdict="biased"), across=True)[0][1].startswith("verdict biased")
+    assert judge(record(), record(answers={"repeatable": Answer(False, TWICE)}), across=True)[0][0]
+    assert judge(record(), record(outcome="fell"), across=True)[0][0]
+    assert judge(record(), record(answers={CLAIM: None}), across=True)[0][0]
+    assert judge(record(), record(measures=NAN), across=True)[0][0]
+    assert judge(record(), skip(), across=True)[0][0]
 
 
-def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own(run: MakeRun, record: Make) -> None:
-    other = {
+def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own() -> None:
+    other: dict[str, Any] = {
         "plan": "flash@fused_fast_exp", "answers": {CLAIM: Answer(True, "biased away from zero", source="us")}, **BIASED
     }  # fmt: skip
-    changed = [text for _, text in judge(run, record(), record(**other), across=True)]
+    changed = [text for _, text in judge(record(), record(**other), across=True)]
     assert changed[-1] == "declares flash@fused_fast_exp, flash@paper in the baseline"
     assert changed[0] == "verdict biased, unbiased in the baseline", "the new plan foretells a bias that there was not"
-    sound = {**other, "verdict": "unbiased", "measures": {}}
+    sound: dict[str, Any] = {**other, "verdict": "unbiased", "measures": {}}
     held = gate(run(record()), run(record(**sound)), Limits(), across=True)
     assert held.held
     assert "cpu-flash@paper declares flash@fused_fast_exp, flash@paper in the baseline (1 cell)" in held.notes
-    assert judge(run, record(), record(**sound))[0][0], "on one platform a changed plan is a changed kernel"
-    unmet = {**other, "answers": {CLAIM: Answer(False, "biased away from zero", "no", "us")}}
-    assert judge(run, record(), record(**unmet), across=True)[0][0]
+    assert judge(record(), record(**sound))[0][0], "on one platform a changed plan is a changed kernel"
+    unmet: dict[str, Any] = {**other, "answers": {CLAIM: Answer(False, "biased away from zero", "no", "us")}}
+    assert judge(record(), record(**unmet), across=True)[0][0]
 
 
 @pytest.mark.parametrize("name", ["seed", "heads"])
-def test_other_inputs_are_refused(run: MakeRun, name: str) -> None:
+def test_other_inputs_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match=rf"options\.{name}: {run().options[name]} in the baseline, 7 in the new run"):
         gate(run(), run(options={name: "7"}), Limits(), across=True)
 
 
-def test_an_interrupted_baseline_is_refused(run: MakeRun) -> None:
+def test_an_interrupted_baseline_is_refused() -> None:
     with pytest.raises(UsageError, match="complete: the baseline's run was interrupted"):
         gate(run(complete=False), run(), Limits())
 
@@ -307,7 +281,7 @@ def test_an_interrupted_baseline_is_refused(run: MakeRun) -> None:
 def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
     def held_to(flag: str | None) -> tuple[float | None, float | None, float]:
         allowed = limits(flag, deeper)
-        bias, largest = allowed.of("bias", BIAS), allowed.of("max_ulps", LARGEST)
+        bias, largest = allowed.held_to("bias", BIAS), allowed.held_to("max_ulps", LARGEST)
         return bias.limit, largest.limit, largest.share
 
     deeper = tmp_path / "a" / "b"
@@ -354,12 +328,12 @@ def test_an_unknown_limit_lists_the_known_ones(tmp_path: Path) -> None:
         assert str(refused.value) == f"--fail: unknown limit '{name}': known are bias, max_ulps, each also NAME_share"
 
 
-def test_every_measure_that_can_be_worse_takes_a_limit(run: MakeRun, record: Make, tmp_path: Path) -> None:
+def test_every_measure_that_can_be_worse_takes_a_limit(tmp_path: Path) -> None:
     new = record(measures={"rms_ulps": 0.5})
-    assert judge(run, record(), new) == []
-    (comparison,) = judge(run, record(), new, fail=limits("rms_ulps:0.1", tmp_path))
+    assert judge(record(), new) == []
+    (comparison,) = judge(record(), new, fail=limits("rms_ulps:0.1", tmp_path))
     assert comparison == (True, "rms_ulps 0.5 ulp, 0.35 in the baseline")
-    assert judge(run, record(), new, fail=limits("rms_ulps:0.2", tmp_path)) == []
+    assert judge(record(), new, fail=limits("rms_ulps:0.2", tmp_path)) == []
 
 
 @pytest.mark.parametrize(("worse", "number", "falls"), [
@@ -368,7 +342,7 @@ def test_every_measure_that_can_be_worse_takes_a_limit(run: MakeRun, record: Mak
 ])  # fmt: skip
 @pytest.mark.parametrize("verdict", ["unbiased", None])
 def test_a_measure_says_which_way_it_is_worse(
-    worse: str | None, number: float, falls: bool, verdict: str | None, run: MakeRun, record: Make
+    worse: str | None, number: float, falls: bool, verdict: str | None
 ) -> None:
     """Also where a sum cancels: that concerns errors in ulps alone."""
     described = {"wobble": MeasureRecord("made up", "deg", worse=worse, limit=0.5)}
@@ -379,75 +353,56 @@ def test_a_measure_says_which_way_it_is_worse(
     )
 
 
-def test_an_interval_of_a_share_is_a_share_too(run: MakeRun, record: Make) -> None:
+def test_an_interval_of_a_share_is_a_share_too() -> None:
     described = {"late": MeasureRecord("made up", worse="more", limit=0.01, per="elements")}
     old, new = (record(measures={"late": Estimate(mean, 100.0)}) for mean in (0.0, 6553.6))
     comparison = gate(run(old, measures=described), run(new, measures=described), Limits())
     assert [change.worse for change in comparison.changes] == [True], "0.1 worse, by intervals of 0.0015"
 
 
-def test_a_cell_that_crashed_and_holds_now_is_better(run: MakeRun, record: Make, skip: Make) -> None:
+def test_a_cell_that_crashed_and_holds_now_is_better() -> None:
     """That a kernel runs to its end in its time is asked of none that did."""
     for outcome in ("crashed", "timed_out"):
-        assert judge(run, skip(outcome=outcome), record()) == [(False, f"held, {outcome} in the baseline")]
+        assert judge(skip(outcome=outcome), record()) == [(False, f"held, {outcome} in the baseline")]
 
 
-def test_a_check_that_the_baseline_does_not_meet_may_not_be_dropped(run: MakeRun, record: Make, fallen: Make) -> None:
-    dropped = judge(run, fallen(), record(answers={CLAIM: None}))
+def test_a_check_that_the_baseline_does_not_meet_may_not_be_dropped() -> None:
+    dropped = judge(fallen(), record(answers={CLAIM: None}))
     assert (True, "claim no longer asked: unbiased, in the baseline") in dropped
 
 
-def test_a_new_check_is_no_loss_and_has_to_hold(run: MakeRun, record: Make) -> None:
-    more = {"brand_new": Answer(True, "something")}
-    assert judge(run, record(), record(answers=more)) == []
-    fell = record(answers={"brand_new": Answer(False, "something", "not so")}, outcome="fell")
-    assert judge(run, record(), fell) == [(True, "fell, held in the baseline: not so")]
+def test_a_new_check_has_to_hold() -> None:
+    fell = record(**answered("brand_new", False, "something", "not so"), outcome="fell")
+    assert judge(record(), fell) == [(True, "fell, held in the baseline: not so")]
 
 
-def test_an_excuse_hides_nothing_from_the_baseline(run: MakeRun, record: Make, fallen: Make) -> None:
+def test_an_excuse_hides_nothing_from_the_baseline() -> None:
     excused = fallen(excused="known")
-    assert judge(run, record(), excused) == [(True, "fell, held in the baseline: claim fell: unbiased")]
-    assert judge(run, excused, fallen(excused="known")) == []
-    assert judge(run, excused, record())[0] == (False, "held, fell in the baseline")
+    assert judge(record(), excused) == [(True, "fell, held in the baseline: claim fell: unbiased")]
+    assert judge(excused, fallen(excused="known")) == []
+    assert judge(excused, record())[0] == (False, "held, fell in the baseline")
 
 
-def test_an_excuse_will_do_for_a_cell_that_the_baseline_has_not_run(
-    run: MakeRun, record: Make, fallen: Make, skip: Make
-) -> None:
+def test_an_excuse_will_do_for_a_cell_that_the_baseline_has_not_run() -> None:
     fresh = gate(run(record()), run(record(), fallen(case="new", excused="known")), Limits())
     assert fresh.held
-    assert not any(worse for worse, _ in judge(run, skip(), fallen(excused="known")))
+    assert not any(worse for worse, _ in judge(skip(), fallen(excused="known")))
 
 
-def test_limits_are_used(run: MakeRun, record: Make, tmp_path: Path) -> None:
-    old, new = record(**BIASED), record(measures={"bias": Estimate(0.5, 0.02), "max_ulps": 9.0})
-    assert judge(run, old, new, fail=limits("bias:1,max_ulps:10", tmp_path)) == []
-    assert len(judge(run, old, new, fail=limits("bias:1,max_ulps:10,max_ulps_share:0", tmp_path))) == 0
-    assert len(judge(run, old, new, fail=limits("bias:0.1,max_ulps:7", tmp_path))) == 2
-
-
-def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(
-    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = keep(run(record(), record(case="b")), "old"), keep(run(record(**BIASED), record(case="b")), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith(f"gate FELL: 2 cells compared with {old}: 2 worse, 0 better\nworse   cpu-flash@paper-random")
-    assert f"        rerun: {runnable('pytest tests/matrix --kernels flash@paper')}" in out
-    assert main(["gate", str(new), str(old)]) == 0
-    assert main(["gate", str(old), str(new), "--across"]) == 0
-    assert main(["gate", str(old), str(keep(run(platform={"level": "avx2"}), "other"))]) == 2
-    assert f"tiebreak gate: {old}: platform.level" in capsys.readouterr().err
-
-
-def test_the_command_uses_the_limits(
-    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = keep(run(record(**BIASED)), "old"), keep(run(record(measures={"bias": Estimate(0.5, 0.01)})), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    assert main(["gate", str(old), str(new), "--fail", "bias:0.5"]) == 0
-    assert main(["gate", str(old), str(new), "--fail", "bais:0.5"]) == 2
-    assert capsys.readouterr().err.startswith("tiebreak gate: --fail: unknown limit 'bais': known are bias, ")
+def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(tiebreak: Call) -> None:
+    old, new = run(record(), record(case="b")), run(record(**BIASED), record(case="b"))
+    fell = tiebreak("gate", old, new)
+    assert fell.code == 1
+    first = "gate FELL: 2 cells compared with 1.json: 2 worse, 0 better\nworse   cpu-flash@paper-random"
+    assert fell.out.startswith(first)
+    assert f"        rerun: {runnable('pytest tests/matrix --kernels flash@paper')}" in fell.out
+    assert [tiebreak("gate", *words).code for words in ((new, old), (old, new, "--across"))] == [0, 0]
+    assert tiebreak("gate", old, new, "--fail", "bias:0.5,bais:1").err.startswith(
+        "tiebreak gate: --fail: unknown limit 'bais': known are bias, "
+    )
+    refused = tiebreak("gate", old, run(platform={"level": "avx2"}))
+    assert refused.code == 2
+    assert "tiebreak gate: 1.json: platform.level" in refused.err
 
 
 def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itself(
@@ -464,19 +419,17 @@ def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itse
     assert gate(kept, telling, Limits()).changes == ()
 
 
-def test_the_command_updates_the_baseline(
-    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    baseline, new = tmp_path / "base" / "line.json", keep(run(record()), "new")
-    assert main(["gate", str(baseline), str(new), "--update-baseline"]) == 0
-    worse = keep(run(record(**BIASED)), "worse")
-    assert main(["gate", str(baseline), str(worse)]) == 1
-    assert main(["gate", str(baseline), str(worse), "--update-baseline"]) == 0
-    assert "2 worse" in capsys.readouterr().out
-    assert main(["gate", str(baseline), str(worse)]) == 0
-    elsewhere = keep(run(record(), options={"seed": "9"}), "elsewhere")
-    assert main(["gate", str(baseline), str(elsewhere), "--update-baseline"]) == 0
-    assert "not compared: options.seed" in capsys.readouterr().out
+def test_the_command_updates_the_baseline(tiebreak: Call) -> None:
+    baseline, worse, update = "base/line.json", run(record(**BIASED)), "--update-baseline"
+    assert tiebreak("gate", baseline, run(record()), update).code == 0
+    assert tiebreak("gate", baseline, worse).code == 1
+    updated = tiebreak("gate", baseline, worse, update)
+    assert updated.code == 0
+    assert "2 worse" in updated.out
+    assert tiebreak("gate", baseline, worse).code == 0
+    elsewhere = tiebreak("gate", baseline, run(record(), options={"seed": "9"}), update)
+    assert elsewhere.code == 0
+    assert "not compared: options.seed" in elsewhere.out
 
 
 @pytest.mark.parametrize(
@@ -489,9 +442,7 @@ def test_the_command_updates_the_baseline(
         ),
     ],
 )
-def test_a_baseline_is_not_replaced_by_less(
-    fields: dict[str, Any], message: str, run: MakeRun, record: Make, tmp_path: Path
-) -> None:
+def test_a_baseline_is_not_replaced_by_less(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "base.json"
     update(run(record(), record(case="other")), path)
     before = path.read_bytes()
@@ -500,26 +451,24 @@ def test_a_baseline_is_not_replaced_by_less(
     assert path.read_bytes() == before
 
 
-def test_github_gets_the_findings(
-    run: MakeRun, record: Make, fallen: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    old = keep(run(*(record(case=f"c{number}") for number in range(30))), "old")
-    new = keep(run(*(fallen(case=f"c{number}", why="<b>") for number in range(30))), "new")
-    assert main(["gate", str(old), str(new)]) == 1
-    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+def test_github_gets_the_findings(tiebreak: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    cases = [f"c{number}" for number in range(30)]
+    old, new = run(*(record(case=case) for case in cases)), run(*(fallen(case=case, why="<b>") for case in cases))
+    assert tiebreak("gate", old, new).code == 1
+    text = Path("summary.md").read_text(encoding="utf-8")
     assert text.startswith("### tiebreak: the gate fell (30 cells compared")
     assert text.count("- worse:") == 20
     assert "- and 10 more" in text
     assert "&lt;b>" in text
 
 
-def test_another_declared_plan_is_worse_until_it_is_accepted(run: MakeRun, record: Make) -> None:
+def test_another_declared_plan_is_worse_until_it_is_accepted() -> None:
     """On one platform wherever it is; between platforms where the kernel is not unbiased (see above)."""
     old, new = run(record(), record(case="b")), run(record(plan=None, digest="q"), record(case="b"))
     worse = gate(old, new, Limits()).worse
     assert [change.text for change in worse] == ["declares no plan, flash@paper in the baseline"]
-    entry = Expected("cpu-flash@paper-random-*", PLAN, "we undeclare it", "pyproject.toml: expected[0]")
+    entry = Expected("cpu-flash@paper-random-*", PLAN, "we undeclare it", where="pyproject.toml: expected[0]")
     accepted = gate(old, new, Limits(), expected=[entry])
     assert accepted.held
     told = "cpu-flash@paper declares no plan, flash@paper in the baseline: accepted: we undeclare it (1 cell)"
@@ -528,21 +477,17 @@ def test_another_declared_plan_is_worse_until_it_is_accepted(run: MakeRun, recor
         gate(old, old, Limits(), expected=[entry])
 
 
-def test_the_command_reads_which_plans_are_accepted(
-    run: MakeRun, record: Make, keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = keep(run(record()), "old"), keep(run(record(plan=None, digest="q")), "new")
-    monkeypatch.chdir(tmp_path)
-    assert main(["gate", str(old), str(new)]) == 1
-    (tmp_path / "pyproject.toml").write_text(
+def test_the_command_reads_which_plans_are_accepted(tiebreak: Call) -> None:
+    old, new = run(record()), run(record(plan=None, digest="q"))
+    assert tiebreak("gate", old, new).code == 1
+    Path("pyproject.toml").write_text(
         '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "plan"\nreason = "undeclared"\n'
         '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "of_no_cell_here"\nreason = "another file\'s"\n'
     )
-    assert main(["gate", str(old), str(new)]) == 0
-    assert main(["gate", str(old), str(old)]) == 2
+    assert [tiebreak("gate", old, each).code for each in (new, old)] == [0, 2]
 
 
-def test_a_verdict_is_recomputed_as_the_suite_judges(record: Make) -> None:
+def test_a_verdict_is_recomputed_as_the_suite_judges() -> None:
     described = {"bias": MeasureRecord("a bias", margin=MARGIN_ULPS)}
     for mean in (-0.2, -0.05, -0.01, 0.0, 0.01, 0.05, 0.2, 5.0):
         for width in (0.0, 0.01, 0.04, 0.05, 0.3, 1e9):

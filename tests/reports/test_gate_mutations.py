@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import fallen, record, run, skip, trained
 from tiebreak.defects.mutations import GONE, alike, edited, edits, found, leaves, name_of, plain_of
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.gate import gate
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     PREDICTION,
@@ -29,11 +30,9 @@ from tiebreak.reports.records.record import (
     FitRecord,
     Narrowing,
     PlanRecord,
-    Record,
     Run,
 )
 
-Make = Callable[..., Record]
 EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "3"))
 
 #: Paths of leaves that may be edited, and why that does not matter.
@@ -89,7 +88,7 @@ def passes(baseline: Run, new: Run, plain: Mapping[str, Any], *, across: bool) -
 
 
 @pytest.fixture
-def judged(record: Make, fallen: Make, skip: Make, trained: Make, run: Callable[..., Run], tmp_path: Path) -> Run:
+def judged(tmp_path: Path) -> Run:
     """A run with a bit of everything that records have."""
     biased = record(case="tied", measures={"bias": Estimate(0.23, 0.01), "rounded_bias": Estimate(0.2, 0.01)},
                     tied=True, in_training="biased", answers={"extra": Answer(True, "more")})  # fmt: skip
@@ -149,7 +148,7 @@ def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, s
 @given(seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("new_bits", [False, True])
 @pytest.mark.parametrize("across", [False, True])
-def test_no_edit_of_one_leaf_passes(judged: Run, record: Make, across: bool, new_bits: bool, seed: int) -> None:
+def test_no_edit_of_one_leaf_passes(judged: Run, across: bool, new_bits: bool, seed: int) -> None:
     left = record(case="left")
     baseline = replace(judged, records=(*judged.records, left), cases={**judged.cases, "left": judged.cases["tied"]})
     new = judged

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiebreak.reports.sweeps.intervals import wilson
+from tiebreak.reports.sweeps.tables import wilson
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call, fallen, record, run, trained
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
 from tiebreak.reports.records.record import (
+    IDENTITY,
     SHRUNK,
     Answer,
     CaseRecord,
     CheckRecord,
     Estimate,
     ExperimentRecord,
+    Explanation,
     HistogramRecord,
     MeasureRecord,
     Record,
@@ -34,8 +36,6 @@ from tiebreak.reports.records.record import (
 )
 
 Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 EVIL = "</script><script>document.title='hacked'</script>&\"'<img src=x onerror=alert(1)>"
 
 
@@ -58,7 +58,7 @@ def data_of(html: str) -> dict[str, Any]:
     return parsed
 
 
-def evil_run(run: MakeRun, record: Make) -> Run:
+def evil_run() -> Run:
     trace = TraceRecord((0.0, 1.0), (1,))
     cells = [record(EVIL, f"tied_maxima[k={k}]", evidence={"trace": trace} if k == 2 else {}) for k in (2, 3)]
     fell = record("b", EVIL, outcome="fell", answers={EVIL: Answer(False, EVIL, EVIL)}, excused=EVIL)
@@ -88,7 +88,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
     assert html.count("<script") == 2
 
 
-def test_it_answers_its_title_then_says_what_fell_then_the_findings(run: MakeRun, record: Make, fallen: Make) -> None:
+def test_it_answers_its_title_then_says_what_fell_then_the_findings() -> None:
     wrong = {"checks": {"bound": CheckRecord("within its bound", wrong=True)}}
     bad = record("mine", outcome="fell", answers={"bound": Answer(False, "within", "<5 times>")})
     html = page([run(bad, options={"kernel": "x.py:mine"}, **wrong)], ["here"], [])
@@ -100,7 +100,7 @@ def test_it_answers_its_title_then_says_what_fell_then_the_findings(run: MakeRun
     assert "What fell" not in held
 
 
-def test_what_is_beyond_a_digest_is_folded(run: MakeRun, fallen: Make) -> None:
+def test_what_is_beyond_a_digest_is_folded() -> None:
     html = page([run(*(fallen(case=f"case_{number}") for number in range(12)))], ["here"], [])
     opened, folded = html[html.index("What fell") :].split("<summary>", 1)
     assert opened.count("<li>") == 8
@@ -108,14 +108,14 @@ def test_what_is_beyond_a_digest_is_folded(run: MakeRun, fallen: Make) -> None:
     assert "case_11" in folded
 
 
-def test_a_platform_has_what_it_takes_to_run_it_again(run: MakeRun, record: Make) -> None:
+def test_a_platform_has_what_it_takes_to_run_it_again() -> None:
     html = page([run(record(), platform={"commit": "0123456789abcdef0123-dirty"})], ["here"], [])
     (summary,) = re.findall(r"<li><b>here</b> \((.*?)\)", html)
     assert summary == "torch 2.13.0, os Linux 6.1, commit 0123456789ab-dirty, seed 1, heads 256"
 
 
-def test_strings_of_records_are_escaped(run: MakeRun, record: Make) -> None:
-    run_ = evil_run(run, record)
+def test_strings_of_records_are_escaped() -> None:
+    run_ = evil_run()
     html = page([run_], [EVIL], figures([run_], [EVIL]))
     tags = [tag for tag, _ in Tags(html).found]
     assert tags.count("script") == 2
@@ -136,7 +136,7 @@ def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling
     assert sum(isinstance(told, dict) for told in second) == 1
 
 
-def test_what_cancels_or_shrank_has_no_colour(run: MakeRun, record: Make) -> None:
+def test_what_cancels_or_shrank_has_no_colour() -> None:
     far = {"bias": Estimate(-113.0, 0.01)}
     shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
     cells = [shrunk, record(case="sum", measures=far, verdict=None), record(case="far", measures=far, verdict="biased")]
@@ -145,9 +145,7 @@ def test_what_cancels_or_shrank_has_no_colour(run: MakeRun, record: Make) -> Non
     assert tones == {"shrunk": None, "sum": None, "far": -113.0}
 
 
-def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so(
-    run: MakeRun, record: Make
-) -> None:
+def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so() -> None:
     described = {
         "measures": {"wobble": MeasureRecord("made up", "deg", column=True)},
         "experiments": {"swing": ExperimentRecord("a swing", "what wobbles.", headline="rms_ulps")},
@@ -166,7 +164,7 @@ def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_sa
     assert "<p>swing: what wobbles.</p>" in html
 
 
-def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) -> None:
+def test_figures_show_the_most_biased_and_the_least() -> None:
     def tied(kernel: str, bias: float, at_one: tuple[int, ...], error: float) -> list[Record]:
         bins = HistogramRecord(-1.0, 1.0, (3, 1), 0)
         trace = TraceRecord((0.0, error), at_one)
@@ -189,7 +187,7 @@ def test_figures_show_the_most_biased_and_the_least(run: MakeRun, record: Make) 
     assert figures([run(record())], ["empty"]) == []
 
 
-def test_the_page_begins_with_the_mechanism_where_errors_were_kept(run: MakeRun, record: Make) -> None:
+def test_the_page_begins_with_the_mechanism_where_errors_were_kept() -> None:
     def traced(kernel: str, bias: float, at_one: tuple[int, ...], **bins: HistogramRecord) -> Record:
         evidence = {"trace": TraceRecord((0.0, bias), at_one), **bins}
         return record(kernel, measures={"bias": Estimate(bias, 0.01)}, evidence=evidence)
@@ -224,25 +222,20 @@ def test_a_drawing_puts_every_point_inside(telling: Run) -> None:
         assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
 
 
-def test_the_command_writes_the_page(telling: Run, keep: Keep, tmp_path: Path) -> None:
-    assert main(["page", str(keep(telling, "a")), "-o", str(tmp_path / "deep" / "page")]) == 0
-    assert [file.name for file in (tmp_path / "deep" / "page").iterdir()] == ["index.html"]
-
-
-def test_nothing_is_written_where_input_cannot_be_read(
-    telling: Run, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "bad.json").write_text("{")
-    assert main(["page", str(keep(telling, "a")), str(tmp_path / "bad.json"), "-o", str(tmp_path / "page")]) == 2
-    assert "bad.json: not JSON" in capsys.readouterr().err
-    assert not (tmp_path / "page").exists()
+def test_the_command_writes_the_page_unless_its_input_cannot_be_read(telling: Run, tiebreak: Call) -> None:
+    Path("bad.json").write_text("{")
+    refused = tiebreak("page", telling, "bad.json", "-o", "deep/page")
+    assert (refused.code, "bad.json: not JSON" in refused.err) == (2, True)
+    assert not Path("deep").exists()
+    assert tiebreak("page", telling, "-o", "deep/page").code == 0
+    assert [file.name for file in Path("deep/page").iterdir()] == ["index.html"]
 
 
 DRIFT = SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)  # of `run`'s own case
 NORM = SeriesFigure("wq_norm", "W_Q's norm", "It grows.", "norm")
 
 
-def test_training_runs_of_every_file_have_figures_whatever_their_names(run: MakeRun, trained: Make) -> None:
+def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None:
     def one(kernel: str, value: float, **fields: Any) -> Record:
         """Each with a series of its own."""
         readings = {"delta_error": (value, None, value / 2), "wq_norm": (1.0, 2.0, 4.0)}
@@ -271,8 +264,14 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names(run: Make
     assert norm.note.endswith("From there.")
 
 
-def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped(run: MakeRun, trained: Make) -> None:
+def test_training_runs_have_a_map_of_their_own_and_their_strings_are_escaped() -> None:
     html = page([run(trained(EVIL))], ["a"], [])
     assert EVIL not in html
     assert '<div id="pooled-map">' in html
     assert 'id="pooled"' not in page([run()], ["a"], [])
+
+
+def test_what_a_search_for_a_plan_came_to_is_shown() -> None:
+    found = record(evidence={IDENTITY: Explanation("follows", ("flash@fused",), 3)})
+    ((name, text),) = data_of(page([run(found)], ["a"], []))["cells"][0]["records"][0]["evidence"]["more"]
+    assert (name, json.loads(text)["plans"]) == (IDENTITY, ["flash@fused"])

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import record, run, skip
 from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
@@ -24,7 +25,6 @@ from tiebreak.reports.records.record import (
     FitRecord,
     HistogramRecord,
     MeasureRecord,
-    Record,
     Run,
     Shown,
     TraceRecord,
@@ -148,14 +148,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def file(
-    telling: Run,
-    audits: Audits,
-    run: Callable[..., Run],
-    record: Callable[..., Record],
-    skip: Callable[..., Record],
-    tmp_path: Path,
-) -> Path:
+def file(telling: Run, audits: Audits, tmp_path: Path) -> Path:
     """A page of two platforms and an audit, with names and a reason that would like to be code."""
     bins = HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
     evidence = [{"trace": TraceRecord((0.0, error), at), "histogram": bins} for error, at in ((0.5, (1,)), (0.1, ()))]
@@ -280,7 +273,7 @@ def test_one_map_has_every_cell_with_the_marks_of_the_terminal(browser: Browser,
 
 
 @pytest.fixture
-def differing(run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path) -> Path:
+def differing(tmp_path: Path) -> Path:
     """Two platforms that differ in one cell's verdict, in another's bits, and of which one lacks a third."""
     cases = {
         "tie": CaseRecord("two equal maxima", "section 3", failure=True, group="ties"),
@@ -444,9 +437,7 @@ def test_the_sort_works_both_ways_and_leaves_what_is_missing_last(browser: Brows
 SHEET = 1047  # px: A4 on its side, less its margins
 
 
-def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
+def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(browser: Browser, tmp_path: Path) -> None:
     scheme = "dark"
     kernels = [f"stabilized_{number}@all_bf16" for number in range(40)]
     cells = [
@@ -473,9 +464,7 @@ def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(
     assert not browser.ask("[...document.querySelectorAll('details')].some((one) => one.open)")
 
 
-def test_a_measure_may_have_any_name(
-    browser: Browser, run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
+def test_a_measure_may_have_any_name(browser: Browser, tmp_path: Path) -> None:
     """Also that of a field."""
     names = ("case", "__proto__", "platform")
     described = {name: MeasureRecord(name, column=True) for name in names}

@@ -22,6 +22,7 @@ MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
+OWN = ["--kernel", "mine.py:attention", "--heads", "16", "--out", "out"]  # and cases
 KERNEL = """
 import pytest
 import torch
@@ -112,27 +113,32 @@ NARROWED = {
     "--deselect": (["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *"),
     "--cases": (["--cases", "random"], "outside *--cases random*"),
 }
+HELD = "gate held: 1 cell compared*"
+LESS = "*base.json: not updated: 1 of its cells lie {}; run all of them, or delete*"
 
 
 @pytest.mark.parametrize(("way", "workers"), [("-k", 1), *((way, 0) for way in (*NARROWED, "PYTEST_ADDOPTS"))])
 def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
     way: str, workers: int, matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pytest's own options as by the matrix'."""
+    """By pytest's own options as by the matrix', which are seen before the run."""
     words, told = NARROWED["-k" if way == "PYTEST_ADDOPTS" else way]
     if way == "PYTEST_ADDOPTS":
         monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(words))
         words = []
     cells = QUICK if way == "--cases" else (*QUICK, *CASES)
     before = baseline.read_bytes()
-    held = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
-    assert held.ret == 0
-    held.stdout.fnmatch_lines(["gate held: 1 cell compared*", f"note    1 cell of the baseline NOT compared: {told}"])
-    refused = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
-    assert refused.ret == 2
-    text = refused.stderr if way == "--cases" else refused.stdout
-    lie = told.replace("outside ", "outside this run's *")
-    text.fnmatch_lines([f"*base.json: not updated: 1 of its cells lie {lie}; run all of them, or delete*"])
+    Path("out/last.json").unlink()
+    updating = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
+    assert updating.ret == 2
+    ran = updating
+    if way == "--cases":
+        assert not Path("out/last.json").exists()
+        ran = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
+        assert ran.ret == 0
+    ran.stdout.fnmatch_lines([HELD, f"note    1 cell of the baseline NOT compared: {told}"])
+    text = updating.stderr if way == "--cases" else updating.stdout
+    text.fnmatch_lines([LESS.format(told.replace("outside ", "outside this run's *"))])
     assert baseline.read_bytes() == before
 
 
@@ -151,16 +157,19 @@ def test_a_run_that_stopped_falls_and_updates_nothing(
     stop: str, workers: int, matrix: Matrix, pytester: pytest.Pytester
 ) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="pass"))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    cells = [*OWN, "--cases", "random,random_causal"]
     assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0
     before = Path("base.json").read_bytes()
     pytester.makepyfile(mine=KERNEL.format(body="if not causal: raise ValueError('no')"))
-    fell = matrix("--baseline", "base.json", stop, cells=cells, workers=workers)
-    assert fell.ret != 0
-    fell.stdout.fnmatch_lines(["gate FELL: 1 cell compared*", "note    the new run was interrupted: it does not hold"])
     refused = matrix("--baseline", "base.json", "--update-baseline", stop, cells=cells, workers=workers)
     assert refused.ret == 2
-    refused.stdout.fnmatch_lines(["base.json: not updated: the run was interrupted"])
+    refused.stdout.fnmatch_lines(
+        [
+            "gate FELL: 1 cell compared*",
+            "note    the new run was interrupted: it does not hold",
+            "base.json: not updated: the run was interrupted",
+        ]
+    )
     assert Path("base.json").read_bytes() == before
 
 
@@ -204,7 +213,7 @@ def test_bad_usage_is_refused_before_any_work(matrix: Matrix, arguments: list[st
 
 def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="if causal: raise KeyboardInterrupt"))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal", "--heads", "16", "--out", "out"]
+    cells = [*OWN, "--cases", "random,random_causal"]
     arguments = [str(MATRIX), "-p", "no:cacheprovider", *cells, "--baseline", "base.json", "--update-baseline"]
     assert pytester.inline_run(*arguments, no_reraise_ctrlc=True).ret == 2
     run = store.read(Path("out/last.json"))
@@ -213,7 +222,12 @@ def test_an_interrupted_run_keeps_what_was_done_and_no_baseline(pytester: pytest
     assert not Path("base.json").exists()
 
 
-def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pause", "expected"), [(0.0, [(1, False), (2, False), (2, True)]), (3600.0, [(2, True)])], ids=["short", "long"]
+)
+def test_records_are_kept_on_the_way_now_and_then(
+    pause: float, expected: list[tuple[int, bool]], matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[tuple[int, bool]] = []
     write = store.write
 
@@ -221,19 +235,11 @@ def test_records_are_kept_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyP
         kept.append((len(run.records), run.complete))
         write(run, path)
 
-    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 0.0)
+    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", pause)
     monkeypatch.setattr("tiebreak.matrix.record_file._SHARE", 0.0)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
-    assert kept == [(1, False), (2, False), (2, True)]
-
-
-def test_between_two_copies_on_the_way_some_time_passes(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", 3600.0)
-    monkeypatch.setattr(store, "write", lambda _, path: written.append(path))
-    matrix()
-    assert written == [Path("out/last.json")]
+    assert kept == expected
 
 
 def test_a_baseline_is_not_where_the_run_writes(matrix: Matrix, pytester: pytest.Pytester) -> None:
@@ -247,14 +253,6 @@ def test_a_baseline_is_not_where_the_run_writes(matrix: Matrix, pytester: pytest
     refused = matrix("--baseline", "out/new.json", "--save", "new", "--update-baseline")
     assert refused.ret == 2
     assert not Path("out/new.json").exists()
-
-
-def test_a_baseline_is_not_replaced_by_a_narrower_run_which_is_told_before_it(matrix: Matrix, baseline: Path) -> None:
-    Path("out/last.json").unlink()
-    refused = matrix("--baseline", str(baseline), "--update-baseline", cells=(*QUICK, "--cases", "random"))
-    assert refused.ret == 2
-    refused.stderr.fnmatch_lines(["*base.json: not updated: 1 of its cells lie outside this run's *--cases random*"])
-    assert not Path("out/last.json").exists()
 
 
 class Rerunning:
@@ -273,8 +271,7 @@ class Rerunning:
 def test_a_rerun_takes_back_no_failure(matrix: Matrix, pytester: pytest.Pytester) -> None:
     once = "import os; there = os.path.exists('ran'); open('ran', 'w').close()\n    assert there, 'once'"
     pytester.makepyfile(mine=KERNEL.format(body=once))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
-    ran = matrix(cells=cells, plugins=[Rerunning()])
+    ran = matrix(cells=[*OWN, "--cases", "random"], plugins=[Rerunning()])
     assert ran.ret == 1
     ran.assert_outcomes(passed=1)
     ran.stdout.fnmatch_lines(["fell: cpu-attention-random-bf16 crashed at first, whatever came of it when it was run*"])
@@ -345,8 +342,7 @@ def test_sigterm_keeps_what_is_done_and_says_what_was_not(pytester: pytest.Pytes
 
 def test_a_time_out_is_an_outcome_of_its_own(matrix: Matrix, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body='pytest.fail("Timeout (>1.0s) from pytest-timeout.")'))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random", "--heads", "16", "--out", "out"]
-    assert matrix(cells=cells).ret == 1
+    assert matrix(cells=[*OWN, "--cases", "random"]).ret == 1
     (record,) = store.read(Path("out/last.json")).records
     assert record.outcome == "timed_out"
     assert record.reasons[0].endswith("Failed: Timeout (>1.0s) from pytest-timeout.")

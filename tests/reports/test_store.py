@@ -8,10 +8,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tiebreak.defects.made_up import record, run
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.gate import gate, report
-from tiebreak.reports.gate.limits import Limits
+from tiebreak.reports.gate.gate import gate
+from tiebreak.reports.gate.report import report
+from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import store
@@ -52,7 +54,7 @@ def test_what_is_written_is_read_again_and_fits_the_schema(
     validator.validate(json.loads((tmp_path / "a.json").read_text(encoding="utf-8")))
 
 
-def test_a_number_that_is_none_stays_none_and_an_integer_an_integer(record: Callable[..., Record]) -> None:
+def test_a_number_that_is_none_stays_none_and_an_integer_an_integer() -> None:
     measures = {"bias": Estimate.of(float("nan"), float("inf")), "gain": None, "elements": 65536, "rms_ulps": 0.5}
     fits = {"flash@paper": FitRecord.measured(0.5, float("nan"), 0.1)}
     made = record(measures=measures, evidence={"fits": fits, "other": [{"x": 1}]})
@@ -156,7 +158,6 @@ def test_a_field_of_the_wrong_kind_is_named(
     value: Any,
     message: str,
     keep: Callable[[Run, str], Path],
-    run: Callable[..., Run],
     change: Callable[[Path, Sequence[str | int], Any], None],
 ) -> None:
     path = keep(run(), "a")
@@ -167,9 +168,7 @@ def test_a_field_of_the_wrong_kind_is_named(
         store.read(path)  # any string is a name; what shows it keeps control characters from the terminal
 
 
-def test_a_number_beyond_all_bounds_is_refused(
-    tmp_path: Path, keep: Callable[..., Path], run: Callable[..., Run]
-) -> None:
+def test_a_number_beyond_all_bounds_is_refused(tmp_path: Path, keep: Callable[..., Path]) -> None:
     path = keep(run(), "a")
     text = path.read_text(encoding="utf-8")
     assert '"gain": 1.0' in text
@@ -177,20 +176,20 @@ def test_a_number_beyond_all_bounds_is_refused(
     assert refusal(path) == "records[0].measures.gain: Number out of range"
 
 
-def test_two_records_of_one_cell_are_refused(run: Callable[..., Run], record: Callable[..., Record], keep: Any) -> None:
+def test_two_records_of_one_cell_are_refused(keep: Any) -> None:
     path = keep(run(record(), record()), "a")
     assert refusal(path) == "records[1].id: a second record of cpu-flash@paper-random-bf16"
 
 
-def test_the_same_run_twice_is_refused(run: Callable[..., Run], keep: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_same_run_twice_is_refused(keep: Callable[..., Path], tmp_path: Path) -> None:
     first, other = keep(run(), "first"), keep(run(), "other")
     store.read_all([first, other])
     copy = tmp_path / "copy.json"
     copy.write_bytes(first.read_bytes())
-    with pytest.raises(UnreadableRecordsError, match=r"copy\.json: run: the same run as in .*first\.json"):
+    with pytest.raises(UnreadableRecordsError, match=r"copy\.json: the same as in .*first\.json"):
         store.read_all([first, other, copy])
     baseline = keep(run(run=None), "baseline")
-    with pytest.raises(UnreadableRecordsError, match="the same run as in"):
+    with pytest.raises(UnreadableRecordsError, match="the same as in"):
         store.read_all([baseline, baseline])
 
 
@@ -204,7 +203,7 @@ def test_a_folder_a_missing_file_and_a_huge_file_are_refused(tmp_path: Path) -> 
     assert refusal(Path("/dev/null")) == "not a regular file"
 
 
-def test_a_failed_write_leaves_the_old_file(run: Callable[..., Run], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a.json"
     store.write(run(), path)
     before = path.read_bytes()
@@ -221,9 +220,7 @@ def test_a_failed_write_leaves_the_old_file(run: Callable[..., Run], tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_nothing_that_is_no_number_is_written(
-    run: Callable[..., Run], record: Callable[..., Record], tmp_path: Path
-) -> None:
+def test_nothing_that_is_no_number_is_written(tmp_path: Path) -> None:
     bad = run(record(measures={"bias": Estimate(float("nan"), 0.1)}))
     with pytest.raises(ValueError, match="not JSON compliant"):
         store.write(bad, tmp_path / "a.json")

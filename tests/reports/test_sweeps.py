@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import asdict, replace
 
-from tiebreak.reports.cli import main
+from tiebreak.defects.made_up import Call
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.store import UnreadableRecordsError
@@ -154,21 +154,20 @@ def test_the_figure_shows_rates_with_their_intervals() -> None:
     assert losses.series[0].bars[0][1:] == (3.01, 3.2)
 
 
-def test_show_and_page_take_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = kept(tmp_path / "a<b", swept((0.01, "plain", 0), (0.1, "mine", 20)).runs)
-    assert main(["show", str(folder), "--kernels", "mine"]) == 0
-    shown = capsys.readouterr().out
+def test_show_and_page_take_a_folder(tmp_path: Path, tiebreak: Call) -> None:
+    kept(tmp_path / "a<b", swept((0.01, "plain", 0), (0.1, "mine", 20)).runs)
+    shown = tiebreak("show", "a<b", "--kernels", "mine").out
     assert "20/20 (84 to 100 %)" in shown
     assert "plain" not in shown
-    assert main(["show", str(folder), "--format", "json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 40
-    assert main(["show", str(folder), "--cases", "x"]) == 2
-    assert "is a sweep; --kernels alone narrows it" in capsys.readouterr().err
-    assert main(["page", str(folder), "-o", str(tmp_path / "page")]) == 0
-    page = (tmp_path / "page" / "index.html").read_text()
+    assert len(json.loads(tiebreak("show", "a<b", "--format", "json").out)["runs"]) == 40
+    refused = tiebreak("show", "a<b", "--cases", "x")
+    assert (refused.code, refused.err) == (2, "tiebreak show: --cases: a<b is a sweep; --kernels alone narrows it\n")
+    assert tiebreak("page", "a<b", "-o", "page").code == 0
+    page = Path("page/index.html").read_text()
     assert "<td>20/20 (84 to 100 %)</td>" in page
     assert page.count("<svg ") == 2
     assert "a&lt;b" in page
     assert "a<b" not in page
-    assert main(["page", str(tmp_path), "-o", str(tmp_path / "page")]) == 2
-    assert "no sweep's folder?" in capsys.readouterr().err
+    refused = tiebreak("page", ".", "-o", "page")
+    assert refused.code == 2
+    assert "no sweep's folder?" in refused.err

@@ -1,19 +1,14 @@
 """Tables and the figure of training runs over seeds."""
 
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tiebreak.reports.cli import main
-from tiebreak.reports.records.record import Record, Run
+from tiebreak.defects.made_up import Call, record, run, skip, trained
+from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables.grids import text as as_text
 from tiebreak.reports.tables.training import training_tables
-
-Keep = Callable[[Run, str], Path]
-Make = Callable[..., Record]
-MakeRun = Callable[..., Run]
 
 
 def table(*runs: Run, tablefmt: str = "simple") -> str:
@@ -26,7 +21,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
 
 
-def test_seeds_are_shown_from_the_lowest_to_the_highest(run: MakeRun, trained: Make) -> None:
+def test_seeds_are_shown_from_the_lowest_to_the_highest() -> None:
     runs = [run(trained(value=value, seed=seed)) for seed, value in ((1, -1e-3), (2, 3e-3), (3, -2e-3))]
     text = table(*runs)
     assert text.startswith("training, cpu, seeds 1, 2, 3\n")
@@ -43,23 +38,23 @@ def test_seeds_are_shown_from_the_lowest_to_the_highest(run: MakeRun, trained: M
         ({"outcome": "measured"}, "+1.0e-03 to +2.0e-03"),
     ],
 )
-def test_the_worst_seed_marks_all(run: MakeRun, trained: Make, fields: dict[str, str], shown: str) -> None:
+def test_the_worst_seed_marks_all(fields: dict[str, str], shown: str) -> None:
     runs = [run(trained()), run(trained(value=1e-3, seed=2, **fields))]
     assert rows(table(*runs))["flash@train"][0] == shown
 
 
 @pytest.mark.parametrize(("outcome", "shown"), [("skipped", "skip"), ("crashed", "!crash!"), ("timed_out", "!time!")])
-def test_a_run_that_gave_nothing_says_so(run: MakeRun, skip: Make, outcome: str, shown: str) -> None:
+def test_a_run_that_gave_nothing_says_so(outcome: str, shown: str) -> None:
     text = table(run(skip("flash@train", "train_drift", outcome, experiment="training")))
     assert rows(text) == {"flash@train": [shown]}
 
 
-def test_a_nan_is_no_lowest_number(run: MakeRun, trained: Make) -> None:
+def test_a_nan_is_no_lowest_number() -> None:
     text = table(run(trained()), run(trained(value=None, seed=2, outcome="fell")))
     assert rows(text)["flash@train"][0] == "!+2.0e-03 to NaN!"
 
 
-def test_backends_have_tables_of_their_own_and_other_records_none(run: MakeRun, trained: Make, record: Make) -> None:
+def test_backends_have_tables_of_their_own_and_other_records_none() -> None:
     text = table(run(trained(), trained(backend="emulation"), record()))
     assert [line for line in text.splitlines() if line.startswith("training")] == [
         "training, cpu, seed 1",
@@ -68,7 +63,7 @@ def test_backends_have_tables_of_their_own_and_other_records_none(run: MakeRun, 
     assert table(run()) == ""
 
 
-def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases(run: MakeRun, trained: Make) -> None:
+def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases() -> None:
     lettered = run(trained(case="train_lm"), trained(), trained(case="unheard_of"))
     text = table(lettered, tablefmt="github")
     assert text.index("A: delta_error_mean") < text.index("L: delta_error_mean") < text.index("unheard_of")
@@ -76,51 +71,36 @@ def test_columns_are_headed_and_explained_by_what_the_file_says_of_its_cases(run
     assert "What differs is the kernel." in text
 
 
-def test_the_command_takes_several_files_and_draws(
-    run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [
-        str(keep(run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed), run="ab"[seed - 1] * 32), name))
-        for seed, name in ((1, "a"), (2, "b"))
-    ]
-    figure = tmp_path / "new" / "figure.svg"
-    assert main(["show", *files, "--figure", str(figure), "--kernels", "flash*"]) == 0
-    assert rows(capsys.readouterr().out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
-    drawn = ElementTree.fromstring(figure.read_text(encoding="utf-8"))
+def test_the_command_takes_several_files_and_draws(tiebreak: Call) -> None:
+    runs = [run(trained(seed=seed, value=seed * 1e-3), trained("sdpa", seed=seed)) for seed in (1, 2)]
+    told = tiebreak("show", *runs, "--figure", "new/figure.svg", "--kernels", "flash*")
+    assert rows(told.out) == {"flash@train": ["+1.0e-03 to +2.0e-03 ·", "fails"]}
+    drawn = ElementTree.fromstring(Path("new/figure.svg").read_text(encoding="utf-8"))
     marks = drawn.findall(".//{*}circle[@r='4']")
     _of_legend, first, second = (float(mark.get("cx", "nan")) for mark in marks)
     texts = {text.text: float(text.get("x", "nan")) for text in drawn.findall(".//{*}text")}
     assert texts["0"] < first < second <= texts["0.002"]
 
 
-def test_files_of_two_platforms_are_no_seeds(
-    run: MakeRun, trained: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("files", "words", "message"),
+    [
+        ([run(trained()), run(trained(), platform={"cpu": "Another"})], [],
+         "2.json: platform.cpu is 'Another', 'Made-up 9000' in 1.json; compare puts them side by side\n"),
+        ([run(record()), run(record())], [], "1.json: no training runs in there, and compare puts calls side by side"),
+        ([run(trained())], ["--figure", "x.docx"], "--figure x.docx: "),
+        ([run(trained()), run(trained())], ["--format", "csv"], "--format csv: the table over seeds is simple, "),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_over_seeds_is_refused(
+    files: list[Run], words: list[str], message: str, tiebreak: Call
 ) -> None:
-    one, other = keep(run(trained()), "a"), keep(run(trained(), platform={"cpu": "Another"}, run="b" * 32), "b")
-    assert main(["show", str(one), str(other)]) == 2
-    error = capsys.readouterr().err
-    message = f"platform.cpu is 'Another', 'Made-up 9000' in {one}; compare puts them side by side"
-    assert error == f"tiebreak show: {other}: {message}\n"
+    refused = tiebreak("show", *files, *words)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert refused.err.startswith(f"tiebreak show: {message}")
+    assert not Path("x.docx").exists()
 
 
-def test_files_without_training_runs_are_refused(
-    run: MakeRun, record: Make, keep: Keep, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [str(keep(run(record(), run=name * 32), name)) for name in "ab"]
-    assert main(["show", *files]) == 2
-    assert "no training runs in there" in capsys.readouterr().err
-
-
-def test_an_unknown_kind_of_figure_is_refused_in_one_line(
-    run: MakeRun, trained: Make, keep: Keep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(keep(run(trained()), "a")), "--figure", str(tmp_path / "x.docx")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"tiebreak show: --figure {tmp_path / 'x.docx'}: ")
-    assert len(error.splitlines()) == 1
-    assert not (tmp_path / "x.docx").exists()
-
-
-def test_what_the_paper_says_comes_from_any_seed_that_ran(run: MakeRun, trained: Make, skip: Make) -> None:
+def test_what_the_paper_says_comes_from_any_seed_that_ran() -> None:
     lost, stable = skip("flash@train", "train_lm", experiment="training"), trained(evidence={"paper": "stable"})
     assert rows(table(run(lost, stable)))["flash@train"][-1] == "stable"

@@ -20,9 +20,10 @@ from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import DEFAULT_ROSTER, eight_bit_kernels
 from tiebreak.matrix.candidates import candidates
-from tiebreak.matrix.identification.asking import Answer
+from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.identification.space import ALGORITHM, FAST, RULE, SLOW, TILE, changes, forward_alone, moves, text
 from tiebreak.reports.cli import count
 from tiebreak.studies.study import Study
@@ -66,7 +67,7 @@ def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
 def run_task(task: Task) -> Found:
     """Identify a kernel that follows a plan, and say what is true of the answer."""
     truth = parse_declaration(task.plan)
-    identity = identify(EMULATION, composed("kernel", truth), BF16)
+    identity = identify(KnownPlans(Asked(EMULATION, composed("kernel", truth), BF16)))
     alike = {point: list(values) for point, values in identity.alike.items()}
     return Found(identity.nearest, _outcome(identity, truth), alike, identity.tried)
 

@@ -1,8 +1,8 @@
 """`python -m tiebreak.studies.spread`: Run the training snippets at many seeds, and renew the bounds that rest on them.
 
 A seed is done with all variants of a default run before the next begins, so that at any stop all have been run equally
-often; the others follow. `--write` puts n, mean and sd into cases/gpt2/spread.csv, from which
-`tiebreak.cases.gpt2.bounds` derives the bounds.
+often; the others follow. `--write` puts n, mean and sd into spread.csv, and the bounds that `tiebreak.studies.bounds`
+derives from them into cases/gpt2/claims.csv.
 """
 
 import sys
@@ -11,17 +11,10 @@ from dataclasses import dataclass
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.provenance import commit
-from tiebreak.cases.gpt2.bounds import (
-    Ran,
-    Spread,
-    bounded,
-    read_spreads,
-    spread,
-    write_spreads,
-)
 from tiebreak.cases.gpt2.snippets import SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.reports.cli import count
+from tiebreak.studies.bounds import RULES, Ran, Spread, claims, read_spreads, spread, write_claims, write_spreads
 from tiebreak.studies.study import Study
 
 _BACKENDS = {backend.name: backend for backend in (EMULATION, CPU)}
@@ -64,7 +57,7 @@ STUDY = Study("spread", run, Task, Measured, seconds=6.0, gib=1.0, every_commit=
 
 def variants_of(snippet: Snippet) -> Sequence[str]:
     """Return the variants of a default run, then all others that a statement is about or must catch."""
-    named = (name for each in snippet.rules for name in (*each.variants, each.against))
+    named = (name for each in RULES.get(snippet.name, ()) for name in (*each.variants, each.against))
     own = (name for claim in snippet.own_claims for name in sorted(claim.variants))
     return list(dict.fromkeys([*snippet.roster, *named, *own]))
 
@@ -78,7 +71,9 @@ def tasks(seeds: int) -> Iterator[Task]:
     for first in (True, False):
         for seed in range(1, seeds + 1):
             for snippet in SNIPPETS.values():
-                caught = {each.against for each in snippet.rules if set(each.variants) & set(snippet.roster)}
+                caught = {
+                    each.against for each in RULES.get(snippet.name, ()) if set(each.variants) & set(snippet.roster)
+                }
                 default = caught | set(snippet.roster)
                 named = [name for name in variants_of(snippet) if (name in default) == first]
                 for backend, names in (("emulation", named), ("cpu", () if first else snippet.on_devices)):
@@ -91,7 +86,9 @@ def spreads(runs: Runs) -> dict[Ran, Spread]:
     for task, each in _current(runs).items():
         snippet = SNIPPETS[task.snippet]
         asked = {claim.measure for claim in snippet.own_claims if task.variant in claim.variants}
-        asked |= {rule.measure for rule in snippet.rules if task.variant in (*rule.variants, rule.against)}
+        asked |= {
+            rule.measure for rule in RULES.get(snippet.name, ()) if task.variant in (*rule.variants, rule.against)
+        }
         for measure in asked:
             ran = Ran(task.snippet, task.version, task.backend, task.variant, measure)
             values.setdefault(ran, []).append(each.measures[measure])
@@ -105,12 +102,10 @@ def _current(runs: Runs) -> Runs:
 
 def alarms(runs: Runs, spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
     """Return how many runs claims speak of, and those that would have fallen at the bounds that follow."""
-    claims = {
-        snippet.name: (*snippet.own_claims, *bounded(snippet.name, snippet.version, snippet.rules, spreads))
-        for snippet in SNIPPETS.values()
-    }
+    derived = claims(spreads)
+    about = {name: (*each.own_claims, *derived.get((name, each.version), ())) for name, each in SNIPPETS.items()}
     asked = {
-        task: [claim for claim in claims[task.snippet] if task.variant in claim.variants] for task in _current(runs)
+        task: [claim for claim in about[task.snippet] if task.variant in claim.variants] for task in _current(runs)
     }
     fallen = [
         f"{task}: {claim.text}, {claim.measure} = {runs[task].measures[claim.measure]:.3g}"
@@ -131,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = STUDY.kept(options)
     if options.write:
         write_spreads(spreads(runs), commit() or "")
+        write_claims(claims(read_spreads()), commit() or "")
     asked, fallen = alarms(runs, read_spreads())
     print("\n".join([f"{asked} runs that claims speak of, {len(fallen)} beyond a bound", *fallen]))
     return int(bool(fallen))

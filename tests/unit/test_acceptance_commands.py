@@ -15,16 +15,7 @@ from tiebreak.reports.records.record import RuleAnswer
 from tiebreak.reports.verdict import verdicts
 
 MatrixRun = Callable[..., pytest.RunResult]
-CELLS = (
-    "--backend",
-    "emulation",
-    "--kernels",
-    "flash@paper",
-    "--cases",
-    "tied_maxima[k=2],random_causal",
-    "--heads",
-    "32",
-)
+CELLS = ("--backend=emulation", "--kernels=flash@paper", "--cases=tied_maxima[k=2],random_causal", "--heads=32")
 
 
 @pytest.fixture
@@ -86,7 +77,7 @@ def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFix
     assert cli.main(["rules"]) == 0
     printed = capsys.readouterr().out
     for rule in RULES.values():
-        assert all(text in printed for text in (rule.name, rule.formula, f"{rule.source} ({rule.version})", rule.note))
+        assert all(text in printed for text in (rule.name, rule.formula, rule.source, rule.note))
     assert cli.main(["rules", "ascend_l*"]) == 0
     assert capsys.readouterr().out.count("commercial_standard.md") == 3
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.gate.annotations import annotations
 from tiebreak.reports.gate.gate import Change, Outcome
+from tiebreak.reports.gate.report import annotations
 from tiebreak.reports.records.record import CRASHED, RUNS, Answer, Record, Run
 
 yaml: Any = pytest.importorskip("yaml")

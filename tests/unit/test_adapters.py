@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,61 +68,55 @@ def banded(causal: bool, window: Sequence[int | None]) -> Callable[[int, int], T
     return mask
 
 
-def tokens_first(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    mask: Callable[[int, int], Tensor] | None,
-    cap: float = 0.0,
-) -> Tensor:
+Mask = Callable[[int, int], Tensor]  # of so many queries and keys
+
+
+def tokens_first(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Mask | None, cap: float = 0.0) -> Tensor:
     """The same of (batch, N, heads, d)."""
     hidden = None if mask is None else mask(q.shape[1], k.shape[1])
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return attend(q, k, v, scale, hidden, cap).transpose(1, 2)
 
 
-def flash_attn_func(  # flash-attn 2.8.4, 0251105
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: Any = False,
-    return_attn_probs: Any = False,
+def of_signature(parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function the parameters of the one that it stands for; of these it gets those that it names itself."""
+    made: dict[str, Any] = {}
+    exec(f"def stood_for({parameters}): return locals()", made)
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(made["stood_for"])
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            given = made["stood_for"](*arguments, **keywords)
+            return function(**{name: given[name] for name in inspect.signature(function).parameters})
+
+        return called
+
+    return mark
+
+
+# flash-attn 2.8.4, 0251105
+@of_signature(
+    "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,"
+    " deterministic=False, return_attn_probs=False"
+)
+def flash_attn_func(
+    q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, deterministic: Any
 ) -> Any:
     assert deterministic
     return tokens_first(q, k, v, softmax_scale, banded(causal, window_size), softcap)
 
 
-def flash_attn_cute_func(  # flash-attn-4 4.0.0b27, flash_attn/cute/interface.py, 0251105
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Any = None,
-    gather_kv_indices: Any = None,
-    softmax_scale: Any = None,
-    causal: bool = False,
-    window_size: Any = (None, None),
-    learnable_sink: Any = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: Any = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
+# flash-attn-4 4.0.0b27, flash_attn/cute/interface.py, 0251105
+@of_signature(
+    "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),"
+    " learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,"
+    " score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,"
+    " block_sparse_tensors_bwd=None, return_lse=False"
+)
+def flash_attn_cute_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, causal: bool, window_size: Any, softcap: float, qv: Any
 ) -> Any:
-    assert (qv, gather_kv_indices) == (None, None)
+    assert qv is None
     return tokens_first(q, k, v, softmax_scale, banded(causal, window_size), softcap), None
 
 
@@ -129,86 +124,46 @@ class LowerTriangularFromBottomRightMask:
     """xformers 0.0.35, ca6d2aa0."""
 
 
-def memory_efficient_attention(  # xformers 0.0.35, ca6d2aa0, which has it from mslk 1.3.0, 2a3c897
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: Any = None,
-    *,
-    op: Any = None,
-    output_dtype: Any = None,
-) -> Tensor:
+# xformers 0.0.35, ca6d2aa0, which has it from mslk 1.3.0, 2a3c897
+@of_signature("query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None")
+def memory_efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, scale: Any, op: Any) -> Any:
     assert op == ("cutlass forward", "cutlass backward"), "it would choose by itself"
     assert attn_bias is None or isinstance(attn_bias, LowerTriangularFromBottomRightMask)
     return tokens_first(query, key, value, scale, None if attn_bias is None else lower_right)
 
 
-def single_prefill_with_kv_cache(  # flashinfer 0.6.18, fb28d72
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale_q: Any = None,
-    scale_k: Any = None,
-    scale_v: Any = None,
-    o_dtype: Any = None,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: Any = None,
-    window_left: int = -1,
-    logits_soft_cap: Any = None,
-    rope_scale: Any = None,
-    rope_theta: Any = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
+# flashinfer 0.6.18, fb28d72
+@of_signature(
+    "q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None,"
+    " causal=False, kv_layout='NHD', pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None,"
+    " window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, backend='auto', return_lse=False,"
+    " kv_cache_sf=None, k_scale=None, v_scale=None"
+)
+def single_prefill_with_kv_cache(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, kv_layout: str, sm_scale: Any, logits_soft_cap: Any, backend: str
 ) -> Any:
     assert (kv_layout, backend) == ("NHD", "fa2")
     mask = lower_right if causal else None
     return tokens_first(q[None], k[None], v[None], sm_scale, mask, logits_soft_cap or 0.0)[0]
 
 
-def sageattn(  # sageattention 2.2.0, d1a57a5
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    sm_scale: Any = None,
-    return_lse: bool = False,
-    **kwargs: Any,
-) -> Any:
+# sageattention 2.2.0, d1a57a5
+@of_signature("q, k, v, tensor_layout='HND', is_causal=False, sm_scale=None, return_lse=False, **kwargs")
+def sageattn(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str, is_causal: bool, sm_scale: Any, kwargs: Any) -> Any:
     assert tensor_layout == "HND"
     assert not kwargs, "what it does not know it drops without a word"
     assert not is_causal or q.shape[2] == k.shape[2], "its document: only applicable when qo_len == kv_len"
     return attend(q, k, v, sm_scale, upper_left(q.shape[2], k.shape[2]) if is_causal else None)
 
 
-def aiter_flash_attn_func(  # aiter 0.1.20, aiter/ops/mha.py, e404860
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: Any = 0.0,
-    softmax_scale: Any = None,
-    causal: Any = False,
-    window_size: Any = (-1, -1, 0),
-    bias: Any = None,
-    alibi_slopes: Any = None,
-    deterministic: Any = True,
-    return_lse: Any = False,
-    return_attn_probs: Any = False,
-    how_v3_bf16_cvt: Any = 1,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    sink_ptr: Any = None,
-    num_splits: int = 0,
+# aiter 0.1.20, aiter/ops/mha.py, e404860
+@of_signature(
+    "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1, 0), bias=None, alibi_slopes=None,"
+    " deterministic=True, return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1, cu_seqlens_q=None,"
+    " cu_seqlens_kv=None, sink_ptr=None, num_splits=0"
+)
+def aiter_flash_attn_func(
+    q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, deterministic: Any, how_v3_bf16_cvt: Any
 ) -> Any:
     assert deterministic
     assert how_v3_bf16_cvt == 1
@@ -218,30 +173,21 @@ def aiter_flash_attn_func(  # aiter 0.1.20, aiter/ops/mha.py, e404860
 class DotProductAttention(torch.nn.Module):
     """transformer_engine 2.20.0.dev0, d0067d0, of whose forward pass the adapter gives q, k and v alone."""
 
+    @of_signature(
+        "self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format='sbhd',"
+        " attn_mask_type='causal', window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,"
+        " get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type='self', cp_group=None,"
+        " cp_global_ranks=None, cp_stream=None, cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla',"
+        " return_max_logit=False, name=None"
+    )
     def __init__(
-        self,
+        self: Any,
         num_attention_heads: int,
         kv_channels: Any,
-        num_gqa_groups: Any = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: Any = None,
-        bottom_right_diagonal: Any = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: Any = None,
-        layer_number: Any = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: Any = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: Any = False,
-        name: Any = None,
+        num_gqa_groups: Any,
+        qkv_format: str,
+        attn_mask_type: str,
+        softmax_scale: Any,
     ) -> None:
         super().__init__()
         assert qkv_format == "bshd"
@@ -256,15 +202,10 @@ class DotProductAttention(torch.nn.Module):
         return tokens_first(query_layer, key_layer, value_layer, self.scale, self.mask).flatten(2)
 
 
-def gems_attention(  # flag_gems 5.3.4, src/flag_gems/ops/attention.py, ed2508b
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
+# flag_gems 5.3.4, src/flag_gems/ops/attention.py, ed2508b
+@of_signature("query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False")
+def gems_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> Any:
     assert attn_mask is None, "a bool one hides where it is True"
     assert enable_gqa or query.shape[1] == key.shape[1]
@@ -280,45 +221,26 @@ def liger_fused_neighborhood_attention(  # liger-kernel 0.8.2, ead96b6
     return attend(query, key, value, scale, (distance > kernel_size // 2 * dilation) | (distance % dilation != 0))
 
 
-def parallel_attn(  # flash-linear-attention 0.5.2, bc3b101
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Any = None,
-    scale: Any = None,
-    window_size: Any = None,
-    cu_seqlens: Any = None,
-    chunk_indices: Any = None,
-    *,
-    sink_bias: Any = None,
-    **kwargs: Any,
-) -> Tensor:
-    assert (g, window_size, kwargs) == (None, None, {})
+# flash-linear-attention 0.5.2, bc3b101
+@of_signature(
+    "q, k, v, g=None, scale=None, window_size=None, cu_seqlens=None, chunk_indices=None, *, sink_bias=None, **kwargs"
+)
+def parallel_attn(q: Tensor, k: Tensor, v: Tensor, scale: Any, kwargs: Any) -> Tensor:
+    assert not kwargs
     assert q.shape[1] == k.shape[1], "one T for all"
     return tokens_first(q, k, v, scale, upper_left)
 
 
-def npu_fusion_attention(  # torch_npu's document of release 6.0.0
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: Any = None,
-    padding_mask: Any = None,
-    atten_mask: Any = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = 2147483647,
-    next_tockens: int = 2147483647,
-    inner_precise: int = 0,
-    prefix: Any = None,
-    actual_seq_qlen: Any = None,
-    actual_seq_kvlen: Any = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-) -> Any:
+# torch_npu's document of release 6.0.0
+@of_signature(
+    "query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0,"
+    " pre_tockens=2147483647, next_tockens=2147483647, inner_precise=0, prefix=None, actual_seq_qlen=None,"
+    " actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False"
+)
+def npu_fusion_attention(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, atten_mask: Any, scale: float,
+    sparse_mode: int,
+) -> Any:  # fmt: skip
     assert (input_layout, head_num) == ("BNSD", query.shape[1])
     if sparse_mode == 3:  # its mask is then the triangle of 2048 whatever the lengths
         assert torch.equal(atten_mask, upper_left(2048, 2048))
@@ -326,40 +248,34 @@ def npu_fusion_attention(  # torch_npu's document of release 6.0.0
     return attend(query, key, value, scale, atten_mask), None, None, None, 0, 0, 0
 
 
+def places(place: str, **contents: Any) -> dict[str, dict[str, Any]]:
+    """A module with its contents, and the packages that it lies in."""
+    parts = place.split(".")
+    return {**{".".join(parts[:n]): {} for n in range(1, len(parts))}, place: contents}
+
+
 #: Modules and what is in them, by the adapter that asks for them.
 STAND_INS: dict[str, dict[str, dict[str, Any]]] = {
-    "flash_attn": {"flash_attn": {"flash_attn_func": flash_attn_func}},
-    "flash_attn_cute": {"flash_attn": {}, "flash_attn.cute": {"flash_attn_func": flash_attn_cute_func}},
+    "flash_attn": places("flash_attn", flash_attn_func=flash_attn_func),
+    "flash_attn_cute": places("flash_attn.cute", flash_attn_func=flash_attn_cute_func),
     "xformers": {
-        "xformers": {},
-        "xformers.ops": {},
-        "xformers.ops.fmha": {
-            "memory_efficient_attention": memory_efficient_attention,
-            "MemoryEfficientAttentionCutlassOp": ("cutlass forward", "cutlass backward"),
-        },
+        **places(
+            "xformers.ops.fmha",
+            memory_efficient_attention=memory_efficient_attention,
+            MemoryEfficientAttentionCutlassOp=("cutlass forward", "cutlass backward"),
+        ),
         "xformers.ops.fmha.attn_bias": {"LowerTriangularFromBottomRightMask": LowerTriangularFromBottomRightMask},
     },
-    "flashinfer": {"flashinfer": {"single_prefill_with_kv_cache": single_prefill_with_kv_cache}},
-    "sageattention": {"sageattention": {"sageattn": sageattn}},
-    "aiter": {
-        "aiter": {"flash_attn_func": aiter_flash_attn_func},
-        "aiter.ops": {},
-        "aiter.ops.mha": {"ENABLE_CK": True},
-    },
-    "transformer_engine": {
-        "transformer_engine": {},
-        "transformer_engine.pytorch": {"DotProductAttention": DotProductAttention},
-    },
-    "flag_gems": {"flag_gems": {"scaled_dot_product_attention": gems_attention}},
-    "liger": {
-        "liger_kernel": {},
-        "liger_kernel.transformers": {},
-        "liger_kernel.transformers.functional": {
-            "liger_fused_neighborhood_attention": liger_fused_neighborhood_attention
-        },
-    },
-    "fla": {"fla": {}, "fla.ops": {}, "fla.ops.attn": {"parallel_attn": parallel_attn}},
-    "npu_fusion_attention": {"torch_npu": {"npu_fusion_attention": npu_fusion_attention}},
+    "flashinfer": places("flashinfer", single_prefill_with_kv_cache=single_prefill_with_kv_cache),
+    "sageattention": places("sageattention", sageattn=sageattn),
+    "aiter": {**places("aiter.ops.mha", ENABLE_CK=True), "aiter": {"flash_attn_func": aiter_flash_attn_func}},
+    "transformer_engine": places("transformer_engine.pytorch", DotProductAttention=DotProductAttention),
+    "flag_gems": places("flag_gems", scaled_dot_product_attention=gems_attention),
+    "liger": places(
+        "liger_kernel.transformers.functional", liger_fused_neighborhood_attention=liger_fused_neighborhood_attention
+    ),
+    "fla": places("fla.ops.attn", parallel_attn=parallel_attn),
+    "npu_fusion_attention": places("torch_npu", npu_fusion_attention=npu_fusion_attention),
 }
 # What these take no more of than their documents say.
 REFUSED = {

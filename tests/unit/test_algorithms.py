@@ -64,7 +64,7 @@ def test_a_third_one_runs_wherever_declared_kernels_run() -> None:
 
 def _in_a_model(inputs: AttentionInputs, declaration: Declaration) -> Tensor:
     heads = (HeadKernel(declaration),) * inputs.q.shape[1]
-    return attend(inputs.q, inputs.k, inputs.v, heads, Call(ARITHMETIC, 0, 0, None, inputs.q))
+    return attend(inputs.q, inputs.k, inputs.v, heads, Call(ARITHMETIC, 0, 0, (), inputs.q))
 
 
 def test_a_composed_kernel_takes_what_its_algorithm_takes() -> None:

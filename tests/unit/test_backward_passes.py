@@ -157,7 +157,7 @@ def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Re
 def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
     kernel: Any, case: str, expected: str, fmt: Format
 ) -> None:
-    record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), case, fmt=fmt)
+    record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), case, heads=16, fmt=fmt)
     bits = record.evidence["backward"]
     assert max(bits, key=lambda name: sum(bits[name].values())) == expected
     assert sorted(bits[expected].values())[1] >= FOLLOWED_BACKWARD  # two show a backward pass

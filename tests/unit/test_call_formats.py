@@ -8,7 +8,7 @@ import torch
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.eight_bits import eight_bits
+from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -100,5 +100,5 @@ def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None
         }
         for kernel in ("triton_fp8", "triton_flash")
     }
-    assert ran["triton_fp8"] == {case.name for case in eight_bits()}
+    assert ran["triton_fp8"] == {case.name for case in EIGHT_BITS}
     assert ran["triton_flash"] == {name for name, case in CASES.items() if not case.on_request}

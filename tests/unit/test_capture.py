@@ -26,6 +26,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 24, 3
+HOW = AttentionModule(causal=True)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,20 +138,26 @@ class TestTheModel:
         assert sorted(key for key in tensors if key.endswith(".q")) == [f"layer{n}.q" for n in range(3)]
         assert [metadata[f"layer{n}.name"] for n in range(3)] == [f"layers.{n}" for n in range(3)]
 
-    def test_its_graph_is_not_kept_alive(self, tmp_path: Path) -> None:
+    def test_its_graph_is_not_kept_alive_and_an_evaluation_is_no_call(self, tmp_path: Path) -> None:
         outputs: list[weakref.ref[Tensor]] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = plain(q, k, v)
+            out = imported_by_name(q, k, v)  # seen like any other
             outputs.append(weakref.ref(out))
             return out * 1
 
         model = model_of(lambda: Layer(attend))
-        with started(model, tmp_path):
+        with started(model, tmp_path) as captured:
+            with torch.no_grad():
+                model(torch.randn(BATCH, TOKENS, WIDTH))
             loss = model(torch.randn(BATCH, TOKENS, WIDTH))
             del loss
             gc.collect()
-            assert [output() for output in outputs] == [None]
+            assert [output() for output in outputs] == [None, None]
+            captured.step()
+            train(model, captured, steps=1)
+        assert captured.calls["looked at"] == 1
+        assert len(read(captured.written[0])[0]) == 6
 
     def test_it_is_let_go_and_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
         def hooks() -> bool:
@@ -170,15 +177,6 @@ class TestTheModel:
         assert not hooks()
         assert (captured.looked, captured.steps) == (2, 4)
         assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
-
-    def test_an_evaluation_is_no_call(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        with started(model, tmp_path) as captured:
-            with torch.no_grad():
-                model(torch.randn(BATCH, TOKENS, WIDTH))
-            train(model, captured, steps=1)
-        assert captured.calls["looked at"] == 1
-        assert len(read(captured.written[0])[0]) == 6
 
 
 class TestWhatIsKept:
@@ -241,19 +239,16 @@ class TestWhatIsKept:
             ({"dropout_p": 0.1}, "dropout"),
             ({"attn_mask": torch.linspace(-1, 0, TOKENS).expand(TOKENS, TOKENS)}, "a mask that is not causal"),
             ({"attn_mask": torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(2)}, "a mask that is not causal"),
+            (None, "NaN or Inf"),
         ],
     )
     def test_what_the_format_has_no_place_for_is_counted_and_named(
-        self, tmp_path: Path, options: dict[str, Any], why: str
+        self, tmp_path: Path, options: dict[str, Any] | None, why: str
     ) -> None:
-        captured = caught(tmp_path, attending(**options), steps=2)
+        layer = lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan))  # noqa: E731
+        captured = caught(tmp_path, layer if options is None else attending(**options), steps=2)
         assert captured.written == []
         assert f"not kept: 2 calls with {why}" in captured.summary().splitlines()
-
-    def test_nan_is_counted_and_not_kept(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: plain(q, k, v * torch.nan)))
-        assert captured.written == []
-        assert "not kept: 1 calls with NaN or Inf" in captured.summary().splitlines()
 
 
 def tied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -307,18 +302,22 @@ class TestTheFolder:
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 65_000
         assert "inputs-000002.safetensors" in captured.summary().split("\n")[2]
 
-    def test_a_second_run_goes_on(self, tmp_path: Path) -> None:
+    def test_a_second_run_goes_on_and_a_step_that_is_there_already_stays_and_is_told(self, tmp_path: Path) -> None:
         for _ in range(2):
             captured = caught(tmp_path, Layer, steps=2, budget_mb=0.2)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [f"inputs-00000{n}.safetensors" for n in range(4)]
+        names = [f"inputs-00000{n}.safetensors" for n in range(4)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert len(captured._folder.kept) == 4
-
-    def test_a_step_that_is_there_already_stays_and_is_told(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, Layer)
-        before = captured.written[0].read_bytes()
+        before = [(tmp_path / name).read_bytes() for name in names]
         captured = caught(tmp_path, Layer, start=0)
-        assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+        assert [(tmp_path / name).read_bytes() for name in names] == before
         assert "not kept: 1 calls of a step that the folder has already" in captured.summary()
+
+    def test_what_does_not_fit_gives_up_heads_or_waits_for_its_turn(self, tmp_path: Path) -> None:
+        captured = caught(tmp_path / "budget", Layer, budget_mb=0.013)
+        assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
+        captured = caught(tmp_path / "memory", Layer, Layer, Layer, steps=3, memory_mb=0.01)
+        assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
 
     def test_files_of_others_count_but_never_give_way(self, tmp_path: Path) -> None:
         other = tmp_path / "inputs-000099.safetensors"
@@ -353,23 +352,8 @@ class TestTheFolder:
         assert [re.fullmatch(r"inputs-00000\d-rank(\d)\.safetensors", name)[1] for name in names] == ["0", "1"]  # type: ignore[index]
         assert {case.name[20:] for case in captured_cases(tmp_path)} == {".rank=0.layer=0]", ".rank=1.layer=0]"}
 
-    def test_fewer_heads_where_the_budget_is_small(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, Layer, budget_mb=0.013)
-        assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
-
-    def test_layers_without_memory_wait_for_their_turn(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, Layer, Layer, Layer, steps=3, memory_mb=0.01)
-        assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
-
 
 class TestOtherWaysToCall:
-    def test_torchs_function_imported_by_name(self, tmp_path: Path) -> None:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return imported_by_name(q, k, v)
-
-        captured = caught(tmp_path, lambda: Layer(attend))
-        assert captured.calls["looked at"] == 1
-
     @pytest.mark.parametrize("heads_first", [True, False])
     def test_a_module_that_is_named(self, tmp_path: Path, heads_first: bool) -> None:
         class Core(nn.Module):
@@ -478,10 +462,25 @@ def _refused(message: str) -> Iterator[None]:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("name", ["every", "heads", "layers", "tokens", "budget_mb", "memory_mb"])
-    def test_numbers(self, tmp_path: Path, name: str) -> None:
-        with _refused(f"^{name}=0: expected a positive number$"):
-            started(model_of(Layer), tmp_path, **{name: 0})
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            *(
+                ({name: 0}, f"^{name}=0: expected a positive number$")
+                for name in ("every", "heads", "layers", "tokens")
+            ),
+            *(({name: 0}, f"^{name}=0: expected a positive number$") for name in ("budget_mb", "memory_mb")),
+            ({"modules": {"none.*": HOW}}, r"^modules='none\.\*': the model has no module of that name"),
+            ({"modules": {"layers.0": HOW}}, r"^modules='layers\.0': layers\.0\.forward takes x, not q, k and v"),
+            ({}, r"^layers\.0 is compiled, which hides its calls; give capture the model before torch\.compile$"),
+        ],
+    )
+    def test_what_it_can_not_work_with(self, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+        model = model_of(Layer)
+        if not options:
+            model.layers[0]._compiled_call_impl = print  # as Module.compile leaves it
+        with _refused(message), started(model, tmp_path, **options):
+            pass
 
     def test_a_budget_too_small_for_one_head(self, tmp_path: Path) -> None:
         model = model_of(Layer)
@@ -503,28 +502,11 @@ class TestRefusals:
             started(model_of(Layer), tmp_path / "new").__enter__()
         assert not (tmp_path / "new").exists()
 
-    def test_a_compiled_model(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
-        model.layers[0]._compiled_call_impl = print  # as Module.compile leaves it
-        with _refused(r"^layers\.0 is compiled, which hides its calls; give capture the model before torch\.compile$"):
-            started(model, tmp_path).__enter__()
-
-    @pytest.mark.parametrize(
-        ("pattern", "message"),
-        [("none.*", r"^modules='none\.\*': the model has no module of that name"),
-         ("layers.0", r"^modules='layers\.0': layers\.0\.forward takes x, not q, k and v")],
-    )  # fmt: skip
-    def test_modules(self, tmp_path: Path, pattern: str, message: str) -> None:
-        with _refused(message):
-            started(model_of(Layer), tmp_path, modules={pattern: AttentionModule(causal=True)}).__enter__()
-
-    def test_no_call_is_told(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
-        assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
-
 
 def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     captured = caught(tmp_path, Layer, quiet=False)
     printed = capsys.readouterr().err
     assert printed == captured.summary() + "\n"
     assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
+    captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
+    assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()

@@ -24,10 +24,11 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import sampling
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.sampling import SequentialSampler
+from tiebreak.matrix.sampling import Sample
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, INCONCLUSIVE, MEASURED, Run
@@ -76,10 +77,8 @@ def scripted(name: str, heads: int) -> Tensors:
     return {part: getattr(inputs, part).bfloat16().contiguous() for part in ("q", "k", "v", "do")}
 
 
-def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> SequentialSampler:
-    sampler = SequentialSampler(Cell(CPU, kernel, Call(case), fmt), Workbench(Settings(heads=heads)).case(case, fmt))
-    sampler.draw()
-    return sampler
+def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Sample:
+    return sampling.sampled(Cell(CPU, kernel, Call(case), fmt), Workbench(Settings(heads=heads)).case(case, fmt))
 
 
 class TestCases:
@@ -161,11 +160,8 @@ class TestMetadata:
         assert case.make(1, 0, 2, BF16).scale == 0.5
         if edited in layer:
             layer[edited].view(-1)[-1] += 1
-        keep(
-            tmp_path,
-            {"0": layer},
-            metadata=metadata | {"causal": {"causal": "true"}, "scale": {"scale": "0.25"}}.get(edited, {}),
-        )
+        other = {"causal": "true"} if edited == "causal" else {"scale": "0.25"} if edited == "scale" else {}
+        keep(tmp_path, {"0": layer}, metadata=metadata | other)
         (case,) = captured_cases(tmp_path)
         captured._load.cache_clear()
         with pytest.raises(CapturedError, match=rf"^{path}: layer0 is not what was captured: its checksum differs; "):
@@ -183,15 +179,11 @@ class TestVersion:
             other[part][0, 1, 3, 7] += 1
             assert version != only_case(tmp_path / part, other).version
 
-    def test_is_that_of_the_record(self, tmp_path: Path) -> None:
-        case = only_case(tmp_path, normal((1, 2, 4, 8)))
-        record = run_cell(Cell(EMULATION, composed_kernel("standard"), Call(case), BF16), Workbench(Settings()))
-        assert record.case_version == case.version > 1
-
     def test_a_file_that_is_gone_crashes_its_cell_alone(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((1, 2, 4, 8)))
         (tmp_path / "inputs-000007.safetensors").unlink()
-        record = run_cell(Cell(EMULATION, composed_kernel("standard"), Call(case), BF16), Workbench(Settings()))
+        cell = Cell(EMULATION, composed_kernel("standard"), Call(case), BF16)
+        record = run_cell(cell, Workbench(Settings()))
         assert (record.outcome, record.case_version) == (CRASHED, 0)
         assert re.search(r"CapturedError: .*inputs-000007.safetensors: cannot be read", record.reasons[0])
 
@@ -208,40 +200,26 @@ class TestLooks:
     def test_heads_are_counted_once_and_as_many_as_there_are(self, tmp_path: Path, heads: int, in_all: int) -> None:
         # One row of two elements a head: nothing settles.
         case = only_case(tmp_path, normal((10, 4, 1, 2), keys=8))
-        sampler = sampled(case, composed_kernel("flash@paper"), heads)
-        assert judge(sampler.sample.errors.bias) is Verdict.INCONCLUSIVE
-        assert sampler.sample.heads == in_all
-        assert sampler.sample.errors.elements == in_all * 2
-        assert sampler.exhausted is (in_all == 40)
-
-    def test_they_stop_when_all_is_settled(self, tmp_path: Path) -> None:
-        sampler = sampled(only_case(tmp_path, scripted("tied_maxima[k=2]", 64)), composed_kernel("flash@paper"), 16)
-        assert sampler.sample.heads < 64
-
-    def test_a_scripted_input_is_measured_as_ever(self, tmp_path: Path) -> None:
-        made = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]")
-        sample = sampled(only_case(tmp_path, scripted(made.name, 64)), composed_kernel("flash@paper")).sample
-        bench = Workbench(Settings(heads=64)).case(made, BF16)
-        batch = bench.batch(0)
-        output = CPU.run(composed_kernel("flash@paper"), batch.inputs, gradients=False)
-        direct = bench.measure(0, output, sample.declaration)
-        assert torch.equal(sample.errors.head_bias, direct.head_bias)
-        assert sample.errors.bias.mean > 0.2
+        sample = sampled(case, composed_kernel("flash@paper"), heads)
+        assert judge(sample.errors.bias) is Verdict.INCONCLUSIVE
+        assert sample.heads == in_all
+        assert sample.errors.elements == in_all * 2
+        assert sample.exhausted is (in_all == 40)
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         layer = normal((2, 8, 48, 32))
         kernel = Kernel("truncating", truncating, None, takes=COMMON)
         case = only_case(tmp_path, layer, CAUSAL)
-        sampler = sampled(case, kernel)
-        assert sampler.sample.errors.bias.beyond(0.4)
-        assert -0.55 < sampler.sample.errors.bias.mean < -0.4
-        assert sampler.sample.errors.max_ulps <= 1
+        sample = sampled(case, kernel)
+        assert sample.errors.bias.beyond(0.4)
+        assert -0.55 < sample.errors.bias.mean < -0.4
+        assert sample.errors.max_ulps <= 1
         inputs = case.make(1, 0, 256, BF16)
         ref = reference(inputs)
         large = ref.o.abs() >= 0.25 * ref.magnitude
-        assert sampler.sample.errors.left_out == (~large).sum() > 1000
+        assert sample.errors.left_out == (~large).sum() > 1000
         # Errors that are in proportion to sum P |V|: in ulps of a cancelled O they are of any size.
-        errors = sampled(case, composed_kernel("flash@paper")).sample.errors
+        errors = sampled(case, composed_kernel("flash@paper")).errors
         assert 0.3 < errors.rms_ulps < 1
         assert errors.max_ulps < 8
 
@@ -269,10 +247,11 @@ class TestLooks:
         cancelling = only_case(tmp_path / "gone", opposed)
         gone = sampled(cancelling, composed_kernel("flash@paper"))
         assert gone.remedy.startswith("every element of O has cancelled")
-        assert gone.sample.prediction_met is None
+        assert gone.prediction_met is None
         undeclared = Kernel("truncating", truncating, None, takes=COMMON)
-        assert sampled(case, undeclared).fits
-        assert sampled(cancelling, undeclared).fits == {}
+        for each, told in ((case, True), (cancelling, False)):
+            record = run_cell(Cell(CPU, undeclared, Call(each), BF16), Workbench(Settings()))
+            assert ("fits" in record.evidence) is told
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16], ids=["bf16", "fp16"])
@@ -309,23 +288,22 @@ class TestRuns:
     ) -> None:
         wide = {part: tensor.float() for part, tensor in normal((1, 12, 32, 16)).items()}
         keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256), "1": wide})
-        words = ("--backend", "emulation", "--kernels", "flash@paper,fair", "--dtype", "bf16,fp16")
-        assert matrix("--captured", "./", *words).ret == 0
+        words = ("--captured", "./", "--backend", "emulation", "--kernels", "flash@paper,fair")
+        assert matrix(*words, "--dtype", "bf16,fp16").ret == 0
         records = {(record.case[-2], record.kernel, record.format): record for record in kept().records}
         assert {(layer, fmt) for layer, _, fmt in records} == {("0", "bf16"), ("1", "bf16"), ("1", "fp16")}
         assert {record.outcome for record in records.values()} == {MEASURED}  # nothing is claimed of captured tensors
         tied, fair = records["0", "flash@paper", "bf16"], records["0", "fair", "bf16"]
         assert (tied.verdict, fair.verdict) == ("biased", "unbiased")
+        assert tied.case_version == captured_cases(pytester.path)[0].version > 1
         assert [fair.heads, records["1", "fair", "bf16"].heads] == [256, 12]
         assert kept().options["captured"] == "./"
         assert re.search(r"--captured \.", fair.command)
         _, again = fair.command.split(" tiebreak.matrix ")
         matrix(*shlex.split(again), "--save", "again", "-n", "1")  # by a worker
         assert kept("again").records == (fair,)
-
-    def test_with_cases_both_are_named(self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept) -> None:
-        keep(pytester.path, {"0": _poisoned(torch.nan), "1": normal((1, 12, 32, 16))})
-        words = ("--captured", ".", "--backend", "emulation", "--kernels", "fair")
+        # With --cases both are named.
+        keep(pytester.path, {"0": _poisoned(torch.nan), "1": wide})
         assert matrix(*words, "--cases", "captured[*.layer=1],random", "--heads", "64").ret == 0
         assert {record.case for record in kept().records} == {"captured[step=000007.layer=1]", "random"}
 

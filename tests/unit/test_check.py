@@ -365,7 +365,9 @@ def test_the_backward_pass_whose_bits_the_gradients_have_is_named(shares: tuple[
     )
     evidence = zip("ab", cells, strict=True)
     records = tuple(replace(record(case, UNBIASED, 0.0), evidence={"backward": bits}) for case, bits in evidence)
-    (verdict,) = verdicts(Run({}, {}, records=records))
+    cases = dict.fromkeys("ab", CaseRecord(""))
+    experiments = {"call": ExperimentRecord("")}
+    (verdict,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=experiments))
     assert f"backward    {told}" in verdict.text
 
 
@@ -467,8 +469,8 @@ SOURCES = {
     "sound": ("", (), 0, "biased on 1 of 1 failure input"),
     "no scale": ("scale = 1.0; ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: "),
     "raises": ("q = torch.sofmax(q); ", (), 1, "never ran: AttributeError: module 'torch' has no attribute 'sofmax'"),
-    "gives nothing": ("return; ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: ContractError: returned NoneType"),
-    "ends itself": ("import sys; sys.exit(3); ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: ContractError: "),
+    "gives nothing": ("return; ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: returned NoneType"),
+    "ends itself": ("import sys; sys.exit(3); ", (), 1, "WRONG on 1 of 1 input (tied_maxima[k=2]: called sys.exit(3)"),
     "takes no such input": ("raise NotImplementedError('not on a CPU'); ", (), 1,
                             "INCOMPLETE, no cell ran: NotImplementedError: not on a CPU"),
     "claimed fair": ("", ("--fair",), 1, "FELL by claim on 1 input, biased on 1 of 1"),

@@ -113,12 +113,12 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
         ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
         ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK, OWN_SCALE, GROUPED}),
         ("def f(q, k, v, out, scale=None): out.copy_(plain(q, k, v, scale=scale))", {OWN_SCALE}),
-        ("@kernel(out='o')\ndef f(q, k, v, o=None, /, causal=False): return o.copy_(plain(q, k, v, causal=causal)), 0",
+        ("def f(q, k, v, out, /, causal=False): return out.copy_(plain(q, k, v, causal=causal)), 0",
          {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
     ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask", "asked for",
-         "refused", "sdpa", "written into", "declared so", "said"],
+         "refused", "sdpa", "written into", "beside more", "said"],
 )  # fmt: skip
 def test_what_a_kernel_takes_follows_from_its_signature(
     loaded: Callable[..., Kernel], source: str, takes: set[Feature]
@@ -221,12 +221,12 @@ def test_a_kernel_that_autograd_does_not_know_has_no_gradients(loaded: Callable[
         (("multiple_of=16",), inputs(4, 16)),
         (("multiple_of=16",), inputs(12, 12, causal=True)),
         (("square=true", "multiple_of=16"), inputs(4, 16)),
-        (("multiple_of=16",), inputs(4, 12)),
         (("square=true", "multiple_of=16"), inputs(6, 12, causal=True)),
-        (("causal=always",), inputs(4, 12)),
-        (("causal=always", "multiple_of=16"), inputs(6, 12, causal=True)),
+        (("multiple_of=16",), inputs(6, 12, causal=True)),
+        (("multiple_of=16",), inputs(4, 12)),
+        (("square=true",), inputs(8, 4)),
     ],
-    ids=["square", "rows", "both", "square rows", "keys", "oblong", "always", "always oblong"],
+    ids=["square", "rows", "both", "square rows", "oblong square", "oblong", "keys", "more rows"],
 )
 def test_dummy_rows_change_no_bit_of_the_others(
     loaded: Callable[..., Kernel], flags: tuple[str, ...], call: AttentionInputs
@@ -236,15 +236,16 @@ def test_dummy_rows_change_no_bit_of_the_others(
     Its own loop adds key by key, so that a hidden key adds an exact 0.
     """
     body = (
-        "def f(q, k, v, *, causal=False, scale=None):\n"
+        "def f(q, k, v, *, causal=False, scale=None, attn_mask=None):\n"
         f"    flags = {flags!r}\n"
         "    n, m = q.shape[2], k.shape[2]\n"
         "    if 'multiple_of=16' in flags: assert n % 16 == 0 and m % 16 == 0\n"
-        "    if 'square=true' in flags or 'causal=always' in flags: assert n == m\n"
-        "    causal = causal or 'causal=always' in flags\n"
+        "    if 'square=true' in flags: assert n == m\n"
         "    s = (q.float()[:, :, :, None] * k.float()[:, :, None]).sum(-1) * scale\n"
         "    if causal:\n"
         "        s = s.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1 + m - n), -torch.inf)\n"
+        "    if attn_mask is not None:\n"
+        "        s = s.masked_fill(~attn_mask, -torch.inf)\n"
         "    p = torch.exp(s - s.amax(-1, keepdim=True))\n"
         "    o, l = 0.0, 0.0\n"
         "    for j in range(m):\n"
@@ -255,27 +256,21 @@ def test_dummy_rows_change_no_bit_of_the_others(
     bound = run(loaded(body, *flags), call, gradients=True)
     assert torch.equal(bound.o, free.o)
     assert free.gradients is not None
-    row_by_row = call.k.shape[2] == 12 and not call.causal  # dummy keys that no mask of the call hides
-    assert (bound.gradients is None) is row_by_row
-    if bound.gradients is not None:
-        for name in ("dq", "dk", "dv"):
-            assert torch.equal(getattr(bound.gradients, name), getattr(free.gradients, name))
+    assert bound.gradients is not None
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(getattr(bound.gradients, name), getattr(free.gradients, name))
 
 
 @pytest.mark.parametrize(
     ("source", "flags", "call", "message"),
     [
         ("def f(q, k, v): return plain(q, k, v)", ("multiple_of=16",), inputs(4, 12), "12 keys are no multiple of 16"),
-        (
-            "def f(q, k, v): return plain(q, k, v)",
-            ("square=true",),
-            inputs(8, 4),
-            "as many keys as queries, 4 are not 8",
-        ),
+        ("f = plain", ("square=true",), inputs(8, 4), "as many keys as queries, 4 are not 8, and it has no attn_mask"),
         ("f = plain", ("head_dims=[32, 64]",), inputs(), "it has head dimensions 32, 64, not 16"),
-        ("f = plain", ("causal=always",), inputs(8, 4, causal=True), "takes no row without a visible key"),
+        ("f = plain", ("square=true",), inputs(8, 4, causal=True), "a row without a visible key is no row of a square"),
+        ("f = plain", ("multiple_of=16",), inputs(4, 12), "every row last in a causal sequence (docs/your-kernel.md#"),
     ],
-    ids=["keys", "square", "d", "blind"],
+    ids=["keys", "square", "d", "blind", "wrapper"],
 )
 def test_what_no_dummies_can_meet_is_refused(
     loaded: Callable[..., Kernel], source: str, flags: tuple[str, ...], call: AttentionInputs, message: str
@@ -283,12 +278,23 @@ def test_what_no_dummies_can_meet_is_refused(
     assert message in str(loaded(source, *flags).refusal(call))
 
 
+@pytest.mark.parametrize("call", [inputs(4, 8), inputs(causal=True), inputs(4, 8, causal=True)])
+def test_the_pages_wrapper_makes_a_kernel_that_is_always_causal_one_of_all_calls(
+    loaded: Callable[..., Kernel], call: AttentionInputs
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "your-kernel.md").read_text("utf-8")
+    (wrapper,) = re.findall(r"```python\n(def attention\(q, k, v, is_causal\):\n.*?)```", page, re.DOTALL)
+    always = "def always_causal(q, k, v):\n    return sdpa(q, k, v, is_causal=True)\n"
+    kernel = loaded(f"{always}{wrapper}f = attention")
+    assert_right(run(kernel, call), call)
+
+
 @pytest.mark.parametrize(
     ("source", "flags", "message"),
     [
         ("def f(q, k): pass", (), "expected a function of (q, k, v, ...), this one has 2 parameters by position"),
         ("def f(q, k, v, workspace): pass", (), "its parameter 'workspace' has no default"),
-        ("def f(q, k, v, causal_mask): pass", (), "its parameter 'causal_mask' has no default"),
+        ("def f(q, k, v, mask): pass", (), "write a function around it: def attention(q, k, v, causal, scale): "),
         ("f = plain", ("layout=bhn",), "--declare: layout 'bhn': expected the letters b, h, n and d"),
         ("f = plain", ("takes=flying",), "--declare: takes 'flying': known are causal, gqa, "),
         ("f = plain", ("refuses=flying",), "--declare: refuses 'flying': known are causal, gqa, "),
@@ -296,9 +302,9 @@ def test_what_no_dummies_can_meet_is_refused(
         ("f = plain", ("square",), "--declare square: expected WORD=VALUE, such as layout=bnhd"),
         ("f = plain", ("multiple_of=-1",), "--declare: multiple_of -1: expected a positive integer"),
         ("f = plain", ("square=7",), "--declare: square = 7: expected bool"),
-        ("f = plain", ("head_dims=[0]",), "--declare: head_dims (0,): expected positive integers"),
+        ("f = plain", ("head_dims=[0]",), "--declare: head_dims [0]: expected positive integers"),
         ("f = plain", ("backward=maybe",), "--declare: backward 'maybe': expected autograd, none or a function"),
-        ("f = plain", ("scale=size",), "it has no parameter 'size'; after q, k and v it has causal, scale"),
+        ("f = plain", ("options.size=1",), "it has no parameter 'size'; after q, k and v it has causal, scale"),
         ("f = plain", ("plan=best",), "plan best: unknown"),
         ("f = kernel(mood='good')(plain)", (), "@kernel: unknown word 'mood'"),
     ],

@@ -1,6 +1,7 @@
 """The counter-based random numbers: fixed, uniform, and independent from one counter to the next."""
 
 import math
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -94,31 +95,21 @@ def test_errors() -> None:
             random_bits(0, counter)
 
 
-# What attention kernels count: rows, (head, row) pairs, tiles at a stride, and the seeds of repeated runs.
-STREAMS = ["consecutive", "stride 2**12", "stride 3 * 2**7", "pairs", "pairs, first fastest", "seeds"]
-
-
-def _stream(name: str) -> torch.Tensor:
-    """N numbers in an order in which a poor hash shows."""
-    side = torch.arange(2**10)
-    match name:
-        case "consecutive":
-            return random_bits(0, torch.arange(N))
-        case "stride 2**12":
-            return random_bits(0, torch.arange(N) << 12)
-        case "stride 3 * 2**7":
-            return random_bits(0, torch.arange(N) * 384)
-        case "pairs":
-            return random_bits(0, side[:, None], side).flatten()
-        case "pairs, first fastest":
-            return random_bits(0, side, side[:, None]).flatten()
-        case _:
-            return torch.stack([random_bits(seed, side) for seed in range(2**10)], dim=1).flatten()
+SIDE = torch.arange(2**10)
+# What attention kernels count, in orders in which a poor hash shows: rows, (head, row) pairs, tiles at a stride, seeds.
+STREAMS: Mapping[str, Callable[[], torch.Tensor]] = {
+    "consecutive": lambda: random_bits(0, torch.arange(N)),
+    "stride 2**12": lambda: random_bits(0, torch.arange(N) << 12),
+    "stride 3 * 2**7": lambda: random_bits(0, torch.arange(N) * 384),
+    "pairs": lambda: random_bits(0, SIDE[:, None], SIDE).flatten(),
+    "pairs, first fastest": lambda: random_bits(0, SIDE, SIDE[:, None]).flatten(),
+    "seeds": lambda: torch.stack([random_bits(seed, SIDE) for seed in range(2**10)], dim=1).flatten(),
+}
 
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_every_byte_is_uniform(stream: str) -> None:
-    bits = _stream(stream)
+    bits = STREAMS[stream]()
     for shift in (0, 8, 16, 24):
         counts = torch.bincount((bits >> shift) & 0xFF, minlength=256).to(torch.float64)
         chi_square = ((counts - N / 256) ** 2 / (N / 256)).sum().item()
@@ -128,7 +119,7 @@ def test_every_byte_is_uniform(stream: str) -> None:
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_neighbours_are_uncorrelated(stream: str) -> None:
-    bits = _stream(stream)
+    bits = STREAMS[stream]()
     for lag in (1, 2, 3, 64):
         for u in (bits / 2.0**32, (bits & 0xFFFF) / 2.0**16):
             a, b = u[:-lag] - 0.5, u[lag:] - 0.5

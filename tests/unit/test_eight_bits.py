@@ -43,7 +43,7 @@ def _attend(text: str, inputs: AttentionInputs) -> AttentionOutput:
 def _taken(text: str, inputs: AttentionInputs, index: int) -> Tensor:
     """q, K or V as the product of a plan takes them, times their scales."""
     plan = parse_declaration(f"fused,{text}").plan
-    operand = Operands.of(inputs, plan, ARITHMETIC).taken[index]
+    operand = Operands.from_call(inputs, plan, ARITHMETIC).taken[index]
     return operand.values if operand.scale is None else operand.values * operand.scale
 
 

@@ -15,9 +15,9 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.explain import explain, plans
+from tiebreak.matrix.fits import fits
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import (
     BEHAVES_LIKE,

@@ -157,22 +157,6 @@ def test_no_cluster_is_one_line(
     assert not [path for path in tmp_path.rglob("*.json") if path.name != "settings.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--on", "here"], "--on here: expected ray://HOST:PORT"),
-        (["--on", "h:1", "--", "--save", "x"], "--save goes before --"),
-    ],
-)
-def test_bad_usage_of_a_fleet_is_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["lab", "fleet", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 class _Cluster:
     """Stands in for one whose nodes die: the first of a kind does."""
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, Rounding, parse_format, ulp
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, parse_format, ulp
 
 FORMATS = [FP32, BF16, FP16, TF32, FP8_E4M3, FP8_E5M2]
 
@@ -75,10 +75,6 @@ def test_impossible_formats_are_refused(exponent_bits: int, mantissa_bits: int, 
         Format("odd", exponent_bits, mantissa_bits, has_infinity)
 
 
-def test_rounding_modes_by_value() -> None:
-    assert {mode.value for mode in Rounding} == {"even", "away", "zero", "up", "down", "stochastic"}
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_ulp_is_the_distance_to_the_next_value_up(dtype: type) -> None:
     fmt = FP16 if dtype is np.float16 else BF16
@@ -106,14 +102,10 @@ def test_ulp_at_the_ends_of_the_formats() -> None:
         assert torch.equal(ulp(x, fmt), expected)
 
 
-def test_ulp_of_nan_and_infinity_is_nan() -> None:
-    x = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
+def test_ulp_of_nan_and_infinity_is_nan_in_the_shape_that_it_had() -> None:
+    x = torch.tensor([[math.nan], [math.inf], [-math.inf]], dtype=torch.float64)
     assert ulp(x, FP16).isnan().all()
-
-
-def test_ulp_keeps_the_shape() -> None:
-    assert ulp(torch.ones(2, 3, 1, dtype=torch.float64), FP16).shape == (2, 3, 1)
-    assert ulp(torch.tensor(1.0, dtype=torch.float64), FP16).shape == ()
+    assert ulp(x, FP16).shape == x.shape
 
 
 def test_ulp_refuses_other_types() -> None:

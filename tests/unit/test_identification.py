@@ -22,7 +22,8 @@ from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import search
 from tiebreak.matrix.identification.asking import Asked, threads
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
-from tiebreak.matrix.identification.identity import Identity, UnidentifiedError, identify
+from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import (
@@ -57,8 +58,8 @@ def one_thread() -> Iterator[None]:
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
     truth = parse_declaration(plan)
     answers = list(_asked(composed("k", truth)).answers.values())
-    searched = Search(answers, BF16, candidates().values(), lambda line: None)
-    nearest = searched.nearest()
+    searched = Search(answers, BF16, candidates().values())
+    nearest = searched.nearest(lambda line: None, lambda plan: False)
     assert searched.cost(nearest) == 0.0
     assert forward_alone(truth, BF16) == nearest, text(nearest)
 
@@ -74,7 +75,7 @@ def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) 
 @pytest.fixture(scope="module")
 def identity() -> Identity:
     kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
-    return identify(EMULATION, kernel, BF16)
+    return identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
 
 
 def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs(identity: Identity) -> None:
@@ -171,7 +172,7 @@ def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_MOST", 500)
-    identity = identify(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)
+    identity = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
     assert identity.plan is None
     assert "none known" in identity.headline
     assert identity.unexplained
@@ -186,13 +187,13 @@ def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
 
     kernel = replace(composed("k", parse_declaration("fair")), compute=partial(compute, calls=[]))
     with pytest.raises(UnidentifiedError, match="not deterministic"):
-        identify(replace(EMULATION, predicts=False), kernel, BF16)
+        identify(KnownPlans(Asked(replace(EMULATION, predicts=False), kernel, BF16)))
 
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
-        identify(EMULATION, kernel, BF16)
+        identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A kernel under test that changes its process: it falls for it, and no other cell has anything of it."""
 
-import math
 import os
 import random
 from collections.abc import Mapping
@@ -113,7 +112,7 @@ def test_a_kernel_that_changes_its_process_falls_and_takes_no_other_cell_with_it
     assert [(switch.name, switch.get()) for switch in isolation._SWITCHES] == state
     assert fell.outcome == FELL
     assert list(fell.answers) == ["contract"]
-    assert fell.answers["contract"].why.startswith(f"ContractError: changed {name} (mine.py, line ")
+    assert fell.answers["contract"].why.startswith(f"changed {name} (mine.py, line ")
 
 
 def test_a_torch_that_lacks_a_newer_switch_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +125,7 @@ def test_a_torch_that_lacks_a_newer_switch_is_no_change(monkeypatch: pytest.Monk
 
 def test_several_changes_are_all_named(tmp_path: Path) -> None:
     fell, _ = in_one_process(tmp_path, "torch.set_default_dtype(torch.float64); os.chdir('/')")
-    assert fell.answers["contract"].why.startswith(
-        "ContractError: changed torch's default dtype, the working directory (mine.py"
-    )
+    assert fell.answers["contract"].why.startswith("changed torch's default dtype, the working directory (mine.py")
 
 
 def test_a_kernel_that_raises_leaves_nothing_behind_either(
@@ -213,11 +210,3 @@ def test_random_numbers_from_a_seed_are_the_same_and_the_streams_go_on_as_before
             inside.append(draw())
     assert [*draws, draw()] == undisturbed
     assert inside[0] == inside[1] != inside[2]
-
-
-def test_what_flushes_is_found_out_and_put_back() -> None:
-    with kept_state() as changed:
-        torch.set_flush_denormal(True)
-        assert (torch.full((1,), 2.0**-140) * 1.0).item() == 0.0
-    assert changed == ["torch's flushing of subnormals"]
-    assert math.isclose((torch.full((1,), 2.0**-140) * 1.0).item(), 2.0**-140)

@@ -14,7 +14,7 @@ from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import KIND, Call
-from tiebreak.matrix.options import OPTIONS, Option, refuse_twice
+from tiebreak.matrix.options import OPTIONS, RECORDED, Option, refuse_twice
 from tiebreak.matrix.recording import command
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports import cli
@@ -89,7 +89,9 @@ def test_a_kernel_of_ones_own_leaves_out_the_backends_that_it_does_not_run_on(
     assert left_in["kernel"] == ("flash@paper", "mine")
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.once], ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [option for option in OPTIONS.values() if option.once], ids=lambda option: option.name
+)
 def test_what_stands_twice_is_refused(option: Option) -> None:
     value = option.choices[0] if option.choices else "1"
     refuse_twice([option.flag, value, "--kernel", "a", "--kernel", "b"])
@@ -121,7 +123,7 @@ def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
     of_suite = command(
         Cell(backend, composed_kernel("standard"), FEW[0].with_features(["sink"]), FP16), settings
     ).split()
-    missing = {option.name for option in OPTIONS if option.recorded and option.flag not in (*of_own, *of_suite)}
+    missing = {name for name in RECORDED if f"--{name}" not in (*of_own, *of_suite)}
     assert missing == {"experiments", "budget"}
     assert of_own[2:6] == ["--backend", "interpreter", "--as", "sm_90"]
     assert of_own[-12:] == [

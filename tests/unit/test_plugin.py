@@ -17,6 +17,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix import plugin, scheduling
 from tiebreak.matrix.selection import Selection, cells
+from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, MEASURED, Run
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ PLAN = ("--plan", "fp32_inside")  # of `plain`: to find it takes longer than a c
 SUMMARY = re.compile(r"^(\d+) cells?: (.*)$")
 
 
-def user_kernel(pytester: pytest.Pytester, body: str) -> str:
+def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, causal=causal, scale=scale)") -> str:
     """A file with a function `mine`, written around `plain`; what --kernel takes."""
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
     source = f"{HEADER}\ndef mine(q, k, v, *, causal=False, scale=None):\n{lines}"
@@ -73,34 +74,11 @@ def cpu_as_it_was() -> Iterator[None]:
     vars(CPU).update(fields)
 
 
-class TestWorkedExamples:
-    """They are about every backend's additions, whatever cells are run."""
-
-    FOLDER = ROOT / "tests" / "matrix"
-    COLLECT = ("-p", "no:cacheprovider", "--collect-only", "-q")
-
-    @pytest.mark.parametrize(
-        "narrowed", [("--cases", "random"), ("--kernels", "standard"), ("--backend", "cpu"), ("--experiments", "call")]
-    )
-    def test_a_narrowed_run_has_its_cells_alone(self, pytester: pytest.Pytester, narrowed: tuple[str, ...]) -> None:
-        out = pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT, *narrowed).stdout.str()
-        assert "::test_cell[" in out
-        assert "test_worked_examples" not in out
-
-    def test_a_whole_run_has_them_and_so_has_one_of_their_file(self, pytester: pytest.Pytester) -> None:
-        assert "test_worked_examples" in pytester.runpytest_inprocess(self.FOLDER, *self.COLLECT).stdout.str()
-        named = (self.FOLDER / "test_worked_examples.py", *self.COLLECT, "--backend", "cpu")
-        assert "test_worked_examples" in pytester.runpytest_inprocess(*named).stdout.str()
-
-
 class TestCells:
-    def test_ids_are_readable(self, matrix: MatrixRun) -> None:
+    def test_ids_are_readable_and_collecting_writes_nothing(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
         result = matrix(*FEW, "--collect-only", "-q")
         assert result.ret == 0
         result.stdout.fnmatch_lines(["*::test_cell[[]emulation-flash@paper-tied_maxima[[]k=2]-bf16]"])
-
-    def test_collecting_writes_nothing(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        matrix(*FEW, "--collect-only")
         assert list(pytester.path.iterdir()) == []
 
     def test_on_workers_records_are_the_same_and_cells_of_a_case_stay_together(
@@ -157,61 +135,40 @@ class TestCells:
 class TestBadInput:
     """Exit code 2, one line that names the flag and what it takes, and nothing written."""
 
-    KNOWN: Mapping[str, tuple[tuple[str, ...], str]] = {
-        "backend": (("--backend", "nosuch"), r"--backend: unknown backend 'nosuch': known are .*emulation.*cpu"),
-        "kernel": (
-            ("--kernels", "nosuch"),
-            r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak list kernels",
-        ),
-        "rule": (
-            ("--kernels", "nosuch@paper"),
-            r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper",
-        ),
-        "no kernel": (("--kernels", ""), r"--kernels: no kernel named: any rule@plan .*`tiebreak list kernels` names"),
-        "case": (("--cases", "nosuch*"), r"--cases: unknown case 'nosuch\*': `tiebreak list cases` names them"),
-        "no case": (("--cases", ","), r"--cases: no case named: `tiebreak list cases` names them"),
-        "dtype": (("--dtype", "bf17"), r"--dtype: unknown format 'bf17': did you mean bf16"),
-        "dtype of no device": (("--dtype", "E4M3"), r"--dtype: unknown format 'E4M3': known are bf16, fp16"),
-        "plan": (
-            ("--plan", "nosuch", "--kernel", "mine.py:mine"),
-            r"--plan nosuch: unknown plan 'nosuch': `tiebreak list plans` names them",
-        ),
-        "plan alone": (("--plan", "fused"), "--plan .*needs --kernel"),
-        "fair alone": (("--fair",), "--fair .*needs --kernel"),
-        "kernel in the emulation": (
-            ("--kernel", "mine.py:mine", "--backend", "emulation"),
-            "a kernel of your own .*not in the emulation: --backend cpu",
-        ),
-        "kernel with a taken name": (
-            ("--kernel", "mine.py:fair", "--kernels", "fair"),
-            "--kernel mine.py:fair: --kernels has a fair too; give your function another name",
-        ),
-        "malformed kernel": (
-            ("--kernel", "mine"),
-            r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*",
-        ),
-        "which function": (
-            ("--kernel", "mine.py"),
-            r"--kernel mine.py: name the function, as in mine.py:NAME; it has .*",
-        ),
-        "missing file": (("--kernel", "no.py:f"), r"--kernel no.py:f: .*no such file: no.py"),
-        "missing function": (("--kernel", "mine.py:f"), r"--kernel mine.py:f: .*no function 'f'.* fair, mine, plain"),
-        "no function": (("--kernel", "mine.py:N"), r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
-        "file in the way": (("--out", "mine.py"), "--out: cannot write records to mine.py: .*; name another folder"),
-        "separator in name": (("--save", "a/b"), "--save a/b: expected a plain name.*--out"),
-        "name of a folder": (("--save", ".."), r"--save \.\.: expected a plain name.*"),
-        "empty name": (("--save", ""), "--save : expected a plain name.*"),
-        "heads in between": (("--heads", "40"), "--heads 40: expected at most 16 or a multiple of 16"),
-        "seed 0": (("--seed", "0"), "--seed 0: expected a positive integer"),
-        **{
-            f"heads {text}": (("--heads", text), f"--heads {re.escape(text)}: expected a positive integer")
-            for text in ("0", "-1", "x", "1.5", "", "9" * 30)
-        },
-    }
+    KNOWN = (
+        ("--backend nosuch", r"--backend: unknown backend 'nosuch': known are .*emulation.*cpu"),
+        ("--kernels nosuch", r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak list kernels"),
+        ("--kernels nosuch@paper", r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper"),
+        ("--kernels=", r"--kernels: no kernel named: any rule@plan .*`tiebreak list kernels` names"),
+        ("--cases nosuch*", r"--cases: unknown case 'nosuch\*': `tiebreak list cases` names them"),
+        ("--cases ,", r"--cases: no case named: `tiebreak list cases` names them"),
+        ("--dtype bf17", r"--dtype: unknown format 'bf17': did you mean bf16"),
+        ("--dtype E4M3", r"--dtype: unknown format 'E4M3': known are bf16, fp16"),
+        ("--plan nosuch --kernel mine.py:mine", r"--plan nosuch: unknown plan 'nosuch': `tiebreak list plans` names"),
+        ("--plan fused", "--plan .*needs --kernel"),
+        ("--fair", "--fair .*needs --kernel"),
+        ("--kernel mine.py:mine --backend emulation", "a kernel of your own .*not in the emulation: --backend cpu"),
+        ("--kernel mine.py:fair --kernels fair", "--kernel mine.py:fair: --kernels has a fair too; give your function"),
+        ("--kernel mine", r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*"),
+        ("--kernel mine.py", r"--kernel mine.py: name the function, as in mine.py:NAME; it has .*"),
+        ("--kernel no.py:f", r"--kernel no.py:f: .*no such file: no.py"),
+        ("--kernel mine.py:f", r"--kernel mine.py:f: .*no function 'f'.* fair, mine, plain"),
+        ("--kernel mine.py:N", r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
+        ("--out mine.py", "--out: cannot write records to mine.py: .*; name another folder"),
+        ("--save a/b", "--save a/b: expected a plain name.*--out"),
+        ("--save ..", r"--save \.\.: expected a plain name.*"),
+        ("--save=", "--save : expected a plain name.*"),
+        ("--heads 40", "--heads 40: expected at most 16 or a multiple of 16"),
+        ("--seed 0", "--seed 0: expected a positive integer"),
+        *((f"--heads={text}", f"--heads {re.escape(text)}: expected a positive integer")
+          for text in ("0", "-1", "x", "1.5", "", "9" * 30)),
+        *((f"--cell-timeout={text}", f"--cell-timeout {text}: expected a positive number of seconds")
+          for text in ("0", "-1", "soon")),
+    )  # fmt: skip
 
     @pytest.fixture(autouse=True)
     def files(self, pytester: pytest.Pytester) -> set[Path]:
-        user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        user_kernel(pytester)
         with (pytester.path / "mine.py").open("a") as file:
             file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
         (pytester.path / "imports.py").write_text("import no_such_module\n")
@@ -220,9 +177,9 @@ class TestBadInput:
         (pytester.path / "exits.py").write_text("raise SystemExit('usage:\\n  exits.py FILE')\n")
         return set(pytester.path.iterdir())
 
-    @pytest.mark.parametrize(("options", "message"), KNOWN.values(), ids=KNOWN)
-    def test_it_is_refused(self, matrix: MatrixRun, options: tuple[str, ...], message: str, files: set[Path]) -> None:
-        result = matrix(*options, "-n", "0")
+    @pytest.mark.parametrize(("options", "message"), KNOWN)
+    def test_it_is_refused(self, matrix: MatrixRun, options: str, message: str, files: set[Path]) -> None:
+        result = matrix(*options.split(), "-n", "0")
         assert result.ret == 2
         lines = [line for line in (*result.outlines, *result.errlines) if line]
         assert len(lines) == 1
@@ -267,18 +224,9 @@ class TestUserKernel:
             pytester,
             'if causal:\n    raise RuntimeError("no causal mask\\nhere")\nreturn plain(q, k, v, scale=scale)',
         )
-        options = (
-            "--kernel",
-            spec,
-            *PLAN,
-            "--cases",
-            "random,random_causal,random_odd",
-            "--heads",
-            "16",
-            "--seed",
-            "3",
+        result = matrix(
+            "--kernel", spec, *PLAN, *["--cases", "random,random_causal,random_odd", "--heads", "16", "--seed", "3"]
         )
-        result = matrix(*options)
         assert result.ret == 1
         assert outcomes(kept()) == {"random": HELD, "random_causal": CRASHED, "random_odd": HELD}
         (reason,) = (record.reasons[0] for record in kept().records if record.case == "random_causal")
@@ -398,14 +346,14 @@ class TestUserKernel:
     def test_it_runs_beside_kernels_that_are_named(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
     ) -> None:
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         options = ("--kernel", spec, *PLAN, "--backend", "cpu,emulation", "--kernels", "standard")
         matrix(*options, "--cases", "random", "--heads", "16")
         names = {(record.backend, record.kernel) for record in kept().records}
         assert names == {("cpu", "mine"), ("cpu", "standard"), ("emulation", "standard")}
 
     def test_what_does_not_run_does_not_pass(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         result = matrix("--kernel", spec, "--cases", "padded", "--heads", "16")
         assert result.ret == 1
         result.stdout.fnmatch_lines(["fell: no cell ran*"])
@@ -439,19 +387,15 @@ return plain(q, k, v, causal=causal, scale=scale)
 
 
 class TestFiles:
-    def test_records_are_kept_under_a_name(self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester) -> None:
-        result = matrix(*QUICK, "--save", "main")
+    def test_records_are_kept_under_a_name_in_a_folder(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
+        result = matrix(*QUICK, "--save", "main", "--out", "some/where")
         assert result.ret == 0
-        result.stdout.fnmatch_lines(["records: out/main.json"])
-        run = kept("main")
+        result.stdout.fnmatch_lines(["records: some/where/main.json"])
+        assert [path.name for path in (pytester.path / "some" / "where").iterdir()] == ["main.json"]
+        run = store.read(pytester.path / "some" / "where" / "main.json")
         assert run.complete
-        assert [path.name for path in (pytester.path / "out").iterdir()] == ["main.json"]
         assert run.options["heads"] == "16"
         assert set(run.seconds) == {record.id for record in run.records}
-
-    def test_another_folder(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        assert matrix(*QUICK, "--out", "some/where").ret == 0
-        assert (pytester.path / "some" / "where" / "last.json").is_file()
 
     def test_tests_without_cells_write_nothing(self, pytester: pytest.Pytester) -> None:
         pytester.makepyfile("def test_other(): pass")
@@ -476,23 +420,18 @@ class TestTerminal:
         result.stdout.fnmatch_lines(["backend abacus did not run: its beads are stuck"])
         assert kept().unavailable == {"abacus": "its beads are stuck"}
 
-    def test_a_run_of_nothing_but_what_cannot_run_is_refused(
-        self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        absent(monkeypatch, "abacus", "its beads are stuck")
-        result = matrix("--backend", "abacus")
-        assert result.ret == 2
-        result.stderr.fnmatch_lines(["Exit: --backend: abacus can't run here: its beads are stuck"])
-
-    def test_the_table_and_what_fell_close_the_report(self, matrix: MatrixRun) -> None:
-        result = matrix(*QUICK)
+    def test_the_table_and_what_fell_close_the_report_also_without_xdist(self, matrix: MatrixRun) -> None:
+        result = matrix(*QUICK, "-p", "no:xdist")
+        result.assert_outcomes(passed=6)
         result.stdout.fnmatch_lines(
             ["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 5 held, 1 measured", "records: *"]
         )
 
 
 class TestWorkers:
-    def test_auto_asks_for_cores_and_memory(self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_auto_asks_for_cores_and_memory_and_torch_computes_in_one_thread(
+        self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         asked: list[float] = []
 
         def single(memory: float) -> int:
@@ -501,8 +440,10 @@ class TestWorkers:
 
         monkeypatch.setattr(plugin, "worker_count", single)
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+        torch.set_num_threads(2)
         assert matrix(*QUICK, "-n", "auto", "--collect-only").ret == 0
         assert asked == [2.0]
+        assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
 
     def test_xdists_own_variable_wins(self, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
@@ -515,7 +456,7 @@ class TestWorkers:
         """How many workers it carries, what each of them sees, how it is set up there, and what is recorded of it."""
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         vars(CPU)["worker_limit"] = lambda: 1
-        spec = user_kernel(pytester, "return plain(q, k, v, causal=causal, scale=scale)")
+        spec = user_kernel(pytester)
         on_import(
             pytester,
             f"""
@@ -532,12 +473,6 @@ vars(CPU).update(
         result.stdout.fnmatch_lines(["*1 worker [[]*"])
         assert {path.name for path in pytester.path.glob("set-up-*")} == {"set-up-on-the-controller", "set-up-bead-0"}
         assert kept().platform["beads"] == 7
-
-    def test_torch_computes_in_one_thread(self, matrix: MatrixRun) -> None:
-        # However many cores a machine has, sums are added in one order.
-        torch.set_num_threads(2)
-        matrix(*QUICK, "--collect-only")
-        assert torch.get_num_threads() == 1
 
     @pytest.mark.parametrize(
         ("test", "group"),
@@ -557,11 +492,6 @@ vars(CPU).update(
     def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
         config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
         assert plugin.pytest_xdist_make_scheduler(config, None) is None
-
-    def test_it_runs_without_xdist(self, matrix: MatrixRun) -> None:
-        result = matrix(*QUICK, "-p", "no:xdist")
-        assert result.ret == 0
-        result.assert_outcomes(passed=6)
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:

@@ -24,8 +24,8 @@ from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
 from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.attribution import fits
 from tiebreak.matrix.candidates import candidates, on_device
+from tiebreak.matrix.fits import fits
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import FOLLOWED
 

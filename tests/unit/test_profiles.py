@@ -10,7 +10,7 @@ from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs.profiles import PROFILES, profile
 from tiebreak.reports.records.record import CRASHED, Record, Run
-from tiebreak.reports.statement.findings import of_runs
+from tiebreak.reports.statement.findings import faults_of_runs
 
 
 def records(selection: Selection) -> list[Record]:
@@ -20,7 +20,7 @@ def records(selection: Selection) -> list[Record]:
 def missing(records: list[Record], name: str, kernel: str | None = None) -> list[str]:
     """The cells that a profile misses in a run of these records, by their ids."""
     run = Run({"commit": "c" * 40}, {"kernel": kernel}, tuple(records))
-    lines = of_runs({"run.json": run}, profile(name))
+    lines = faults_of_runs({"run.json": run}, profile(name))
     return [line.removeprefix("missing: ").split(",")[0] for line in lines if line.startswith("missing: ")]
 
 

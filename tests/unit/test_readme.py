@@ -126,15 +126,22 @@ def test_picture_is_what_its_script_draws() -> None:
 
 
 def test_picture_is_right() -> None:
-    first, second, even, odd = mechanism.FIRST, mechanism.SECOND, mechanism.EVEN, mechanism.ODD
+    picture = mechanism.TEMPLATE.read_text(encoding="utf-8")
+    number = r"(\d+\.\d+)"
+
+    def drawn(pattern: str) -> list[float]:
+        return [float(found) for found in re.search(pattern.replace("N", number), picture).groups()]  # type: ignore[union-attr]
+
+    first, second, total = drawn(r">N \+ N = N, a tie<")
+    (even,), (odd,), (tail,) = drawn(r">N \(even\)"), drawn(r">N \(odd\)"), drawn(rf">{total} \+ N<")
 
     def rounded(x: float) -> float:
         return torch.tensor(x).bfloat16().item()
 
     assert [rounded(x) for x in (first, second, even, odd)] == [first, second, even, odd]
-    assert first + second == (even + odd) / 2
+    assert first + second == total == (even + odd) / 2
     assert rounded(first + second) == even
-    assert rounded(first + second + mechanism.TAIL) == odd
+    assert rounded(first + second + tail) == odd
 
 
 @pytest.mark.parametrize("kernel", ["flash@paper", "stabilized@paper"])

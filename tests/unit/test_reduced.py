@@ -142,10 +142,14 @@ def test_a_product_is_masked_however_it_is_spelled(spelled: Callable[[], Tensor]
     assert not torch.equal(spelled(), expected)  # the context is over
 
 
-def test_products_of_integers_stay_as_they_are() -> None:
-    counts = torch.arange(100, 104).view(2, 2)
+def test_products_of_integers_stay_as_they_are_and_those_that_no_mask_reaches_are_refused() -> None:
+    counts, x = torch.arange(100, 104).view(2, 2), _normal(2, 4, 8)
     with reduce_precision(E8M3):
         assert torch.equal(counts @ counts, torch.tensor([[20302, 20503], [20706, 20911]]))
+        with pytest.raises(NotImplementedError, match="multi_head_attention_forward multiplies where no mask"):
+            nn.MultiheadAttention(8, 2)(x, x, x)
+        with pytest.raises(NotImplementedError, match="out="):
+            torch.bmm(A, B, out=torch.empty(2, 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -166,14 +170,11 @@ def test_attention_whose_masks_change_nothing_is_torchs(options: dict[str, objec
     expected = functional.scaled_dot_product_attention(q, k, v, **given)  # type: ignore[arg-type]
     actual = masked_attention(Reduction(FP32), q, k, v, **given)  # type: ignore[arg-type]
     torch.testing.assert_close(actual, expected)
-
-
-def test_attention_is_two_masked_products() -> None:
-    q, k, v = (_normal(1, 2, 6, 16, seed=seed) for seed in range(3))
-    with reduce_precision(E8M7):
-        actual = functional.scaled_dot_product_attention(q, k, v)
-    scores = _bf16(_bf16(q) @ _bf16(k).mT) * 0.25
-    assert _equal(actual, _bf16(_bf16(scores.softmax(-1)) @ _bf16(v)))
+    if not options:  # else it is two masked products
+        with reduce_precision(E8M7):
+            masked = functional.scaled_dot_product_attention(q, q, q)
+        scores = _bf16(_bf16(q) @ _bf16(q).mT) * 8**-0.5
+        assert _equal(masked, _bf16(_bf16(scores.softmax(-1)) @ _bf16(q)))
 
 
 @pytest.mark.parametrize("reduction", [E8M3, Reduction(TF32)])
@@ -205,14 +206,6 @@ class _Model(nn.Module):
         self.head = nn.Linear(8, 8, bias=False)
 
 
-def test_what_the_inner_context_leaves_unmasked_no_other_masks() -> None:
-    model, x = _Model(), _normal(8, 8)
-    with reduce_precision(E8M3), reduce_precision(E8M7, model, {"head": None}):
-        actual, masked = model.head(x), x @ x
-    assert torch.equal(actual, model.head(x))
-    assert torch.equal(masked, E8M7.mask(E8M7.mask(x) @ E8M7.mask(x)))  # by the inner one alone
-
-
 def test_modules_go_another_way_by_name() -> None:
     model, x = _Model(), _normal(8, 8)
     otherwise = {"head": None, "blocks.0.inside": None, "blocks.0": Reduction(TF32)}
@@ -231,22 +224,27 @@ def test_modules_go_another_way_by_name() -> None:
     assert _equal(second, product(E8M3, product(E8M3, x, inside(1)), x))
     assert _equal(head, x @ model.head.weight.mT)
     assert _equal(after, product(E8M3, x, x))
-
-
-def test_a_module_that_raises_leaves_the_context_as_it_was() -> None:
-    model, x = _Model(), _normal(8, 8)
-    with reduce_precision(E8M3, model, {"head": None}):
+    # What the inner context leaves unmasked no other masks, and what it masks it masks alone.
+    with reduce_precision(E8M3), reduce_precision(E8M7, model, {"head": None}):
+        head, masked = model.head(x), x @ x
         with pytest.raises(RuntimeError):
             model.head(_normal(3, 3))
-        actual = x @ x
-    assert torch.equal(actual, E8M3.mask(E8M3.mask(x) @ E8M3.mask(x)))
+        assert torch.equal(x @ x, masked), "a module that raises leaves the context as it was"
+    assert torch.equal(head, model.head(x))
+    assert torch.equal(masked, product(E8M7, x, x))
 
 
-def test_the_innermost_name_and_the_first_glob_count() -> None:
+def test_the_innermost_name_and_the_first_glob_count_and_one_that_matches_nothing_is_refused() -> None:
     rest = {"blocks.0": None, "blocks.*": E8M7}
     assert reduction_at("blocks.0.wq", E8M3, rest) == E8M7  # * takes dots too
     assert reduction_at("blocks.0", E8M3, rest) is None
     assert reduction_at("head", E8M3, rest) == E8M3
+    for model, message in ((_Model(), r"haed: no module .*blocks\.0, .*head"), (None, "there is no model")):
+        with (
+            pytest.raises(ValueError, match=message),
+            reduce_precision(E8M3, model, {"haed" if model else "head": None}),
+        ):
+            pass
 
 
 def test_a_range_is_clamped_at_both_ends_apart() -> None:
@@ -255,13 +253,8 @@ def test_a_range_is_clamped_at_both_ends_apart() -> None:
     outer = [0.0, -0.0, 0.234375, -0.234375, 0.25, 1.0, 7.5, -7.5, 7.5, torch.inf, torch.nan]
     assert _equal(parse_reduction("E8M3:inner=-2").mask(x), torch.tensor(inner))
     assert _equal(parse_reduction("E8M3:outer=2").mask(x), torch.tensor(outer))
-
-
-@pytest.mark.parametrize(
-    "text", ["E8M3", "E8M3:zero", "E8M7:inner=-20:outer=15", "fp8_e4m3:outer=3", "E5M2:zero:inner=-3"]
-)
-def test_a_name_is_read_back(text: str) -> None:
-    assert parse_reduction(text).name == text
+    for text in ("E8M3", "E8M3:zero", "E8M7:inner=-20:outer=15", "fp8_e4m3:outer=3", "E5M2:zero:inner=-3"):
+        assert parse_reduction(text).name == text
 
 
 @pytest.mark.parametrize(
@@ -283,25 +276,6 @@ def test_what_makes_no_sense_is_one_line(text: str, message: str) -> None:
         Reduction(FP32, Rounding.STOCHASTIC)
 
 
-def test_a_glob_that_matches_nothing_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match=r"haed: no module .*blocks\.0, .*head"),
-        reduce_precision(E8M3, _Model(), {"haed": None}),
-    ):
-        pass
-    with pytest.raises(ValueError, match="there is no model"), reduce_precision(E8M3, otherwise={"head": None}):
-        pass
-
-
-def test_products_that_no_mask_reaches_are_refused() -> None:
-    x = _normal(2, 4, 8)
-    with reduce_precision(E8M3):
-        with pytest.raises(NotImplementedError, match="multi_head_attention_forward multiplies where no mask"):
-            nn.MultiheadAttention(8, 2)(x, x, x)
-        with pytest.raises(NotImplementedError, match="out="):
-            torch.bmm(A, B, out=torch.empty(2, 4, 4))
-
-
 def _gpt2(kernel: str) -> GPT2:
     declared = composed_kernel(kernel).declaration
     assert declared is not None
@@ -311,7 +285,7 @@ def _gpt2(kernel: str) -> GPT2:
 def _step(model: GPT2) -> list[Observation]:
     """Forward and backward pass; what attention saw, the last layer first."""
     seen: list[Observation] = []
-    model.observer = seen.append
+    model.observers = [seen.append]
     tokens = torch.arange(16).view(2, 8) % SMALL.vocabulary
     model.loss(tokens, tokens.flip(0), 0).backward()  # type: ignore[no-untyped-call]
     return seen
@@ -367,18 +341,16 @@ def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
 
 
 def test_gpt2_refuses_what_it_can_not_round() -> None:
-    model = _gpt2("flash@paper")
-    with (
-        pytest.raises(ValueError, match="attention has no range of its own"),
-        reduced_gpt2(model, parse_reduction("E8M3:inner=-3")),
+    ranged, undeclared, native = (_gpt2("flash@paper") for _ in range(3))
+    undeclared.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
+    native.arithmetic = CPU.arithmetic
+    for model, reduction, message in (
+        (ranged, parse_reduction("E8M3:inner=-3"), "attention has no range of its own"),
+        (undeclared, E8M3, "only a declared kernel"),
+        (native, E8M3, "runs on the emulation alone"),
     ):
-        pass
-    model.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
-    with pytest.raises(ValueError, match="only a declared kernel"), reduced_gpt2(model, E8M3):
-        pass
-    model.arithmetic = CPU.arithmetic
-    with pytest.raises(ValueError, match="runs on the emulation alone"), reduced_gpt2(model, E8M3):
-        pass
+        with pytest.raises(ValueError, match=message), reduced_gpt2(model, reduction):
+            pass
 
 
 def test_the_page_has_what_its_script_measures() -> None:

@@ -1,6 +1,5 @@
 """From names on the command line to cells."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.eight_bits import eight_bits
+from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
@@ -45,7 +44,7 @@ def test_all_of_everything_is_chosen_once() -> None:
     of_triton = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
     in_8_bits = 2 if of_triton else 0
     own = of_triton - in_8_bits
-    in_e4m3 = len(eight_bits()) * (len(eight_bit_kernels()) + in_8_bits)
+    in_e4m3 = len(EIGHT_BITS) * (len(eight_bit_kernels()) + in_8_bits)
     roster = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
     in_triton = [kernel.declaration for kernel in INTERPRETER.kernels() if "fp8" not in kernel.name] if own else []
     left_out = [
@@ -60,20 +59,17 @@ def test_all_of_everything_is_chosen_once() -> None:
 
 @pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
 def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
-    assert chosen(Selection(kernels="triton_fp8")) == [
-        f"interpreter-triton_fp8-{case.name}-bf16" for case in eight_bits()
-    ]
-    with pytest.raises(
-        SelectionError, match=r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
-    ):
+    expected = [f"interpreter-triton_fp8-{case.name}-bf16" for case in EIGHT_BITS]
+    assert chosen(Selection(kernels="triton_fp8")) == expected
+    message = r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
+    with pytest.raises(SelectionError, match=message):
         cells(Selection(kernels="triton_fp8", cases="random"))
 
 
 def test_a_composed_kernel_of_eight_bits_meets_every_input_where_it_is_named() -> None:
     assert "emulation-flash@fp8-random-bf16" not in chosen(Selection(backends="emulation"))
-    assert chosen(Selection(backends="emulation", kernels="flash@fp8", cases="random")) == [
-        "emulation-flash@fp8-random-bf16"
-    ]
+    named = Selection(backends="emulation", kernels="flash@fp8", cases="random")
+    assert chosen(named) == ["emulation-flash@fp8-random-bf16"]
 
 
 def test_cells_of_a_case_stand_together() -> None:
@@ -89,7 +85,6 @@ def test_cells_of_a_case_stand_together() -> None:
         ("no_tail,random", ["no_tail", "random"]),
         (" no_tail , random,", ["no_tail", "random"]),
         ("random,random", ["random"]),
-        ("tied_maxima[[]k=2]", []),
         ("tied_maxima[k=2]", ["tied_maxima[k=2]"]),
         ("tied_maxima[k=?]", [f"tied_maxima[k={k}]" for k in (2, 3, 4, 8)]),
         ("*[k=1*", ["tied_maxima[k=16]"]),
@@ -97,31 +92,8 @@ def test_cells_of_a_case_stand_together() -> None:
     ],
 )
 def test_cases_are_named_in_lists_and_globs(names: str, expected: list[str]) -> None:
-    selection = Selection(backends="emulation", kernels="standard", cases=names)
-    if expected:
-        assert chosen(selection) == [f"emulation-standard-{name}-bf16" for name in expected]
-    else:
-        with pytest.raises(SelectionError, match=r"^--cases: unknown case"):
-            cells(selection)
-
-
-def test_any_rule_at_any_plan_is_a_kernel() -> None:
-    assert "dithered@all_bf16" not in DEFAULT_ROSTER
-    assert chosen(Selection(backends="cpu", kernels="dithered@all_bf16", cases="random")) == [
-        "cpu-dithered@all_bf16-random-bf16"
-    ]
-
-
-def test_a_kernel_of_one_backend_alone_runs_there() -> None:
-    assert chosen(Selection(kernels="sdpa_flash", cases="random")) == ["cpu-sdpa_flash-random-bf16"]
-
-
-def test_a_kernel_that_no_chosen_backend_has_is_unknown() -> None:
-    with pytest.raises(
-        SelectionError,
-        match=r"^--kernels: unknown kernel 'sdpa_flash': any rule@plan is one, and `tiebreak list kern",
-    ):
-        cells(Selection(backends="emulation", kernels="sdpa_flash"))
+    found = chosen(Selection(backends="emulation", kernels="standard", cases=names))
+    assert found == [f"emulation-standard-{name}-bf16" for name in expected]
 
 
 @pytest.mark.parametrize(
@@ -132,29 +104,40 @@ def test_formats_take_lists_and_globs(names: str, expected: list[str]) -> None:
     assert formats == expected
 
 
-def test_fp32_is_no_format_of_the_matrix() -> None:
-    with pytest.raises(SelectionError, match=r"^--dtype: unknown format 'fp32': known are bf16, fp16$"):
-        cells(Selection(formats="fp32"))
+def test_any_rule_at_any_plan_is_a_kernel_and_one_of_a_backend_alone_runs_there() -> None:
+    assert "dithered@all_bf16" not in DEFAULT_ROSTER
+    composed = Selection(backends="cpu", kernels="dithered@all_bf16", cases="random")
+    assert chosen(composed) == ["cpu-dithered@all_bf16-random-bf16"]
+    assert chosen(Selection(kernels="sdpa_flash", cases="random")) == ["cpu-sdpa_flash-random-bf16"]
 
 
-@pytest.mark.parametrize("name", ["backends", "kernels", "cases", "formats"])
-@pytest.mark.parametrize("empty", ["", ",", " "])
-def test_an_empty_list_is_no_list_of_all(name: str, empty: str) -> None:
-    options: Mapping[str, Any] = {name: empty}
-    with pytest.raises(SelectionError, match=r"^--\w+: no \w+ named: (known are|.*`tiebreak list \w+` names them)"):
-        cells(Selection(**options))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"cases": "tied_maxima[[]k=2]"}, "--cases: unknown case"),
+        ({"formats": "fp32"}, "--dtype: unknown format 'fp32': known are bf16, fp16$"),  # it is no format of the matrix
+        (
+            {"backends": "emulation", "kernels": "sdpa_flash"},
+            "--kernels: unknown kernel 'sdpa_flash': any rule@plan is one, and `tiebreak list kern",
+        ),
+        *(
+            ({name: empty}, r"--\w+: no \w+ named: (known are|.*`tiebreak list \w+` names them)")
+            for name, empty in product(("backends", "kernels", "cases", "formats"), ("", ",", " "))
+        ),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_refused_and_an_empty_list_is_no_list_of_all(
+    words: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SelectionError, match=f"^{message}"):
+        cells(Selection(**words))
 
 
-def test_a_users_kernel_runs_alone_on_the_cpu(mine: str) -> None:
+def test_a_users_kernel_runs_alone_on_the_cpu_and_never_in_the_emulation(mine: str) -> None:
     assert chosen(Selection(kernel=(mine,), cases="random")) == ["cpu-mine-random-bf16"]
-
-
-def test_a_users_kernel_never_runs_in_the_emulation(mine: str) -> None:
     # With a plan the emulation would compare that plan with itself, and every kernel would pass.
-    with pytest.raises(
-        SelectionError,
-        match=r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, interpreter, cuda, ascend",
-    ):
+    message = r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, interpreter, cuda, ascend"
+    with pytest.raises(SelectionError, match=message):
         cells(Selection(backends="emulation", kernel=(mine,), plan="fused"))
     both = chosen(Selection(backends="emulation,cpu", kernel=(mine,), kernels="fair", cases="random"))
     assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]

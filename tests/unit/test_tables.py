@@ -6,30 +6,8 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.records.record import (
-    BIASED,
-    CLAIM,
-    CRASHED,
-    FELL,
-    FOLLOWS,
-    HELD,
-    INCONCLUSIVE,
-    MEASURED,
-    NO_NUMBER,
-    NONFINITE,
-    OUTCOMES,
-    RUNS,
-    SHRUNK,
-    SKIPPED,
-    TIMED_OUT,
-    UNDECIDED,
-    Answer,
-    ExperimentRecord,
-    Explanation,
-    Record,
-    Run,
-    Shown,
-)
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Answer, ExperimentRecord, Explanation, Record, Run, Shown
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as run_tables
 from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
@@ -40,14 +18,16 @@ SHOWN = Shown("bias", 0.23)
 
 
 def record(
-    kernel: str = "flash@paper", case: str = "random", *, outcome: str = HELD, shown: Shown | None = SHOWN
+    kernel: str = "flash@paper", case: str = "random", *, outcome: str = records.HELD, shown: Shown | None = SHOWN
 ) -> Record:
     name = f"cpu-{kernel}-{case}-bf16"
-    met = {FELL: False, CRASHED: False, TIMED_OUT: False, INCONCLUSIVE: None}.get(outcome, True)
+    met = {records.FELL: False, records.CRASHED: False, records.TIMED_OUT: False, records.INCONCLUSIVE: None}.get(
+        outcome, True
+    )
     answer = Answer(met, "unbiased", "" if met else f"why {case}")
     base = Record(name, "cpu", kernel, case, 1, "bf16", 1, 256, "call", outcome, f"pytest --cases {case}", shown=shown)
-    skipped = f"why {case}" if outcome == SKIPPED else None
-    return replace(base, answers={} if skipped else {CLAIM: answer}, skipped=skipped)
+    skipped = f"why {case}" if outcome == records.SKIPPED else None
+    return replace(base, answers={} if skipped else {records.CLAIM: answer}, skipped=skipped)
 
 
 def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
@@ -66,13 +46,13 @@ def tables(run: Run, width: int | None = 120) -> str:
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
-        (HELD, "+0.23 ·"),
-        (MEASURED, "+0.23"),
-        (FELL, "!+0.23!"),
-        (INCONCLUSIVE, "?+0.23?"),
-        (SKIPPED, "skip"),
-        (CRASHED, "!crash!"),
-        (TIMED_OUT, "!time!"),
+        (records.HELD, "+0.23 ·"),
+        (records.MEASURED, "+0.23"),
+        (records.FELL, "!+0.23!"),
+        (records.INCONCLUSIVE, "?+0.23?"),
+        (records.SKIPPED, "skip"),
+        (records.CRASHED, "!crash!"),
+        (records.TIMED_OUT, "!time!"),
     ],
 )
 def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
@@ -81,32 +61,37 @@ def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
 
 
 def test_an_excused_cell_stands_in_parentheses_whatever_became_of_it() -> None:
-    shrunk = Shown(SHRUNK, 0.001)
+    shrunk = Shown(records.SHRUNK, 0.001)
     for outcome, shown, text in (
-        (FELL, Shown(NONFINITE), "(NaN)"), (INCONCLUSIVE, shrunk, "(x0)"), (CRASHED, None, "(crash)")
-    ):  # fmt: skip
+        (records.FELL, Shown(records.NONFINITE), "(NaN)"),
+        (records.INCONCLUSIVE, shrunk, "(x0)"),
+        (records.CRASHED, None, "(crash)"),
+    ):
         assert cell_text(replace(record(outcome=outcome, shown=shown), excused="known")) == text
 
 
 def test_a_kernel_that_fell_without_a_result_shows_none() -> None:
     """As one that breaks its contract."""
-    assert cell_text(record(outcome=FELL, shown=None)) == "!none!"
+    assert cell_text(record(outcome=records.FELL, shown=None)) == "!none!"
 
 
 def test_a_verdict_stands_behind_the_bias() -> None:
-    texts = [shown_text(replace(SHOWN, verdict=verdict)) for verdict in (BIASED, UNDECIDED, "unbiased", None)]
+    texts = [
+        shown_text(replace(SHOWN, verdict=verdict)) for verdict in (records.BIASED, records.UNDECIDED, "unbiased", None)
+    ]
     assert texts == ["+0.23 B", "+0.23 ?", "+0.23", "+0.23"]
 
 
 def test_what_is_shown_is_written_as_it_says() -> None:
     """The number's own way, its unit, and what stands in the place of one."""
-    shown = (Shown("rise", -0.00129, spec="+.1e"), Shown("flips", 42.0, "flips", spec=".0f"), Shown(SHRUNK, 0.283),
-             Shown(NO_NUMBER), Shown.of("rise", math.inf), Shown("rise"))  # fmt: skip
+    shown = (Shown("rise", -0.00129, spec="+.1e"), Shown("flips", 42.0, "flips", spec=".0f"),
+             Shown(records.SHRUNK, 0.283), Shown(records.NO_NUMBER), Shown.of("rise", math.inf),
+             Shown("rise"))  # fmt: skip
     assert list(map(shown_text, shown)) == ["-1.3e-03", "42 flips", "x0.28", "none", "NaN", "none"]
 
 
 def test_kernels_with_a_name_stand_before_composed_ones_and_cases_in_their_order() -> None:
-    run = a_run(record("a@b", "two"), record("b", "two", outcome=MEASURED), record("a@b", "one"))
+    run = a_run(record("a@b", "two"), record("b", "two", outcome=records.MEASURED), record("a@b", "one"))
     shown = tables(run)
     lines = [line.split() for line in shown.splitlines() if line]
     assert lines[:3] == [["cpu,", "bf16"], ["case", "b", "a"], ["@b"]]
@@ -127,8 +112,8 @@ def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
 
 
 def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command() -> None:
-    bad = (FELL, CRASHED, INCONCLUSIVE, TIMED_OUT)
-    shown = fallen([record(case=outcome, outcome=outcome) for outcome in OUTCOMES])
+    bad = (records.FELL, records.CRASHED, records.INCONCLUSIVE, records.TIMED_OUT)
+    shown = fallen([record(case=outcome, outcome=outcome) for outcome in records.OUTCOMES])
     assert sorted(line.strip() for line in shown.splitlines() if "why" in line) == sorted(
         f"why {outcome}" for outcome in bad
     )
@@ -136,7 +121,9 @@ def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command(
 
 
 def crashed(case: str, why: str, kernel: str = "mine") -> Record:
-    return replace(record(kernel, case, outcome=CRASHED, shown=None), answers={RUNS: Answer(False, "an end", why)})
+    return replace(
+        record(kernel, case, outcome=records.CRASHED, shown=None), answers={records.RUNS: Answer(False, "an end", why)}
+    )
 
 
 def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
@@ -158,8 +145,8 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
 
 
 def test_what_is_excused_is_listed_last_without_a_command() -> None:
-    excused = replace(record(outcome=FELL), excused="known: https://x")
-    assert fallen([excused, record(case="b", outcome=FELL)]).splitlines()[-1] == (
+    excused = replace(record(outcome=records.FELL), excused="known: https://x")
+    assert fallen([excused, record(case="b", outcome=records.FELL)]).splitlines()[-1] == (
         "excused cpu-flash@paper-random-bf16: known: https://x (why random)"
     )
 
@@ -170,13 +157,13 @@ def test_the_summary_counts_and_tells_why() -> None:
         {},
         (
             record(),
-            record(case="b", outcome=FELL),
-            record(case="c", outcome=SKIPPED),
-            record(case="c", outcome=SKIPPED),
+            record(case="b", outcome=records.FELL),
+            record(case="c", outcome=records.SKIPPED),
+            record(case="c", outcome=records.SKIPPED),
         ),
         not_run=("x", "y"),
         unavailable={"abacus": "its beads are stuck"},
-        explanations={"cpu-mine": Explanation(FOLLOWS, ("paper",), 2, 0.9999)},
+        explanations={"cpu-mine": Explanation(records.FOLLOWS, ("paper",), 2, 0.9999)},
         complete=False,
     )
     assert summary(run).splitlines() == [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.gpt2.bounds import SnippetClaim
+from tiebreak.cases.gpt2.claims import SnippetClaim
 from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.kernels.external import external_kernel
@@ -75,7 +75,7 @@ def chosen(selection: Selection) -> dict[str, list[str]]:
     return found
 
 
-def train(kernel: Kernel, snippet: str | None = None, backend: Backend = EMULATION, **settings: bool) -> Record:
+def train(kernel: Kernel, snippet: str | None = None, backend: Backend = EMULATION, **settings: int) -> Record:
     case = SNIPPETS[snippet] if snippet else SHORT
     return run(Cell(backend, kernel, TrainingRun(case), BF16), **settings)
 
@@ -88,11 +88,6 @@ def run(cell: Cell, **settings: int) -> Record:
 def mine(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(USER)
     return f"{tmp_path / 'mine.py'}:mine"
-
-
-def test_snippets_carry_the_name_that_reports_know_them_by() -> None:
-    assert all(name == snippet.name and name.startswith("train_") for name, snippet in SNIPPETS.items())
-    assert train(FLASH).experiment == "training"
 
 
 def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
@@ -129,28 +124,20 @@ def test_names_choose(selection: Selection, expected: dict[str, list[str]]) -> N
     assert chosen(selection) == expected
 
 
-def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study(mine: str) -> None:
-    selected = chosen(Selection(kernel=(mine,)))
+def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study_and_no_other_cell_is_refused(mine: str) -> None:
     trained = [name for name, snippet in SNIPPETS.items() if not (snippet.amplified or snippet.study)]
-    assert selected == {f"cpu {name}": ["mine"] for name in trained}
+    assert chosen(Selection(kernel=(mine,))) == {f"cpu {name}": ["mine"] for name in trained}
     assert chosen(Selection(kernel=(mine,), cases="train_lm")) == {"cpu train_lm": ["mine"]}
-
-
-@pytest.mark.parametrize(
-    "selection",
-    [
-        Selection(kernels="fair@train", cases="random"),
-        Selection(cases="train_drift", formats="fp16"),
-    ],
-)
-def test_what_leaves_no_cell_is_refused(selection: Selection) -> None:
-    with pytest.raises(SelectionError, match=r"^no cell is left: .*kernels called \.\.\.@train"):
-        cells(selection)
+    for none in (Selection(kernels="fair@train", cases="random"), Selection(cases="train_drift", formats="fp16")):
+        with pytest.raises(SelectionError, match=r"^no cell is left: .*kernels called \.\.\.@train"):
+            cells(none)
 
 
 def test_a_run_that_drifts_as_claimed_holds() -> None:
     record = train(FLASH)
     assert (record.outcome, record.reasons, record.plan) == (HELD, (), "flash@train_l_rounded")
+    assert record.experiment == "training"
+    assert record.digest == train(FLASH).digest != train(FLASH, seed=2).digest
     assert record.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FLASH.name])[0].text
     assert record.met(CLAIM)
     assert record.met("loss")
@@ -170,7 +157,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
 
 def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
     claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
-    snippet = replace(SHORT, rules=(), own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
+    snippet = replace(SHORT, name="a test", own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
     record = run(Cell(EMULATION, FAIR, TrainingRun(snippet), BF16))
     assert record.outcome == FELL
     assert record.met(CLAIM) is False
@@ -178,31 +165,11 @@ def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
     assert "claim fell: 1 < delta_error_mean (a test); delta_error_mean = " in record.reasons[0]
 
 
-def test_the_same_run_has_the_same_digest_and_another_seed_another() -> None:
-    cell = Cell(EMULATION, FAIR, TrainingRun(SHORT), BF16)
-    one, again, other = (run(cell, seed=seed).digest for seed in (1, 1, 2))
-    assert one == again != other
-
-
 def test_a_device_without_the_snippets_format_and_a_kernel_that_cannot_be_told_are_skipped() -> None:
     record = train(FLASH, "train_amplified", CPU)
     assert (record.outcome, record.reasons) == (SKIPPED, ("the device computes in no E8M5",))
     own = train(CPU.kernel("sdpa_flash"), "train_amplified")
     assert (own.outcome, own.reasons) == (SKIPPED, ("the kernel can't be told to keep S in E8M5",))
-
-
-def test_a_users_kernel_trains_with_its_own_backward_pass(mine: str) -> None:
-    """Two kernels of one forward pass: what autograd makes of it never sees O, flash attention's backward pass does."""
-    flash = mine.replace(":mine", ":flash")
-    by_autograd, by_function = (train(external_kernel(name), backend=CPU) for name in (mine, flash))
-    assert abs(by_autograd.number("delta_error_mean") or 1.0) < 1e-5
-    assert (by_function.number("delta_error_mean") or 0.0) > 1e-3
-
-
-def test_a_backward_pass_of_nan_shows_in_training(mine: str) -> None:
-    record = train(external_kernel(mine.replace(":mine", ":nan_backward")), backend=CPU)
-    assert record.outcome == FELL
-    assert record.met("loss") is False
 
 
 def test_a_kernel_without_a_backward_pass_trains_only_with_the_suites_and_is_labelled_so(mine: str) -> None:
@@ -227,21 +194,36 @@ def test_a_kernel_without_a_backward_pass_trains_only_with_the_suites_and_is_lab
     assert (emulated.number("delta_error_mean") or 0.0) > 1e-3
 
 
-def test_a_kernel_without_a_causal_mask_does_not_train(mine: str) -> None:
-    record = train(external_kernel(mine.replace(":mine", ":not_causal")), backend=CPU)
-    assert (record.outcome, record.skipped) == (SKIPPED, "not_causal takes no causal mask, and training asks for one")
+def test_a_users_kernel_trains_with_its_own_backward_pass_and_is_held_to_fairness_where_that_is_asked(
+    mine: str,
+) -> None:
+    """Two kernels of one forward pass: what autograd makes of it never sees O, flash attention's backward pass does.
 
-
-def test_a_users_kernel_is_held_to_fairness_where_that_is_asked(mine: str) -> None:
-    """One cast of O to even, and a backward pass that sees O: that cast meets the ties of the script."""
+    Its one cast of O to even meets the ties of the script.
+    """
     kernel = external_kernel(mine.replace(":mine", ":flash"))
-    free, held = (train(kernel, backend=CPU, fair=fair) for fair in (False, True))
+    free, held, autograd = (
+        train(each, backend=CPU, fair=fair)
+        for each, fair in ((kernel, False), (kernel, True), (external_kernel(mine), False))
+    )
+    assert abs(autograd.number("delta_error_mean") or 1.0) < 1e-5
+    assert (free.number("delta_error_mean") or 0.0) > 1e-3
     assert free.outcome == MEASURED
     assert CLAIM not in free.answers
     assert free.met("contract")
     assert free.measures == held.measures
     assert held.outcome == FELL
     assert held.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FAIR.name])[0].text
+
+
+def test_gradients_of_nan_fall_and_a_kernel_without_a_causal_mask_does_not_train(mine: str) -> None:
+    nan, not_causal = (
+        train(external_kernel(mine.replace(":mine", f":{name}")), backend=CPU)
+        for name in ("nan_backward", "not_causal")
+    )
+    assert (nan.outcome, nan.met("loss")) == (FELL, False)
+    assert not_causal.outcome == SKIPPED
+    assert not_causal.skipped == "not_causal takes no causal mask, and training asks for one"
 
 
 def test_pytorchs_own_flash_kernel_drifts_as_fused_kernels_do() -> None:

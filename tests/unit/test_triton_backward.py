@@ -94,23 +94,27 @@ def _fp32_roundoffs(inputs: AttentionInputs) -> float:
     return 2 * ((d + 4) * largest.item() + keys) + d + keys + inputs.groups * queries
 
 
+def _in_fp32(source: DeltaSource) -> Declaration:
+    return Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
+
+
+def _assert_right(computed: AttentionOutput, inputs: AttentionInputs, ref: Reference, roundoffs: float) -> None:
+    exact = reference_gradients(inputs, ref)
+    for gradient, expected, scale in zip(_gradients_of(computed), exact, _scales(inputs, ref), strict=True):
+        assert gradient.shape == expected.shape
+        assert ((gradient.double() - expected).abs() <= roundoffs * scale).all()
+
+
 def test_in_fp32_the_gradients_are_those_of_fp64(attention_shape: Shape) -> None:
-    _assert_right_in_fp32(attention_shape, DeltaSource.OUTPUT)
+    inputs, ref = _normal(attention_shape)
+    _assert_right(_run(inputs, _in_fp32(DeltaSource.OUTPUT)), inputs, ref, _fp32_roundoffs(inputs) * U)
 
 
 @pytest.mark.parametrize("shape", [GROUPED_CAUSAL, FEWER_KEYS_CAUSAL], ids=["grouped_causal", "fewer_keys_causal"])
 @pytest.mark.parametrize("source", [DeltaSource.PROBABILITIES, DeltaSource.RECOMPUTED_OUTPUT])
 def test_so_they_are_wherever_delta_comes_from(source: DeltaSource, shape: Shape) -> None:
-    _assert_right_in_fp32(shape, source)
-
-
-def _assert_right_in_fp32(shape: Shape, source: DeltaSource) -> None:
     inputs, ref = _normal(shape)
-    declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
-    computed = _gradients_of(_run(inputs, declaration))
-    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
-        assert gradient.shape == exact.shape
-        assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
+    _assert_right(_run(inputs, _in_fp32(source)), inputs, ref, _fp32_roundoffs(inputs) * U)
 
 
 @pytest.mark.parametrize("source", [source for source in DeltaSource if source is not DeltaSource.UNNORMALISED])
@@ -118,14 +122,11 @@ def test_padding_has_no_gradient_and_gives_none(source: DeltaSource) -> None:
     shape = (33, 70, 16, 4, 2, True)
     key = torch.arange(70)
     inputs = replace(_normal(shape)[0], key_padding=torch.stack([key * 7919 % 5 > 1, key >= 45]))
-    declaration = Declaration(FLASH_ATTENTION, replace(FP32_PLAN, delta_from=source, exponential=BASE_TWO), SAFE, BLOCK)
-    ref = reference(inputs)
+    ref, output = reference(inputs), _run(inputs, _in_fp32(source))
     assert (ref.o[1, :, :8] == 0).all()  # query i sees keys to i + 37
-    computed = _gradients_of(_run(inputs, declaration))
-    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
-        assert ((gradient.double() - exact).abs() <= _fp32_roundoffs(inputs) * U * scale).all()
+    _assert_right(output, inputs, ref, _fp32_roundoffs(inputs) * U)
     assert inputs.key_padding is not None
-    for gradient in computed[1:]:
+    for gradient in _gradients_of(output)[1:]:
         padding = ~inputs.key_padding[:, None, :, None].expand_as(gradient)
         assert (gradient[padding] == 0).all()
 
@@ -142,10 +143,8 @@ def test_so_they_do_in_the_other_kernels(kernel: str) -> None:
 
 def _assert_within_the_bound(kernel: str, shape: Shape) -> None:
     inputs, ref = _normal(shape, BF16)
-    computed = _gradients_of(_run(inputs, DECLARATIONS[kernel]))
-    for gradient, exact, scale in zip(computed, reference_gradients(inputs, ref), _scales(inputs, ref), strict=True):
-        # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
-        assert ((gradient.double() - exact).abs() <= 9 * BF16.unit_roundoff * scale).all()
+    # P, dS and the result round to bf16; O, whose up to 6 roundings (a stochastic one counts twice) enter by delta.
+    _assert_right(_run(inputs, DECLARATIONS[kernel]), inputs, ref, 9 * BF16.unit_roundoff)
 
 
 @pytest.mark.parametrize("kernel", [name for name in DECLARATIONS if not name.startswith("triton_fp8")])
@@ -194,16 +193,8 @@ def test_every_rounding_point_of_the_backward_pass_is_a_switch_of_its_own(point:
     narrowed = {"delta": {"delta", "dq", "dk"}, "p": {"dv"}, "dp": {"dq", "dk"}, "ds": {"dq", "dk"}}
     changed = narrowed.get(point, {"dq", "dk", "dv"} | ({"delta"} if point == "s" else set()))
     plan = replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
-    before, after = (
-        _gradients(
-            run(
-                replace(inputs, formats=Formats.of(BF16)),
-                Declaration(FLASH_ATTENTION, p, SAFE, BLOCK),
-                gradients=True,
-            )
-        )
-        for p in (FP32_PLAN, plan)
-    )
+    inputs = replace(inputs, formats=Formats.of(BF16))
+    before, after = (_gradients(_run(inputs, Declaration(FLASH_ATTENTION, p, SAFE, BLOCK))) for p in (FP32_PLAN, plan))
     names = ("delta", "dq", "dk", "dv")
     assert {name for name in names if not torch.equal(getattr(before, name), getattr(after, name))} == changed
 

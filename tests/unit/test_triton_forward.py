@@ -224,20 +224,10 @@ def _declared(plan: RoundingPlan, rule: str = "safe", block: Block = BLOCK) -> D
 
 
 PREDICTED = [
-    "tied_maxima[k=2]",
-    "sink_tie",
-    "repeated_zero",
-    "repeated_tiny",
-    "repeated_large[r=30]",
-    "ties_across_blocks",
-    "overshooting_shift",
-    "growing_maximum[by=4]",
-    "equal_keys",
-    "random",
-    "random_causal",
-    "random_grouped",
+    "tied_maxima[k=2]", "sink_tie", "repeated_zero", "repeated_tiny", "repeated_large[r=30]", "ties_across_blocks",
+    "overshooting_shift", "growing_maximum[by=4]", "equal_keys", "random", "random_causal", "random_grouped",
     "random_odd",
-]
+]  # fmt: skip
 ROSTER = [name for name, declared in DECLARATIONS.items() if declared.plan.p_bar.fmt != FP8_E4M3]
 
 
@@ -273,17 +263,12 @@ def test_most_bits_are_settled_and_the_rest_are_few() -> None:
 
 
 @pytest.mark.parametrize("base_two", [False, True])
-@pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name != "always_scaled"])
+@pytest.mark.parametrize("rule", SHIFT_RULES)
 def test_every_shift_rule_is_the_suites(rule: str, base_two: bool) -> None:
     plan = replace(FUSED, exponential=Exponential(base_two))
-    for case in ("repeated_negative", "tied_maxima[k=3]", "growing_maximum"):
+    # Scores of at most 2 where all are scaled: beyond, the scaled exponent of the tail is below fp32's range.
+    for case in ("repeated_negative", "tied_maxima[k=3]", "growing_maximum")[: 1 if rule == "always_scaled" else None]:
         _assert_as_declared(_made(case), _declared(plan, rule))
-
-
-def test_scaling_without_asking_is_the_suites_too() -> None:
-    # Scores of at most 2: beyond, the scaled exponent of the tail is below fp32's range.
-    inputs = _made("repeated_negative")
-    _assert_as_declared(inputs, _declared(PAPER, "always_scaled"))
 
 
 @pytest.mark.parametrize("rule", [name for name in SHIFT_RULES if name not in ("safe", "as_printed_v1")])
@@ -401,7 +386,7 @@ def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_t
     for queries in (16, 32):
         assert torch.equal(_run(inputs, replace(declaration, block=Block(queries, 64))).o, together)
     monkeypatch.setattr("tiebreak.kernels.triton.launch._TILE_ELEMENTS", 1)
-    assert Call.of(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
+    assert Call.from_inputs(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
     assert torch.equal(_run(inputs, declaration).o, together)
 
 

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -146,8 +145,7 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(
 
     def compile_only(call: launch.Call, part: str, kernel: str, grid: object, *args: object, **kwargs: object) -> None:
         function = getattr(loading.source(part), kernel)
-        options = asdict(launch.options(call.config.d))
-        compiled.append(function.warmup(*args, C=kwargs["config"], grid=grid, **options))
+        compiled.append(function.warmup(*args, C=kwargs["config"], grid=grid, **launch.options(call.config.d)))
 
     monkeypatch.setattr(launch.Call, "launch", compile_only)
     for _ in range(2):
@@ -166,8 +164,7 @@ def test_what_is_listed_to_compile_compiles(backend: str, arch: int | str, warp:
     for name in ("triton_fair/forward", "triton_flash/key_gradients"):
         chosen = listed[name]
         source = ASTSource(fn=chosen.function, signature=dict(chosen.signature), constexprs=dict(chosen.constexprs))
-        options = {name: getattr(chosen, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-        assert triton.compile(source, target=GPUTarget(backend, arch, warp), options=options).asm
+        assert triton.compile(source, target=GPUTarget(backend, arch, warp), options=dict(chosen.options)).asm
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A kernel that hangs, dies or talks without end: told apart, each in its own cell, and every other cell runs."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, TIMED_O
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
+Collecting = Callable[..., RecordCollector]
 
 CASES = ("--cases", "random,random_odd,random_causal", "--heads", "16", "--backend", "cpu")
 # A PyDLL holds Python's lock while it sleeps, so that no thread of Python could end it.
@@ -90,6 +91,21 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     assert "its process died" in records["random_causal"].reasons[0]
 
 
+@pytest.fixture
+def collecting(pytester: pytest.Pytester) -> Iterator[Collecting]:
+    """Makes what collects the records of some cells; the words of its workers are gone in the end."""
+    made: list[RecordCollector] = []
+
+    def make(*cells: Cell) -> RecordCollector:
+        config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
+        made.append(RecordCollector(config, cells, Settings(1, 16), {}, Excuses(())))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.pytest_unconfigure()
+
+
 def died(cell: Cell, worker: str) -> pytest.TestReport:
     """What xdist reports of the cell that a worker ran as it died."""
     name = f"a.py::test_cell[{cell.id}]"
@@ -98,12 +114,11 @@ def died(cell: Cell, worker: str) -> pytest.TestReport:
     )
 
 
-def test_a_kernel_is_deadly_from_its_second_death_on(pytester: pytest.Pytester) -> None:
+def test_a_kernel_is_deadly_from_its_second_death_on(collecting: Collecting) -> None:
     """A worker that starts is told so; other kernels, and deaths of no process, do not count."""
     kernels = [composed_kernel(name) for name in ("flash@paper", "standard")]
     mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:3]] for kernel in kernels)
-    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
-    collector = RecordCollector(config, [*mine, *other], Settings(1, 16), {}, Excuses(()))
+    collector = collecting(*mine, *other)
 
     def deadly() -> set[str]:
         return set(Watch.of(collector.watched("gw9"), None).deadly)
@@ -115,16 +130,13 @@ def test_a_kernel_is_deadly_from_its_second_death_on(pytester: pytest.Pytester) 
     assert deadly() == set()
     collector._take(died(mine[1], "gw2"))
     assert deadly() == {"flash@paper"}
-    collector.pytest_unconfigure()
 
 
-def test_a_kernel_that_hangs_is_hurried_and_then_given_up(pytester: pytest.Pytester) -> None:
+def test_a_kernel_that_hangs_is_hurried_and_then_given_up(collecting: Collecting) -> None:
     """Workers that run already learn of it; another kernel has all its time, and one in time begins anew."""
     kernels = [replace(composed_kernel(name), external=True) for name in ("flash@paper", "standard")]
     mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
-    collector = RecordCollector(
-        pytester.parseconfig("-p", "tiebreak.matrix.plugin"), [*mine, *other], Settings(1, 16), {}, Excuses(())
-    )
+    collector = collecting(*mine, *other)
     worker = Watch.of(collector.watched("gw9"), None)
     (collector._watches / "gw0").write_text(DUMP)
     limits = []
@@ -139,7 +151,6 @@ def test_a_kernel_that_hangs_is_hurried_and_then_given_up(pytester: pytest.Pytes
     collector._take(died(mine[5], "gw1"))  # it has died, and in time
     assert worker.given_up(mine[8]) is None
     assert worker.limit(mine[8]) == 6.0
-    collector.pytest_unconfigure()
 
 
 def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
@@ -180,23 +191,20 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
     assert timed_out(file) == ("no result after 60 s of CPU time; it was in spins (attention.py, line 9)", True)
 
 
-def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(pytester: pytest.Pytester) -> None:
+def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(collecting: Collecting) -> None:
     cell = Cell(CPU, composed_kernel("flash@paper"), Call(SCRIPTED[0]), BF16)
-    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
-    collector = RecordCollector(config, [cell], Settings(1, 16), {}, Excuses(()))
+    collector = collecting(cell)
     (collector._watches / "gw0").write_text(DUMP.replace("call.py", "workbench.py"))
     collector._take(died(cell, "gw0"))
     (record,) = collector.records.values()
     assert (record.outcome, record.met("in_time")) == (INCONCLUSIVE, None)
     assert collector.late[cell.kernel.name].in_a_row == 1, "all the same it may hang in each of its cells"
-    collector.pytest_unconfigure()
 
 
-def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(pytester: pytest.Pytester) -> None:
+def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
     """Where the user's code was once, and the suite's the second time, is not told of the kernel."""
     cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
-    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin")
-    collector = RecordCollector(config, cells, Settings(1, 16), {}, Excuses(()))
+    collector = collecting(*cells)
     for cell, first, second in zip(cells[:3], (None, DUMP, DUMP), (DUMP, DUMP, "suite's"), strict=True):
         word = collector._watches / "gw0"
         if first is not None:
@@ -210,7 +218,6 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(pyt
     assert records[1].reasons == ("twice: no result after 62.5 s; it was in hang (attention.py, line 8)",)
     (collector._watches / "gw0").unlink()
     assert not collector.another_try("gw0", f"a.py::test_cell[{cells[3].id}]"), "it died, and in time"
-    collector.pytest_unconfigure()
 
 
 def test_the_clock_counts_the_cpu_time_of_calls_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +237,6 @@ def test_the_clock_counts_the_cpu_time_of_calls_alone(tmp_path: Path, monkeypatc
             assert seen == [10.0]
         assert (seen, clock.left) == ([10.0, 0.0], 7.5)
     assert clock.left is None
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
-def test_a_time_limit_that_is_none_is_refused(matrix: MatrixRun, seconds: str) -> None:
-    result = matrix(f"--cell-timeout={seconds}", "-n", "0")
-    assert result.ret == 2
-    result.stderr.fnmatch_lines([f"Exit: --cell-timeout {seconds}: expected a positive number of seconds"])
 
 
 @pytest.mark.parametrize(("workers", "warned"), [("0", True), ("1", False)])

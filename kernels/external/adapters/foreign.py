@@ -2,9 +2,7 @@
 
 import importlib
 import inspect
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -122,18 +120,3 @@ def needs_of(function: object) -> tuple[Foreign, ...]:
     """Which functions of other packages an adapter calls; none of any other function."""
     foreign = getattr(function, _ATTRIBUTE, ())
     return foreign if isinstance(foreign, tuple) else ()
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Environment variables for a while."""
-    values = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, before in values.items():
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before

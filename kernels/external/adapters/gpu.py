@@ -1,37 +1,39 @@
 """Attention kernels for GPUs. None of them was run on one yet: their signatures and documents were read."""
 
 import importlib
+import os
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tiebreak.kernels.external.adapters.foreign import Foreign, environment, needs
+from tiebreak.kernels.external.adapters.foreign import Foreign, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
 
 _ALL = -1, -1  # a window of all keys
+_CUDA = ("cuda",)
+_FLASH = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
 
 FLASH_ATTN = Foreign(
     "flash_attn:flash_attn_func",
     "flash-attn",
     "2.8",
-    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    _FLASH,
     install="pip install flash-attn --no-build-isolation",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 FLASH_ATTN_CUTE = Foreign(
     "flash_attn.cute:flash_attn_func",
     "flash-attn-4",
     "4.0",
-    ("softmax_scale", "causal", "window_size", "softcap", "deterministic"),
+    _FLASH,
     install="pip install --pre flash-attn-4",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 XFORMERS = Foreign(
-    "xformers.ops.fmha:memory_efficient_attention",
-    "xformers",
-    "0.0.35",
-    ("attn_bias", "scale", "op"),
-    devices=("cuda",),
+    "xformers.ops.fmha:memory_efficient_attention", "xformers", "0.0.35", ("attn_bias", "scale", "op"), devices=_CUDA
 )
 XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
 XFORMERS_MASK = Foreign("xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask", "xformers", "0.0.35")
@@ -40,17 +42,17 @@ FLASHINFER = Foreign(
     "flashinfer-python",
     "0.6",
     ("causal", "kv_layout", "sm_scale", "logits_soft_cap", "backend"),
-    devices=("cuda",),
+    devices=_CUDA,
 )
 SAGEATTENTION = Foreign(
-    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=("cuda",)
+    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=_CUDA
 )
 AITER = Foreign(
     "aiter:flash_attn_func",
     "amd-aiter",
     "0.1.20",
     ("softmax_scale", "causal", "deterministic", "how_v3_bf16_cvt"),
-    devices=("cuda",),
+    devices=_CUDA,
 )
 TRANSFORMER_ENGINE = Foreign(
     "transformer_engine.pytorch:DotProductAttention",
@@ -58,7 +60,7 @@ TRANSFORMER_ENGINE = Foreign(
     "2.18",
     ("num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "softmax_scale"),
     install="pip install --no-build-isolation transformer-engine[pytorch]",
-    devices=("cuda",),
+    devices=_CUDA,
 )
 FLAG_GEMS = Foreign(
     "flag_gems:scaled_dot_product_attention",
@@ -74,7 +76,7 @@ LIGER = Foreign(
     ("kernel_size", "scale"),
     devices=("cuda", "npu"),
 )
-FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=("cuda",))
+FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=_CUDA)
 
 
 @needs(FLASH_ATTN)
@@ -168,7 +170,7 @@ def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
 def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
     """DotProductAttention by its fused kernels, which are cuDNN's: the other two are switched off, so it raises."""
     switches = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
-    with environment(**switches, NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"):
+    with patch.dict(os.environ, {**switches, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}):
         layer = TRANSFORMER_ENGINE(
             q.shape[2],
             q.shape[3],
@@ -199,7 +201,11 @@ def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
 
 
 @needs(FLA)
-@kernel(layout="bnhd", takes="gqa", causal="always")
-def fla(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """flash-linear-attention's parallel_attn, softmax attention, always causal."""
-    return FLA(q, k, v, scale=scale)
+@kernel(layout="bnhd", takes="gqa")
+def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Any:
+    """flash-linear-attention's parallel_attn, always causal: without a mask every row is a sequence's last."""
+    if is_causal:
+        return FLA(q, k, v, scale=scale)
+    rows = (pad(row, (0, 0, 0, 0, k.shape[1] - 1, 0)) for row in torch.split(q, 1, 1))
+    with torch.no_grad():  # autograd would add up dK and dV in the format of q
+        return torch.cat([FLA(row, k, v, scale=scale)[:, -1:] for row in rows], 1)

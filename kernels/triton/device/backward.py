@@ -13,19 +13,7 @@ from .tiles import across, dot, down, first_head, load, load_rows, row_sum, stor
 
 
 @triton.jit
-def delta(
-    Q: tl.tensor,
-    K: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    O: tl.tensor,
-    DO: tl.tensor,
-    LSE: tl.tensor,
-    DELTA: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
     """The row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
 
     Grid: (blocks of queries, batch x query heads / C.heads).
@@ -61,17 +49,7 @@ def delta(
 
 
 @triton.jit
-def probabilities(
-    s: tl.tensor,
-    lse: tl.tensor,
-    PADDING: tl.tensor,
-    head: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> tl.tensor:
+def probabilities(s, lse, PADDING, head, query, key, queries, keys, C: tl.constexpr):
     """P of one tile from its scores and the rows' log-sum-exp, either way round."""
     p = exp(hide(s, PADDING, head, query, key, queries, keys, C) - lse * C.unit, C)
     # A row without a visible key has log-sum-exp -Inf and no probabilities.
@@ -79,27 +57,14 @@ def probabilities(
 
 
 @triton.jit
-def upstream_of_p(a: tl.tensor, b: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def upstream_of_p(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr):
     """One tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
     DP: tl.constexpr = C.plan.dp
     return cast(dot(a, b, zeros(ROWS, COLUMNS, C)), DP)
 
 
 @triton.jit
-def key_gradients(
-    Q: tl.tensor,
-    K: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    DO: tl.tensor,
-    LSE: tl.tensor,
-    DELTA: tl.tensor,
-    DK: tl.tensor,
-    DV: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl.constexpr):
     """DK and dV of one block of keys, summed over the query heads that share the key head. Tiles are (keys, queries).
 
     Grid: (blocks of keys, batch x key heads / C.heads).
@@ -140,19 +105,7 @@ def key_gradients(
 
 
 @triton.jit
-def query_gradient(
-    Q: tl.tensor,
-    K: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    DO: tl.tensor,
-    LSE: tl.tensor,
-    DELTA: tl.tensor,
-    DQ: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def query_gradient(Q, K, V, PADDING, DO, LSE, DELTA, DQ, queries, keys, C: tl.constexpr):
     """DQ of one block of queries.
 
     Grid: (blocks of queries, batch x query heads / C.heads).

@@ -10,19 +10,7 @@ from .tiles import across, dot, down, first_head, load, row_max, row_sum, store,
 
 
 @triton.jit(do_not_specialize=["dither_start", "cast_start"])
-def forward(
-    Q: tl.tensor,
-    K: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    O: tl.tensor,
-    LSE: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    dither_start: tl.tensor,
-    cast_start: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
     """O and the log-sum-exp of one block of queries.
 
     Grid: (blocks of queries, batch x query heads / C.heads).
@@ -57,7 +45,7 @@ def forward(
 
 
 @triton.jit
-def visible_keys(first: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def visible_keys(first, queries, keys, C: tl.constexpr):
     """How many keys a block of queries sees in whole blocks, unmasked, and where its last visible key ends."""
     whole = keys
     end = keys
@@ -71,22 +59,8 @@ def visible_keys(first: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.co
 
 @triton.jit
 def attend(
-    q: tl.tensor,
-    K: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    start: tl.tensor,
-    m: tl.tensor,
-    l: tl.tensor,
-    o_bar: tl.tensor,
-    dither: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
+    q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C: tl.constexpr, MASKED: tl.constexpr
+):
     """The running shift, row sum and output after one more block of keys."""
     key = down(start, C.block.keys, C)
     k = load(K, head // C.groups, key, keys, C)
@@ -122,7 +96,7 @@ def attend(
 
 
 @triton.jit
-def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def add_to_row_sum(l, alpha, p, C: tl.constexpr):
     """The row sum after one more block of probabilities, rounded at every operation."""
     total = row_sum(p)
     if C.shift.row_sum_floor != 0.0:
@@ -133,17 +107,7 @@ def add_to_row_sum(l: tl.tensor, alpha: tl.tensor, p: tl.tensor, C: tl.constexpr
 
 
 @triton.jit
-def finish(
-    O: tl.tensor,
-    PADDING: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    o: tl.tensor,
-    cast_start: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr):
     """O's cast, to even or stochastic, and its store; rows without a visible key give zeros."""
     if C.padded:
         o = tl.where(blind(PADDING, head, row, queries, keys, C), 0.0, o)
@@ -158,9 +122,7 @@ def finish(
 
 
 @triton.jit
-def blind(
-    PADDING: tl.tensor, head: tl.tensor, row: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr
-) -> tl.tensor:
+def blind(PADDING, head, row, queries, keys, C: tl.constexpr):
     """Whether a row sees no key. Its row sum does not tell: that is 0 too where every P-bar has underflowed."""
     most = zeros(C.block.queries, 1, C) - float("inf")
     for start in range(0, keys, C.block.keys):
@@ -171,8 +133,6 @@ def blind(
 
 
 @triton.jit
-def write_lse(
-    LSE: tl.tensor, head: tl.tensor, row: tl.tensor, queries: tl.tensor, lse: tl.tensor, C: tl.constexpr
-) -> None:
+def write_lse(LSE, head, row, queries, lse, C: tl.constexpr):
     """Write one number a row to a (heads, queries) tensor."""
     tl.store(LSE + head * queries + row, lse, mask=row < queries)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def absorb(state: tl.tensor, counter: tl.tensor) -> tl.tensor:
+def absorb(state, counter):
     """The state that follows `state` after one more counter; with all of them, the random bits.
 
     Args:
@@ -16,7 +16,7 @@ def absorb(state: tl.tensor, counter: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
+def _mix(x):
     x = x ^ (x >> 16)
     x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
     x = x ^ (x >> 15)
@@ -25,7 +25,7 @@ def _mix(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def row_state(start: tl.tensor, head: tl.tensor, row: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def row_state(start, head, row, C: tl.constexpr):
     """The state after (batch, head, row).
 
     Args:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def narrow(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def narrow(x, C: tl.constexpr):
     """`x` as a cast to nearest leaves it, in the format's own type.
 
     Args:
@@ -24,7 +24,7 @@ def narrow(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _native(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
+def _native(x, F: tl.constexpr):
     """The device's own cast."""
     if F.name == "bf16":
         return x.to(tl.bfloat16)
@@ -36,13 +36,13 @@ def _native(x: tl.tensor, F: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def cast(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def cast(x, C: tl.constexpr):
     """`narrow`, back in fp32."""
     return narrow(x, C).to(tl.float32)
 
 
 @triton.jit
-def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
+def rounded(x, random, F: tl.constexpr, HOW: tl.constexpr):
     """`x` rounded as no cast does it, on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
 
     Args:
@@ -71,7 +71,7 @@ def rounded(x: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr)
 
 
 @triton.jit
-def _subnormal(size: tl.tensor, random: tl.tensor, F: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
+def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
     """Magnitudes below the format's smallest normal value, whose spacing is fixed."""
     steps = size / F.smallest_subnormal
     whole = tl.floor(steps)

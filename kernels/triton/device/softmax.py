@@ -12,7 +12,7 @@ from .tiles import dot, row_sum
 
 
 @triton.jit
-def scores(a: tl.tensor, b: tl.tensor, zero: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def scores(a, b, zero, C: tl.constexpr):
     """One tile of S = a b / sqrt(d), cast as the plan says, in the kernel's unit."""
     product = dot(a, b, zero)
     if C.plan.s.narrows:
@@ -23,16 +23,7 @@ def scores(a: tl.tensor, b: tl.tensor, zero: tl.tensor, C: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def hide(
-    s: tl.tensor,
-    PADDING: tl.tensor,
-    head: tl.tensor,
-    query: tl.tensor,
-    key: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> tl.tensor:
+def hide(s, PADDING, head, query, key, queries, keys, C: tl.constexpr):
     """S with -Inf where a query does not see a key. Indices broadcast to S either way round."""
     visible = key < keys
     if C.causal:
@@ -44,7 +35,7 @@ def hide(
 
 
 @triton.jit
-def exp(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def exp(x, C: tl.constexpr):
     """The exponential of the kernel's base."""
     if C.base_two:
         return tl.exp2(x)
@@ -53,7 +44,7 @@ def exp(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def log(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def log(x, C: tl.constexpr):
     """The inverse of `exp`."""
     if C.base_two:
         return tl.log2(x)
@@ -62,7 +53,7 @@ def log(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def propose(s: tl.tensor, largest: tl.tensor, dither: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def propose(s, largest, dither, C: tl.constexpr):
     """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`).
 
     Args:

@@ -10,15 +10,7 @@ from .tiles import across, dot, down, first_head, load, row_max, row_sum, transp
 
 
 @triton.jit
-def all_scores(
-    Q: tl.tensor,
-    K: tl.tensor,
-    PADDING: tl.tensor,
-    S: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def all_scores(Q, K, PADDING, S, queries, keys, C: tl.constexpr):
     """First launch: S, with -Inf where a query does not see a key.
 
     Grid: (blocks of queries, batch x query heads / C.heads, blocks of keys).
@@ -37,7 +29,7 @@ def all_scores(
 
 
 @triton.jit
-def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys: tl.tensor, C: tl.constexpr) -> None:
+def softmax(S, P, LSE, queries, keys, C: tl.constexpr):
     """Second launch: P, normalised, then cast.
 
     Grid: (blocks of queries, batch x query heads / C.heads).
@@ -66,16 +58,7 @@ def softmax(S: tl.tensor, P: tl.tensor, LSE: tl.tensor, queries: tl.tensor, keys
 
 
 @triton.jit
-def output(
-    P: tl.tensor,
-    V: tl.tensor,
-    PADDING: tl.tensor,
-    O: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    cast_start: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def output(P, V, PADDING, O, queries, keys, cast_start, C: tl.constexpr):
     """Third launch: O = P V.
 
     Grid: (blocks of queries, batch x query heads / C.heads).
@@ -97,31 +80,14 @@ def output(
 
 
 @triton.jit
-def read_scores(
-    S: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    key: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    C: tl.constexpr,
-) -> tl.tensor:
+def read_scores(S, head, row, key, queries, keys, C: tl.constexpr):
     """One tile of a (heads, queries, keys) tensor; -Inf beyond its end."""
     pointers = S + head * queries * keys + row.to(tl.int64) * keys + key
     return tl.load(pointers, mask=(row < queries) & (key < keys), other=float("-inf"))
 
 
 @triton.jit
-def write_scores(
-    S: tl.tensor,
-    head: tl.tensor,
-    row: tl.tensor,
-    key: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    tile: tl.tensor,
-    C: tl.constexpr,
-) -> None:
+def write_scores(S, head, row, key, queries, keys, tile, C: tl.constexpr):
     """Write one tile of a (heads, queries, keys) tensor."""
     pointers = S + head * queries * keys + row.to(tl.int64) * keys + key
     tl.store(pointers, tile, mask=(row < queries) & (key < keys))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def first_head(axis: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def first_head(axis: tl.constexpr, C: tl.constexpr):
     """Index over batch and heads of what this program works on: a scalar, or (heads, 1, 1)."""
     first = tl.program_id(axis).to(tl.int64) * C.heads
     if C.heads == 1:
@@ -15,21 +15,21 @@ def first_head(axis: tl.constexpr, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def down(start: tl.tensor, SIZE: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def down(start, SIZE: tl.constexpr, C: tl.constexpr):
     """Indices start, start + 1, ... along a tile's rows."""
     index = tl.expand_dims(start + tl.arange(0, SIZE), 1)
     return index if C.heads == 1 else tl.expand_dims(index, 0)
 
 
 @triton.jit
-def across(start: tl.tensor, SIZE: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def across(start, SIZE: tl.constexpr, C: tl.constexpr):
     """Indices start, start + 1, ... along a tile's columns."""
     index = tl.expand_dims(start + tl.arange(0, SIZE), 0)
     return index if C.heads == 1 else tl.expand_dims(index, 0)
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tensor:
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr):
     """An fp32 tile of zeros."""
     if C.heads == 1:
         return tl.full([ROWS, COLUMNS], 0.0, tl.float32)
@@ -38,7 +38,7 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr) -> tl.tens
 
 
 @triton.jit
-def load(base: tl.tensor, head: tl.tensor, row: tl.tensor, length: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def load(base, head, row, length, C: tl.constexpr):
     """Rows of a (heads, length, d) tensor as a tile; zeros beyond its end.
 
     Args:
@@ -57,9 +57,7 @@ def load(base: tl.tensor, head: tl.tensor, row: tl.tensor, length: tl.tensor, C:
 
 
 @triton.jit
-def store(
-    base: tl.tensor, head: tl.tensor, row: tl.tensor, length: tl.tensor, tile: tl.tensor, C: tl.constexpr
-) -> None:
+def store(base, head, row, length, tile, C: tl.constexpr):
     """Write a tile to rows of a (heads, length, d) tensor. Arguments as for `load`."""
     column = across(0, C.block_d, C)
     pointers = base + head * (length * C.d) + row * C.d + column
@@ -67,13 +65,13 @@ def store(
 
 
 @triton.jit
-def load_rows(base: tl.tensor, head: tl.tensor, index: tl.tensor, length: tl.tensor) -> tl.tensor:
+def load_rows(base, head, index, length):
     """One number a row of a (heads, length) tensor, wherever `index` lies in a tile; zeros beyond its end."""
     return tl.load(base + head * length + index, mask=index < length, other=0.0)
 
 
 @triton.jit
-def transposed(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
+def transposed(x, C: tl.constexpr):
     """A tile with rows and columns swapped."""
     if C.heads == 1:
         return tl.trans(x)
@@ -82,7 +80,7 @@ def transposed(x: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
+def dot(a, b, total):
     """total + a b in fp32; operands of unlike formats meet in fp32, which is exact."""
     if a.dtype == b.dtype:
         return tl.dot(a, b, total, input_precision="ieee")
@@ -91,12 +89,12 @@ def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def row_max(x: tl.tensor) -> tl.tensor:
+def row_max(x):
     """Largest of each row, kept as a column."""
     return tl.max(x, len(x.shape) - 1, keep_dims=True)
 
 
 @triton.jit
-def row_sum(x: tl.tensor) -> tl.tensor:
+def row_sum(x):
     """Sum of each row, kept as a column."""
     return tl.sum(x, len(x.shape) - 1, keep_dims=True)

@@ -20,7 +20,6 @@ class Check:
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
-    term: str = ""  # what the field calls it, for docs/words.md; empty: nothing
 
 
 def _answered_elsewhere(result: Result) -> None:
@@ -30,7 +29,7 @@ def _answered_elsewhere(result: Result) -> None:
 
 _ALWAYS = (
     Check(RUNS, "the kernel ran to its end", _answered_elsewhere, wrong=True),
-    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere, wrong=True, term="timeout"),
+    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere, wrong=True),
 )
 
 

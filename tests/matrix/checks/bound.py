@@ -14,10 +14,4 @@ def _ask(result: Result) -> Answer | None:
     )
 
 
-CHECK = Check(
-    "bound",
-    "the largest error of O is within its plan's rounding-error bound",
-    _ask,
-    wrong=True,
-    term="forward error analysis",
-)
+CHECK = Check("bound", "the largest error of O is within its plan's rounding-error bound", _ask, wrong=True)

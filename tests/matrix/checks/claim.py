@@ -22,4 +22,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(met, asked, "; ".join(fell or untold), source)
 
 
-CHECK = Check(CLAIM, "what the case claims about such a kernel", _ask, judges=True, term="expected result")
+CHECK = Check(CLAIM, "what the case claims about such a kernel", _ask, judges=True)

@@ -20,9 +20,5 @@ def broken(why: str) -> Answer:
 
 
 CHECK = Check(
-    "contract",
-    "a user's kernel returns what it must and leaves inputs and process as they were",
-    _ask,
-    wrong=True,
-    term="interface contract, no side effects",
+    "contract", "a user's kernel returns what it must and leaves inputs and process as they were", _ask, wrong=True
 )

@@ -16,4 +16,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(None, _ASKED, f"{result.heads} heads do not tell whether it is biased; {result.remedy}")
 
 
-CHECK = Check("decided", "there were heads enough to tell whether a user's kernel is biased", _ask, term="power")
+CHECK = Check("decided", "there were heads enough to tell whether a user's kernel is biased", _ask)

@@ -23,6 +23,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(not faults, _ASKED, "; ".join(faults))
 
 
-CHECK = Check(
-    "finite", "O is finite where the reference is, and nowhere else", _ask, wrong=True, term="NaN propagation"
-)
+CHECK = Check("finite", "O is finite where the reference is, and nowhere else", _ask, wrong=True)

@@ -64,5 +64,4 @@ CHECK = Check(
     " more than those of a backward pass that people ship",
     _ask,
     wrong=True,
-    term="backward error check",
 )

@@ -17,10 +17,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(prediction.met, asked, why)
 
 
-CHECK = Check(
-    PREDICTION,
-    "what its declared plan predicts on the same inputs, emulated",
-    _ask,
-    judges=True,
-    term="differential testing",
-)
+CHECK = Check(PREDICTION, "what its declared plan predicts on the same inputs, emulated", _ask, judges=True)

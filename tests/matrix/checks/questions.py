@@ -8,12 +8,10 @@ USAGE = Check(
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
     lambda result: result.agreement.get(within_error.KIND),
     wrong=True,
-    term="metamorphic relation",
 )
 INVARIANCE = Check(
     without_bias.KIND,
     "a call that is changed in what should not matter has the same bits, or others without a bias",
     lambda result: result.agreement.get(without_bias.KIND),
     judges=True,
-    term="batch invariance",
 )

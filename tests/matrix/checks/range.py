@@ -12,10 +12,4 @@ def _ask(result: Result) -> Answer | None:
     return at_most(result, "outside_values", 1.0, "O within the range of V", why)
 
 
-CHECK = Check(
-    "range",
-    "O, a weighted mean, lies within the range of the V that its row sees",
-    _ask,
-    wrong=True,
-    term="convex combination",
-)
+CHECK = Check("range", "O, a weighted mean, lies within the range of the V that its row sees", _ask, wrong=True)

@@ -12,4 +12,4 @@ def _ask(result: Result) -> Answer | None:
     return Answer(result.repeatable, "the same bits twice", why)
 
 
-CHECK = Check("repeatable", "two runs on the same input give the same bits", _ask, term="run-to-run determinism")
+CHECK = Check("repeatable", "two runs on the same input give the same bits", _ask)

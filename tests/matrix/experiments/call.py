@@ -16,7 +16,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
-from tiebreak.cases.errors import Errors, difference, merge, signed_error_ulps
+from tiebreak.cases.errors import difference, merge, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
@@ -28,16 +28,16 @@ from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix import acceptance
-from tiebreak.matrix.attribution import slip_bits
+from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
-from tiebreak.matrix.held_to import HeldTo, plan_held_to
-from tiebreak.matrix.repetition import Repetition, repetition
+from tiebreak.matrix.fits import Fit
+from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.sampling import Sample, SequentialSampler
+from tiebreak.matrix.sampling import Sample, rounded_errors, sampled
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Workbench
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -161,34 +161,37 @@ class Call(Experiment):
         )
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """As `Experiment.run`."""
-        case_bench = bench.case(self.case, cell.fmt)
-        sampler = SequentialSampler(cell, case_bench)
-        sample = sampler.draw()
-        errors, outputs = sample.errors, [draw.output for draw in sample.draws]
+        """As `Experiment.run`: outputs, then what known plans make of the inputs, then measures."""
+        case_bench, known = bench.case(self.case, cell.fmt), bench.known(cell.backend, cell.kernel, cell.fmt)
+        sample = sampled(cell, case_bench)
+        outputs = [draw.output for draw in sample.draws]
         batches = [case_bench.batch(index) for index in range(len(outputs))]
         repeated = repetition(cell, outputs[0], batches[0])
-        held_to = plan_held_to(cell, sampler, case_bench, bench)
-        backward = _backward_held_to(cell, case_bench, held_to, outputs[0], repeated)
+        fits = attributed(sample, case_bench, known)
+        held_to = plan_held_to(sample, fits, case_bench, known)
+        backward = None
+        if held_to is not None and self.case.normal and cell.kernel.external:
+            runs = [output for output in (outputs[0].gradients, repeated.other_gradients) if output is not None]
+            backward = backward_held_to(runs, outputs[0].o, held_to.declaration, batches[0], known) if runs else None
         observed = Observed(
-            errors,
+            sample.errors,
             outputs,
             batches,
             sample.declaration,
             sample.prediction,
             sample.equal_bits,
-            sampler.rounded(),
+            rounded_errors(cell, sample, case_bench),
             held_to.errors if held_to else None,
             self.case.normal,
             repeated.equal_gradients,
             backward.squares if backward else (),
         )
-        verdict = None if sample.verdict is None else sample.verdict.value
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
+        verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
             measures=measures,
-            shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, verdict),
+            shown=shown(sample.errors.nonfinite, sample.errors.gain, sample.errors.bias.mean, verdict),
             verdict=verdict,
             tied=tied,
             in_training=in_training,
@@ -203,28 +206,31 @@ class Call(Experiment):
             leaks=repeated.leaks,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
-            remedy=sampler.remedy,
+            remedy=sample.remedy,
             digest=digest(outputs[0]),
-            evidence=_fits(sampler)
-            | _slips(cell, outputs[0], batches[0], errors)
-            | ({"backward": backward.bits} if backward else {})
-            | ({"rules": acceptance.said(outputs[0], case_bench)} if bench.settings.rules else {})
-            | (_drawings(cell, outputs[0], batches[0]) if self.case.traced else {}),
+            evidence=_evidence(cell, sample, case_bench, fits, backward),
         )
 
 
-def _backward_held_to(
-    cell: Cell, bench: CaseBench, held_to: HeldTo | None, output: AttentionOutput, repeated: Repetition
-) -> BackwardHeldTo | None:
-    """What the gradients of a user's kernel are compared with; None where no known backward pass is to tell of them."""
-    if held_to is None or output.gradients is None or not (bench.case.normal and cell.kernel.external):
-        return None
-    runs, forward = [output.gradients], held_to.declaration
-    if repeated.gradients is not None and repeated.same and repeated.equal_gradients != 1.0:
-        runs.append(repeated.gradients)
-    lse = bench.emulated(0, forward)[0].lse
-    assert lse is not None
-    return backward_held_to(runs, output.o, forward, lse, bench.batch(0))
+def _evidence(
+    cell: Cell, sample: Sample, bench: CaseBench, fits: Mapping[str, Fit], backward: BackwardHeldTo | None
+) -> dict[str, Any]:
+    """What a record keeps beside the measures: of the first batch."""
+    output, batch, errors = sample.draws[0].output, bench.batch(0), sample.errors
+    evidence: dict[str, Any] = {}
+    if fits:
+        evidence["fits"] = {
+            name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
+            for name, fit in fits.items()
+        }
+    if cell.kernel.external and (errors.error_over_bound > 1.0 or errors.nonfinite):  # no rounding explains O
+        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
+        evidence |= {"slips": slips} if slips else {}
+    if backward is not None:
+        evidence["backward"] = backward.bits
+    if bench.settings.rules:
+        evidence["rules"] = acceptance.said(output, bench)
+    return evidence | (_drawings(cell, output, batch) if bench.case.traced else {})
 
 
 def _claims(sample: Sample) -> Iterator[Claimed]:
@@ -286,22 +292,6 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
     if records.finite(bias) is None:
         return records.Shown(records.NO_NUMBER)
     return records.Shown.of(KIND.described.headline or "", bias, verdict=verdict)
-
-
-def _fits(sampler: SequentialSampler) -> dict[str, Any]:
-    fits = {
-        name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
-        for name, fit in sampler.fits.items()
-    }
-    return {"fits": fits} if fits else {}
-
-
-def _slips(cell: Cell, output: AttentionOutput, batch: SharedBatch, errors: Errors) -> dict[str, Any]:
-    """Of a user's kernel whose O no rounding explains: the usual mistakes that do."""
-    if not cell.kernel.external or (errors.error_over_bound <= 1.0 and not errors.nonfinite):
-        return {}
-    found = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
-    return {"slips": found} if found else {}
 
 
 def _drawings(cell: Cell, output: AttentionOutput, batch: Batch) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
-from tiebreak.matrix.identification.identity import UnidentifiedError, identify
+from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.identification.known import UnidentifiedError
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
@@ -48,7 +49,7 @@ class Identification(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         try:
-            identity = identify(cell.backend, cell.kernel, cell.fmt, bench.settings.seed, beyond_known=False)
+            identity = identify(bench.known(cell.backend, cell.kernel, cell.fmt), beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
         share = identity.share or 0.0

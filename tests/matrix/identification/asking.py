@@ -13,10 +13,10 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
-from tiebreak.matrix.attribution import equal_bits, same_bits
+from tiebreak.matrix.bits import equal_bits, same_bits
+from tiebreak.matrix.candidates import clipped
 from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import clipped
 
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
 

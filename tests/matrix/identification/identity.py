@@ -5,18 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tiebreak.backends.backend import Backend
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.formats import Format
-from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.roster import eight_bit_kernels
-from tiebreak.matrix.candidates import on_device
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.identification.asking import Answer, Asked, threads
-from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, OF_SUMS, SHAPES
+from tiebreak.matrix.identification.designed import DESIGNED, HEAD_DIMENSION, SHAPES
+from tiebreak.matrix.identification.known import KnownPlans, unexplained
 from tiebreak.matrix.identification.rivals import Rivals
-from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import QUICK, TILE, Change, changes, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
@@ -26,11 +23,7 @@ from tiebreak.reports.tables.run import counted
 
 _HEADS = 32  # of an input by which no plan was chosen
 _BIASED = 96  # of one on which the plan's bias is emulated
-#: Share of a designed input's bits that may be missed, 1.5 %: another order of fp32 sums, and the exponential's last
-#: bit, cost a sound kernel up to 1.2 % (normal numbers, d = 128), and kernels of no known plan missed 4 % and more.
-_DESIGNED_MISSED = 0.015
 _SWAPS = 6  # changes for the better after the search, at most
-_LEAST = 4  # designed inputs that a kernel has to take
 _ANY_TILE = 4  # tiles that nothing tells from that of the plan, above which none is named
 _FAILING = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum_sink", "repeated_zero", "near_tie_outside")
 _SCRIPTED = {case.name: case for case in SCRIPTED}
@@ -119,61 +112,25 @@ class Identity:
         return {name: share for name, share in self.held_out.items() if share < FOLLOWED}
 
 
-class UnidentifiedError(Exception):
-    """Nothing can be said of a kernel's plan; one line."""
-
-
-def identify(
-    backend: Backend,
-    kernel: Kernel,
-    fmt: Format,
-    seed: int = 1,
-    tell: Callable[[str], None] = lambda line: None,
-    *,
-    beyond_known: bool = True,
-) -> Identity:
+def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
     """Find the plan that a kernel follows, from its outputs alone.
 
     Args:
-        backend: where it runs.
-        kernel: whatever it declares is not looked at.
-        fmt: format of q, k and v.
-        seed: of the inputs by which no plan is chosen.
-        tell: how far it is.
+        known: what the kernel has been asked so far, and whom to tell how far it is.
         beyond_known: whether to look for a nearer plan where a known one explains every designed input.
 
     Raises:
         UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
         Exception: whatever it raises on inputs that it should take.
     """
-    asked = Asked(backend, kernel, fmt)
+    asked, tell = known.asked, known.tell
     with threads(1):
-        answers = _answers(asked, tell)
-        shown = [answer for answer in answers if answer.name not in OF_SUMS]
-        eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-        known = [*on_device(backend).values(), *eight_bits]
-        search = Search(shown, fmt, known, tell, enough=lambda plan: not (beyond_known or _unexplained(answers, plan)))
-        nearest = search.nearest()
+        answers = known.designed
+        search = known.search()
+        nearest = search.nearest(tell, lambda plan: not (beyond_known or unexplained(answers, plan)))
         tried, stopped = search.tried, search.stopped
         plan, alike = _settled(asked, answers, nearest, tell)
-        return replace(_identity(asked, answers, plan, alike, seed, tell), tried=tried, stopped=stopped)
-
-
-def _answers(asked: Asked, tell: Callable[[str], None]) -> list[Answer]:
-    """What the kernel makes of the designed inputs, where that can tell anything."""
-    for designed in DESIGNED:
-        if asked.fmt in designed.formats:
-            tell(f"asking {designed.name}")
-            asked.ask(designed.name, designed.make(asked.fmt))
-    answers = list(asked.answers.values())
-    if len(answers) < _LEAST:
-        why = next(iter(asked.refused.values()), "none is for this format")
-        raise UnidentifiedError(f"it takes {counted(len(answers), 'input')} of {len(DESIGNED)}: {why}")
-    if unsteady := next((answer.name for answer in answers if not asked.repeats(answer)), None):
-        raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
-    if not any(answer.o.isfinite().any() for answer in answers):
-        raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
-    return answers
+        return replace(_identity(asked, answers, plan, alike, known.seed, tell), tried=tried, stopped=stopped)
 
 
 def _settled(
@@ -187,7 +144,7 @@ def _settled(
         if better is None:
             break
         plan = better
-    if _unexplained(answers, plan):  # what is like the nearest plan is not the kernel's either
+    if unexplained(answers, plan):  # what is like the nearest plan is not the kernel's either
         return plan, {}
     alike = rivals.alike(plan)
     for _ in range(_SWAPS):
@@ -196,15 +153,6 @@ def _settled(
             break
         plan, alike = plainest, rivals.alike(plainest)
     return plan, alike
-
-
-def _unexplained(answers: Sequence[Answer], plan: Declaration) -> dict[str, float]:
-    """The designed inputs of which the plan misses more bits than it leaves open, and their share."""
-    return {
-        answer.name: answer.missed(plan)
-        for answer in answers
-        if answer.name in BINDING and answer.missed(plan) > _DESIGNED_MISSED
-    }
 
 
 def _identity(
@@ -217,8 +165,8 @@ def _identity(
 ) -> Identity:
     tell("running inputs that it was not chosen by")
     held_out, elsewhere = _held_out(asked, plan, seed)
-    unexplained = _unexplained(answers, plan)
-    follows = not unexplained and bool(held_out) and min(held_out.values()) >= FOLLOWED
+    missed = unexplained(answers, plan)
+    follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
     elsewhere |= _in_other_shapes(asked, plan, tell) if follows else {}
     points: dict[str, list[str]] = {}
     for change in alike:
@@ -234,7 +182,7 @@ def _identity(
         nearest=declaration.label,
         share=sum(held_out.values()) / len(held_out) if held_out else None,
         held_out=held_out,
-        unexplained=unexplained,
+        unexplained=missed,
         alike=points,
         bias=_biases(declaration, asked.fmt, seed) if follows else {},
         asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},

@@ -8,7 +8,7 @@ from torch import Tensor
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.attribution import same_bits
+from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
 from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes, moves

@@ -46,8 +46,6 @@ class Search:
     answers: Sequence[Answer]
     fmt: Format  # of the call
     known: Iterable[Declaration]  # plans to start from
-    tell: Callable[[str], None]  # how far it is
-    enough: Callable[[Declaration], bool] = lambda plan: False  # whether a known plan ends the search
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
     _shown: dict[str, list[float]] = field(default_factory=dict)  # by input: costs of plans there, their number
 
@@ -103,17 +101,26 @@ class Search:
     def _ended(self) -> bool:
         return self._cost_of_best < _ENOUGH or self.stopped
 
-    def nearest(self) -> Declaration:
-        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
-        starts = [forward_alone(known, self.fmt) for known in self.known]
-        self._try(starts, _FEW)
-        if self.enough(self._best):
+    def nearest_known(self) -> Declaration:
+        """The known plan with the least cost, the first of equals."""
+        self._try((forward_alone(known, self.fmt) for known in self.known), _FEW)
+        return self._best
+
+    def nearest(self, tell: Callable[[str], None], enough: Callable[[Declaration], bool]) -> Declaration:
+        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on.
+
+        Args:
+            tell: how far it is.
+            enough: whether a known plan ends the search.
+        """
+        if enough(self.nearest_known()):
             return self._best
+        starts = [forward_alone(known, self.fmt) for known in self.known]
         self._cast_o(starts)
         if self._hidden(self._best):
             self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
         while not self._ended and self._improves(starts):
-            self.tell(f"{len(self.costs)} plans tried on all inputs")
+            tell(f"{len(self.costs)} plans tried on all inputs")
         return self._best
 
     def _cast_o(self, starts: Sequence[Declaration]) -> None:

@@ -20,7 +20,8 @@ from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.attribution import drawn, equal_bits
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import drawn
 from tiebreak.matrix.questions import session as sessions
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
 from tiebreak.matrix.questions.materials import cancelling
@@ -167,7 +168,7 @@ def _splitting(session: Session) -> Callable[[int, int], Kernel]:
     if isinstance(kernel, UserKernel):
         keyword = kernel.caller.convention.splits
         if keyword is None:
-            raise CannotRunError("no parameter num_splits, and no option splits=NAME that names it")
+            raise CannotRunError("no parameter num_splits or num_kv_splits")
         return lambda number, keys: kernel.given(**{keyword: number})
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:

@@ -283,7 +283,7 @@ class Session(Generic[_Found]):
 
     def arranged(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return inputs with the dummies that the kernel needs, as if they were part of the call."""
-        return self.kernel.caller.needs.arrange(inputs).inputs if isinstance(self.kernel, UserKernel) else inputs
+        return self.kernel.caller.arranged(inputs).inputs if isinstance(self.kernel, UserKernel) else inputs
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.questions.answers import WHOLE, Answers, Cut, O, exact
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer, Shown

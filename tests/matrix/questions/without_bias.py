@@ -16,7 +16,7 @@ from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.measures import Measure
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.matrix.attribution import equal_bits
+from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
 from tiebreak.matrix.questions.within_error import WORSE
 from tiebreak.matrix.result import Result
@@ -35,7 +35,6 @@ MEASURES = (
         worse="more",
         limit=0.0,
         share=0.1,
-        term="batch invariance",
     ),
     Measure(
         _DIFFERENCE,

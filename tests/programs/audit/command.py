@@ -16,6 +16,7 @@ from tiebreak.reports.audit.record import Audit, Audits
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
+from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.selection import pick
 from tiebreak.reports.tables import grids
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     audits = Audits(SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
     grids.show(audit_tables.audit_tables(audits), options.format)
     if options.update:
-        records.write(audits, options.expect)
+        store.write(audits, options.expect)
         print(f"expectation written: {options.expect}")
     if expected is None:
         return HELD
@@ -85,7 +86,7 @@ def _expected(options: argparse.Namespace, targets: Sequence[Target], kernels: S
     if options.update:
         records.check_update(options.expect, {(target.name, kernel.name) for target in targets for kernel in kernels})
         return None
-    return records.read(options.expect)
+    return store.load(options.expect, Audits)
 
 
 def _picked(flag: str, names: str | None, available: Sequence[str]) -> list[str]:

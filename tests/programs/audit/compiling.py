@@ -67,17 +67,12 @@ def compile_for(target: Target, source: Compilation) -> str:
 
     pointers = [at for at, kind in enumerate(source.signature.values()) if kind.startswith("*")]
     attributes = {(at,): [["tt.divisibility", _ALIGNED]] for at in pointers}
-    options = {
-        "num_warps": source.num_warps,
-        "num_stages": source.num_stages,
-        "enable_fp_fusion": source.enable_fp_fusion,
-    }
     try:
         with _pinned():
             compiled = triton.compile(
                 ASTSource(source.function, dict(source.signature), dict(source.constexprs), attributes),
                 target=GPUTarget(target.backend, target.arch, target.warp_size),
-                options=options,
+                options=dict(source.options),
             )
     # A compiler's errors have no common class.
     except Exception as error:

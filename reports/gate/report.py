@@ -1,0 +1,112 @@
+"""What a run and its gate came to, for the terminal, for the page of a workflow's run, and beside a kernel's lines."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from tiebreak.reports.gate.gate import Outcome
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import Run
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.grids import Grid
+from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.run import counted, counts
+
+_LISTED = 20  # lines of a summary's list: the page is for a glance, the log has them all
+_ANNOTATED = 10  # that GitHub takes of one step
+_AT = re.compile(r"\((\S+), line (\d+)\)")  # of a reason that says where the kernel raised
+
+Place = tuple[str, int]  # a file and a line
+
+
+def report(outcome: Outcome, baseline: Path) -> str:
+    """Return what the gate found: a line for the whole, then what is worse, what is better, and notes."""
+    word = "held" if outcome.held else "FELL"
+    lines = [
+        f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
+        f" {len(outcome.worse)} worse, {len(outcome.better)} better"
+    ]
+    for name, changes in groupby(outcome.worse, lambda change: change.record.id):
+        cell = list(changes)
+        lines += [f"worse   {name}: {'; '.join(change.text for change in cell)}"]
+        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
+    lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
+    return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
+
+
+def append_summary(text: str) -> None:
+    """Append Markdown to the file that GitHub names in GITHUB_STEP_SUMMARY; without the variable, do nothing.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    if name := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(text + "\n\n")
+
+
+def summary_of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
+    """Return a run in short, as Markdown: the verdicts, cells by backend and outcome, then what did not hold."""
+    backends = grouped(run.records, lambda record: record.backend)
+    rows = [[backend, counts(records)] for backend, records in backends.items()]
+    fallen = [f"{record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
+    note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
+    judged = [f"```text\n{verdict.replace('```', '')}\n```" for verdict in verdicts]
+    table = grids.text([*note, Grid(["backend", "cells"], rows), _list(fallen)], "github")
+    return "\n\n".join([f"### tiebreak: {counts(run.records)}", *judged, table])
+
+
+def summary_of_gate(outcome: Outcome, baseline: Path) -> str:
+    """Return what the gate found in short, as Markdown."""
+    word = "held" if outcome.held else "fell"
+    title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
+    found = [("worse", outcome.worse), ("better", outcome.better)]
+    lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in found for change in changes]
+    lines += [f"note: {note}" for note in outcome.notes]
+    return "\n\n".join([title, grids.text([_list(lines)], "github")]).rstrip()
+
+
+def _list(lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return "\n".join(f"- {line}" for line in [*lines[:_LISTED], *more])
+
+
+def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
+    """Return workflow commands: an error a cell that fails the run, or that the gate found worse.
+
+    Args:
+        run: the records.
+        outcome: what the gate found; None: there was none.
+        places: by kernel, where its function stands.
+    """
+    errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
+    for change in outcome.worse if outcome is not None else ():
+        errors.setdefault(change.record.id, (change.record, "worse than in the baseline", (change.text,)))
+    lines = [
+        _error(f"{record.case}: {what}", "; ".join(reasons), _place(places.get(record.kernel), reasons))
+        for record, what, reasons in errors.values()
+    ]
+    more = len(lines) - _ANNOTATED
+    return lines if more <= 0 else [*lines[: _ANNOTATED - 1], _error(f"{more + 1} more cells", "see the summary", None)]
+
+
+def _place(place: Place | None, reasons: Sequence[str]) -> Place | None:
+    """Return the line that raised, where a reason names one of the kernel's own file; else the function's."""
+    if place is None:
+        return None
+    file, line = place
+    named = (found for reason in reasons for found in _AT.findall(reason))
+    return file, next((int(at) for name, at in named if name == Path(file).name), line)
+
+
+def _error(title: str, text: str, place: Place | None) -> str:
+    where = {"title": title} | ({} if place is None else {"file": place[0], "line": str(place[1])})
+    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in where.items())
+    return f"::error {properties}::{_escaped(text)}"
+
+
+def _escaped(text: str, separators: str = "") -> str:
+    """Return the text as a workflow command takes it: a record may not begin a command of its own."""
+    return "".join(f"%{ord(letter):02X}" if letter in f"%\r\n{separators}" else letter for letter in text)

@@ -1,0 +1,14 @@
+"""Which elements of two tensors agree to the bit."""
+
+import torch
+from torch import Tensor
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Which elements agree to the bit, NaN counting as equal to NaN."""
+    return (ours == theirs) | (ours.isnan() & theirs.isnan())
+
+
+def equal_bits(ours: Tensor, theirs: Tensor) -> float:
+    """Share of elements that agree to the bit."""
+    return 1.0 if torch.equal(ours, theirs) else same_bits(ours, theirs).double().mean().item()

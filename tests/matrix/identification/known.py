@@ -1,0 +1,107 @@
+"""Which known plan a kernel follows: asked of designed inputs and normal numbers, once a kernel, whatever its cells."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.roster import eight_bit_kernels
+from tiebreak.matrix.candidates import accepted, on_device
+from tiebreak.matrix.identification.asking import Answer, Asked, threads
+from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
+from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.space import forward_alone
+from tiebreak.reports.tables.run import counted
+
+#: Share of a designed input's bits that may be missed, 1.5 %: another order of fp32 sums, and the exponential's last
+#: bit, cost a sound kernel up to 1.2 % (normal numbers, d = 128), and kernels of no known plan missed 4 % and more.
+DESIGNED_MISSED = 0.015
+#: Share of equal bits up to which a kernel of which no plan has more may cast O with random bits of its own.
+RANDOM = 0.9
+_LEAST = 4  # designed inputs that a kernel has to take
+NORMAL = tuple(case for case in SCRIPTED if case.normal)[:3]
+HEADS = 32  # of normal numbers: on as many, attribution tells the candidates of a cell apart
+
+
+class UnidentifiedError(Exception):
+    """Nothing can be said of a kernel's plan; one line."""
+
+
+def unexplained(answers: Sequence[Answer], plan: Declaration) -> dict[str, float]:
+    """The designed inputs of which a plan misses more bits than it leaves open, and the share missed."""
+    missed = {answer.name: answer.missed(plan) for answer in answers if answer.name in BINDING}
+    return {name: share for name, share in missed.items() if share > DESIGNED_MISSED}
+
+
+@dataclass(frozen=True)
+class KnownPlans:
+    """What the known plans have in common with one kernel; what it declares is not looked at."""
+
+    asked: Asked
+    seed: int = 1  # of the normal numbers
+    tell: Callable[[str], None] = lambda line: None  # how far it is
+    #: By forward plan: the backward pass that gradients on normal numbers come from, how many of them have its bits.
+    passes: dict[Declaration, tuple[str, int]] = field(default_factory=dict)
+
+    @cached_property
+    def designed(self) -> Sequence[Answer]:
+        """What the kernel makes of the designed inputs, where that can tell anything.
+
+        Raises:
+            UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
+            Exception: whatever it raises on inputs that it should take.
+        """
+        for designed in DESIGNED:
+            if self.asked.fmt in designed.formats:
+                self.tell(f"asking {designed.name}")
+                self.asked.ask(designed.name, designed.make(self.asked.fmt))
+        answers = [self.asked.answers[each.name] for each in DESIGNED if each.name in self.asked.answers]
+        if len(answers) < _LEAST:
+            why = next(iter(self.asked.refused.values()), "none is for this format")
+            raise UnidentifiedError(f"it takes {counted(len(answers), 'input')} of {len(DESIGNED)}: {why}")
+        if unsteady := next((answer.name for answer in answers if not self.asked.repeats(answer)), None):
+            raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
+        if not any(answer.o.isfinite().any() for answer in answers):
+            raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
+        return answers
+
+    def search(self) -> Search:
+        """A search from the known plans, by all designed inputs but those that ask of sums."""
+        answers = [answer for answer in self.designed if answer.name not in OF_SUMS]
+        eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
+        return Search(answers, self.asked.fmt, [*on_device(self.asked.backend).values(), *eight_bits])
+
+    @cached_property
+    def followed(self) -> str | None:
+        """The accepted plan that explains every designed input; None: there is none, or the kernel can't be asked."""
+        with threads(1):
+            try:
+                best = self.search().nearest_known()
+            except Exception:  # the cell of its identity says what it raised
+                return None
+        plans = accepted(on_device(self.asked.backend)).items()
+        names = [name for name, plan in plans if forward_alone(plan, self.asked.fmt) == best]
+        return names[0] if names and not unexplained(self.designed, best) else None
+
+    @cached_property
+    def on_normal_numbers(self) -> tuple[str, ...]:
+        """The accepted plan with the most bits; where O may have random bits, all that have; none if it can't run."""
+        known = accepted(on_device(self.asked.backend))
+        shares = list(self._normal_shares(known))
+        total = {name: sum(bits[name] for bits in shares) for name in known}
+        best = max(total, key=total.__getitem__)
+        if not shares or total[best] >= RANDOM * len(shares):
+            return (best,) if shares else ()
+        return tuple(name for name in total if known[name].plan.stochastic)
+
+    def _normal_shares(self, known: Mapping[str, Declaration]) -> list[dict[str, float]]:
+        shares = []
+        for case in NORMAL:
+            try:
+                answer = self.asked.answer(case.name, case.make(self.seed, 0, HEADS, self.asked.fmt))
+            except Exception:  # the cell of that case says what it raised
+                continue
+            if answer is not None and answer.o.isfinite().any():
+                shares.append({name: 1.0 - answer.missed(plan) for name, plan in known.items()})
+        return shares
