@@ -279,45 +279,6 @@ def test_stochastic_resolves_32_bits_of_float64(lower: float) -> None:
         assert (rounded > lower).tolist() == up
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.5, 1 / 3])
-@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_stochastic_rounds_up_a_fraction_of_the_time(fmt: Format, dtype: torch.dtype, fraction: float) -> None:
-    n = 200_000
-    random_bits = _random_bits(n)
-    for lower in (1.0, 2 * fmt.smallest_subnormal):
-        x = torch.tensor(lower, dtype=torch.float64)
-        value = (x + fraction * ulp(x, fmt)).to(dtype)
-        rounded = round_to(value.expand(n), fmt, Rounding.STOCHASTIC, random_bits=random_bits)
-        ups = int((rounded > lower).sum())
-        # Five standard deviations of a binomial.
-        assert abs(ups - n * fraction) < 5 * math.sqrt(n * fraction * (1 - fraction))
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("scale", [1.0, 2.0**-16], ids=["normal", "mostly subnormal"])
-def test_stochastic_is_unbiased(fmt: Format, scale: float) -> None:
-    n = 200_000
-    x = torch.randn(n, generator=torch.Generator().manual_seed(3), dtype=torch.float32) * scale
-    rounded = round_to(x, fmt, Rounding.STOCHASTIC, random_bits=_random_bits(n))
-    exact = x.to(torch.float64)
-    spacing = ulp(exact, fmt)
-    fraction = (exact.abs() / spacing) % 1
-    away = ((rounded.to(torch.float64) - exact) / spacing * exact.sign()).sum().item()
-    # Each error, in ulps, has mean 0 and variance fraction * (1 - fraction).
-    assert abs(away) < 5 * math.sqrt((fraction * (1 - fraction)).sum().item())
-
-
-def test_stochastic_is_reproducible_and_follows_its_bits() -> None:
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(4))
-    runs = [
-        round_to(x, BF16, Rounding.STOCHASTIC, random_bits=counter.random_bits(seed, torch.arange(1000)))
-        for seed in (5, 5, 6)
-    ]
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-
-
 def test_random_bits_broadcast() -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)) * 2.0**-14
     column = counter.random_bits(0, torch.arange(8))[:, None]
