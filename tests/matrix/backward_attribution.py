@@ -14,6 +14,7 @@ from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.identification.known import HEADS, NORMAL, KnownPlans
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
@@ -46,8 +47,8 @@ def backward_held_to(
 ) -> BackwardHeldTo:
     """What gradients are compared with: the known backward pass that they come from, or come nearest to.
 
-    Each is emulated from the kernel's own O, so that nothing of its forward pass counts. The pass that the kernel
-    follows on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
+    Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
+    known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
 
     Args:
         runs: what the kernel made of a batch, each time that it was run.
@@ -59,7 +60,7 @@ def backward_held_to(
     passes = passes_after(forward)
     few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
     ours = few.parts(runs[0])
-    first, agreeing = _followed(known, forward)
+    first, agreeing = known.passes.get(forward, ("", 0))
     tried = {first: few.compared(ours, passes[first])} if agreeing >= _SHOWN else {}
     if first in tried and tried[first].agreeing >= agreeing:
         choice = _Choice(first, dict.fromkeys(_NAMES, first), passes[first])
@@ -72,13 +73,16 @@ def backward_held_to(
     return BackwardHeldTo(choice.name, {name: each.bits for name, each in tried.items()}, squares)
 
 
-def _followed(known: KnownPlans, forward: Declaration) -> tuple[str, int]:
-    """The backward pass that a kernel's gradients come from on normal numbers, and how many have its bits."""
-    if forward not in known.passes:
-        known.passes[forward] = "", 0
-        with suppress(Exception):  # the cell of that case says what the kernel raised
+def find_backward_pass(known: KnownPlans) -> None:
+    """Find the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it.
+
+    Args:
+        known: of the kernel; what is found is kept there.
+    """
+    if known.followed is not None and known.asked.kernel.has_backward:
+        forward = on_device(known.asked.backend)[known.followed]
+        with suppress(Exception):  # the cells with gradients say what the kernel raised
             known.passes[forward] = _nearest_on_normal_numbers(known, forward)
-    return known.passes[forward]
 
 
 def _nearest_on_normal_numbers(known: KnownPlans, forward: Declaration) -> tuple[str, int]:

@@ -59,7 +59,7 @@ def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -
     truth = parse_declaration(plan)
     answers = list(_asked(composed("k", truth)).answers.values())
     searched = Search(answers, BF16, candidates().values())
-    nearest = searched.nearest(lambda line: None, lambda plan: False)
+    nearest = searched.nearest(lambda line: None)
     assert searched.cost(nearest) == 0.0
     assert forward_alone(truth, BF16) == nearest, text(nearest)
 

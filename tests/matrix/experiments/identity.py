@@ -9,6 +9,7 @@ from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.backward_attribution import find_backward_pass
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.known import UnidentifiedError
@@ -27,6 +28,7 @@ class Identification(Experiment):
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "identity"
     version: ClassVar[int] = 1
+    informs: ClassVar[bool] = True
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
@@ -49,9 +51,11 @@ class Identification(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         """As `Experiment.run`."""
         try:
-            identity = identify(bench.known(cell.backend, cell.kernel, cell.fmt), beyond_known=False)
+            known = bench.known(cell.backend, cell.kernel, cell.fmt)
+            identity = identify(known, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
+        find_backward_pass(known)
         share = identity.share or 0.0
         return Result(
             measures={_BITS: share},

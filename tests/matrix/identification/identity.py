@@ -127,7 +127,11 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
     with threads(1):
         answers = known.designed
         search = known.search()
-        nearest = search.nearest(tell, lambda plan: not (beyond_known or unexplained(answers, plan)))
+        nearest = search.nearest_known()
+        explained = not unexplained(answers, nearest)
+        known.followed = known.named(nearest) if explained else None
+        if beyond_known or not explained:
+            nearest = search.nearest(tell)
         tried, stopped = search.tried, search.stopped
         plan, alike = _settled(asked, answers, nearest, tell)
         return replace(_identity(asked, answers, plan, alike, known.seed, tell), tried=tried, stopped=stopped)

@@ -8,7 +8,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.candidates import accepted, on_device
-from tiebreak.matrix.identification.asking import Answer, Asked, threads
+from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import forward_alone
@@ -34,13 +34,18 @@ def unexplained(answers: Sequence[Answer], plan: Declaration) -> dict[str, float
     return {name: share for name, share in missed.items() if share > DESIGNED_MISSED}
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownPlans:
-    """What the known plans have in common with one kernel; what it declares is not looked at."""
+    """What the known plans have in common with one kernel; what it declares is not looked at.
+
+    Cells read what the cell of its identity found, if that ran before them on their worker, and ask nothing: an input
+    that kills the kernel takes no other cell with it.
+    """
 
     asked: Asked
     seed: int = 1  # of the normal numbers
     tell: Callable[[str], None] = lambda line: None  # how far it is
+    followed: str | None = None  # the accepted plan that explains every designed input; None: none is known to
     #: By forward plan: the backward pass that gradients on normal numbers come from, how many of them have its bits.
     passes: dict[Declaration, tuple[str, int]] = field(default_factory=dict)
 
@@ -72,17 +77,10 @@ class KnownPlans:
         eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
         return Search(answers, self.asked.fmt, [*on_device(self.asked.backend).values(), *eight_bits])
 
-    @cached_property
-    def followed(self) -> str | None:
-        """The accepted plan that explains every designed input; None: there is none, or the kernel can't be asked."""
-        with threads(1):
-            try:
-                best = self.search().nearest_known()
-            except Exception:  # the cell of its identity says what it raised
-                return None
+    def named(self, plan: Declaration) -> str | None:
+        """The accepted plan that does the same forward; None: there is none."""
         plans = accepted(on_device(self.asked.backend)).items()
-        names = [name for name, plan in plans if forward_alone(plan, self.asked.fmt) == best]
-        return names[0] if names and not unexplained(self.designed, best) else None
+        return next((name for name, each in plans if forward_alone(each, self.asked.fmt) == plan), None)
 
     @cached_property
     def on_normal_numbers(self) -> tuple[str, ...]:

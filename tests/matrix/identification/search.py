@@ -106,15 +106,13 @@ class Search:
         self._try((forward_alone(known, self.fmt) for known in self.known), _FEW)
         return self._best
 
-    def nearest(self, tell: Callable[[str], None], enough: Callable[[Declaration], bool]) -> Declaration:
+    def nearest(self, tell: Callable[[str], None]) -> Declaration:
         """The plan with the least cost: from the best known one, as long as a group of plans near it leads on.
 
         Args:
             tell: how far it is.
-            enough: whether a known plan ends the search.
         """
-        if enough(self.nearest_known()):
-            return self._best
+        self.nearest_known()
         starts = [forward_alone(known, self.fmt) for known in self.known]
         self._cast_o(starts)
         if self._hidden(self._best):
