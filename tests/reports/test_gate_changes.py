@@ -57,14 +57,11 @@ ROWS = (
     # Where the kernel is not biased the declaration is a note between platforms; at the sink it is biased.
     Row("plan declared", "sink_tie-bf16: declares flash@fp32_inside, no plan in the baseline", words=PLAN),
     Row("plan dropped", "prediction no longer asked", before=PLAN),
-    Row("O times 1.01", "random_causal-bf16: fell, held in the baseline: ", kernel={"body": f"{SOUND['body']} * 1.01"}),
     Row("renamed", "no cell is in both", words={"--kernel": "mine.py:renamed"}, name="renamed"),
     Row("case dropped", "random_causal-bf16: turned into a skip", kernel={"causal": "", "masks": "False"}),
     # P in bf16, O cast once: as sound on ties, and biased at the sink as before. Other bits are a note.
     Row("P in bf16", "2 cells with other bits than in the baseline", (HELD, HELD, HELD),
         kernel={"body": "o = (p.to(q.dtype).float() @ v.float() / l).to(q.dtype)"}),
-    Row("P in fp8", "random_causal-bf16: fell, held in the baseline: ",
-        kernel={"body": "o = (p.to(torch.float8_e4m3fn).float() @ v.float() / l).to(q.dtype)"}),
     Row("lse", "log_sum_exp-bf16: fell, ", kernel={"lse": "(m + l.log()).squeeze(-1) + 1"}),
     Row("mask", "random_causal-bf16: fell, ", kernel={"diagonal": "2"}),
     Row("crash", "crashed, ", kernel={"body": "raise ValueError('no')\n    o = 0"}),

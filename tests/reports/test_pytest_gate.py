@@ -117,7 +117,7 @@ HELD = "gate held: 1 cell compared*"
 LESS = "*base.json: not updated: 1 of its cells lie {}; run all of them, or delete*"
 
 
-@pytest.mark.parametrize(("way", "workers"), [("-k", 1), *((way, 0) for way in (*NARROWED, "PYTEST_ADDOPTS"))])
+@pytest.mark.parametrize(("way", "workers"), [("-k", 1), ("--deselect", 0), ("--cases", 0), ("PYTEST_ADDOPTS", 0)])
 def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
     way: str, workers: int, matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
