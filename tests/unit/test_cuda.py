@@ -1,6 +1,5 @@
 """The backend `cuda` without a GPU: stand-ins in torch.cuda's place, and the host in the device's."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -612,9 +611,3 @@ class TestVarlen:
 
 def test_pytorch_s_own_signature_has_all_that_varlen_takes() -> None:
     assert varlen.varlen().refusal(replace(packed_sequences(), window=(3, 1), softmax_scale=0.1)) is None
-
-
-def test_a_worker_is_told_of_its_gpu_by_this_process_environment(machine: Machine) -> None:
-    machine(Card(), Card())
-    name = "CUDA_VISIBLE_DEVICES"
-    assert cuda.CUDA.worker_environment(1) == {name: (os.environ.get(name) or "0,1").split(",")[1]}
