@@ -1,41 +1,38 @@
 """The planted defects: what is wrong, the public bug that each stands for, its sound twin, and what catches it."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.defects import backward, changing, featured, forward, rounding, using
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
     NarrowAccumulator,
-    NoiseMaskedTo,
     NoiseOfTheFirst,
     doing,
     honest,
-    on_other_inputs,
 )
-from tiebreak.defects.tiled import Tiled
+from tiebreak.defects.kernel import SOUND, Attention, Request, Sums, Switch, truncated
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.formats import BF16, Format, Rounding
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.operands import LOG2_E
 from tiebreak.kernels.plans import FEXP_U20, Cast, SumOf
+from tiebreak.matrix.questions.placements import read_as_contiguous
 
 _GITHUB = "https://github.com/"
-_PAPER = "https://arxiv.org/abs/2510.04212"
-_LOW = Cast(BF16)
-
-
-def on(arithmetic: Arithmetic = EXACT) -> Backend:
-    """The backend that planted kernels run on: this CPU with this arithmetic for those that take one."""
-    return replace(CPU, name="planted", arithmetic=arithmetic)
+_VECTOR = 16  # numbers that a vector has
+_FAST_AT_0 = 1.0 - 2.0**-14.2  # what PyTorch's fast exponential has at 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,10 @@ class Defect:
     stands_for: str  # where such a bug was reported
     twin: str  # the sound kernel that it is otherwise
     make: Callable[[str], Kernel]  # a fresh kernel of this name: some keep state from call to call
-    missed: str = ""  # why no case sees it, where none does
+    case: str  # one that shows what is wrong
+    checks: str  # those that it does not meet there, with spaces between
+    heads: int = 16  # that it needs
+    slip: str = ""  # the usual mistake that a verdict names it as, if it is one
     arithmetic: Arithmetic = EXACT  # where it runs
     fmt: Format = BF16  # of q, k, v and O
 
@@ -57,97 +57,438 @@ class Defect:
         return self.make(self.name)
 
 
-def users(function: Callable[[], Tiled], name: str) -> Kernel:
-    """A user's kernel that declares no plan, called and held to its contract as `--kernel` does."""
+def on(arithmetic: Arithmetic = EXACT) -> Backend:
+    """The backend that planted kernels run on: this CPU with this arithmetic for those that take one."""
+    return replace(CPU, name="planted", arithmetic=arithmetic)
+
+
+def users(function: Callable[[], Attention], name: str, **options: str) -> Kernel:
+    """A user's kernel that declares no plan, called and held to its contract as `--kernel` does.
+
+    Args:
+        function: makes it anew.
+        name: of the kernel.
+        options: other than its author's.
+    """
     made = function()
-    options = KernelOptions(backward=made.backward, **made.options)
-    return users_kernel(name, Caller(made, convention(made, options)))
-
-
-def _of_users() -> Iterator[Defect]:
-    """Every class that stands for a bug; what is wrong with it is in its docstring."""
-    modules = (forward, backward, rounding, using, changing, featured)
-    for made in (made for module in modules for made in vars(module).values()):
-        if isinstance(made, type) and issubclass(made, Tiled) and made.bug:
-            name = re.sub(r"(?<!^)(?=[A-Z])", "_", made.__name__).lower()
-            wrong = (made.__doc__ or "").splitlines()[0].rstrip(".")
-            yield Defect(name, wrong, _GITHUB + made.bug, make=partial(users, made), **made.of_defect)
-
-
-def _rounding() -> tuple[Defect, ...]:
-    """Kernels that declare a plan, and do otherwise."""
-    fused, fair = "flash@fused", "fair"
-    stochastic = "flash@fused_stochastic"
-    return (
-        Defect("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1",
-               "stabilized@paper", doing("stabilized@paper", "as_printed_v1@paper")),
-        Defect("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2",
-               "stabilized@paper", doing("stabilized@paper", "as_printed_v2@paper")),
-        Defect("truncating_cast", "every cast truncates", f"{_GITHUB}sgl-project/sglang/pull/28650",
-               fused, doing(fused, fused), arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
-        Defect("ties_away_cast", "every cast rounds ties away from zero", f"{_GITHUB}pytorch/FBGEMM/pull/786",
-               fused, doing(fused, fused), arithmetic=CastingIn(Rounding.TIES_AWAY)),
-        Defect("narrow_accumulator", "matrix products are added up in bf16",
-               f"{_GITHUB}Xilinx/mlir-air/pull/1606", fused, doing(fused, fused), arithmetic=NarrowAccumulator()),
-        Defect("scores_in_bf16", "S is cast to bf16", f"{_GITHUB}tinygrad/tinygrad/pull/12280",
-               fused, doing(fused, fused, s=_LOW)),
-        Defect("rounded_o_bar", "O of every tile is stored in bf16",
-               f"{_GITHUB}zhuzilin/ring-flash-attention/issues/22", fused, doing(fused, "flash@paper")),
-        Defect("partial_o_cast", "O of a split is stored in the format of the call",
-               f"{_GITHUB}flashinfer-ai/flashinfer/issues/5107",
-               "split@fused", doing("split@fused", "split@fused", o_bar=_LOW)),
-        Defect("row_sum_of_rounded", "l sums P after its cast", _PAPER,
-               "dithered@fused", doing("dithered@fused", "dithered@fused", row_sum_of=SumOf.ROUNDED)),
-        Defect("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
-               f"{_GITHUB}pytorch/pytorch/pull/151441", fused, doing(fused, fused, exponential=FEXP_U20)),
-        # Unbiased over heads, and so predicted: a row's own bias gives it away.
-        Defect("contracted", "S c - m c is one fused multiply-add", f"{_GITHUB}pytorch/pytorch/issues/121558",
-               fused, doing(fused, "flash@fused_contracted")),
-        Defect("not_contracted", "S c is rounded before m c is subtracted",
-               f"{_GITHUB}deepseek-ai/FlashMLA/pull/68", "flash@fused_contracted",
-               doing("flash@fused_contracted", fused)),
-        Defect("noise_always_low", "random bits are not aligned with those that a cast drops: it rounds down",
-               f"{_GITHUB}uxlfoundation/oneDNN/pull/2903", stochastic, doing(stochastic, stochastic),
-               arithmetic=NoiseMaskedTo(2**28 - 1)),
-        Defect("noise_of_seed_zero", "the seed is 0, and so are all random bits",
-               f"{_GITHUB}AMD-AGI/Primus-Turbo/pull/365", stochastic, doing(stochastic, stochastic),
-               arithmetic=NoiseMaskedTo(0)),
-        Defect("noise_shared", "all elements are rounded with one random number",
-               f"{_GITHUB}karpathy/llm.c/pull/432", stochastic, doing(stochastic, stochastic),
-               arithmetic=NoiseOfTheFirst()),
-        Defect("dither_without_noise", "the dither and the stochastic cast are left out",
-               f"{_GITHUB}AMD-AGI/Primus-Turbo/pull/365", fair, doing(fair, fused)),
-        Defect("scale_forgotten", "scores are not scaled", f"{_GITHUB}pytorch/torchtitan/pull/2173",
-               fused, on_other_inputs(fused, _unscaled)),
-    )  # fmt: skip
-
-
-def _unscaled(inputs: AttentionInputs) -> AttentionInputs:
-    return replace(inputs, q=inputs.q / inputs.scale)
-
-
-#: Every planted defect, by name.
-DEFECTS: Mapping[str, Defect] = {defect.name: defect for defect in (*_of_users(), *_rounding())}
-
-#: Sound twins that are users' kernels.
-USERS: Mapping[str, Callable[[], Tiled]] = {
-    "tiled": Tiled,
-    "split": forward.Split,
-    "guarded": using.Guarded,
-    "returning": using.Returning,
-    "flash_1": rounding.Flash1,
-    "any_order": rounding.AnyOrder,
-    "batch_invariant": changing.BatchInvariant,
-    "numbered_splits": changing.NumberedSplits,
-    "featured": featured.Featured,
-    "featured_split": featured.FeaturedSplit,
-}
+    given: dict[str, Any] = {"takes": "value_dim hidden_nan", **made.options, **options}
+    return users_kernel(name, Caller(made, convention(made, KernelOptions(backward=made.backward, **given))))
 
 
 def twin(name: str) -> Kernel:
     """A sound twin: a user's kernel, or one that does what it declares."""
-    return users(USERS[name], name) if name in USERS else honest(name)
+    return users(SOUND[name], name) if name in SOUND else honest(name)
 
 
-#: The names of all sound twins.
-TWINS = tuple(sorted({defect.twin for defect in DEFECTS.values()}))
+def _row(
+    name: str,
+    wrong: str,
+    bug: str,
+    caught: tuple[str, str],
+    twin: str = "tiled",
+    fmt: Format = BF16,
+    slip: str = "",
+    heads: int = 16,
+    options: Mapping[str, str] | None = None,
+    **switches: Any,
+) -> Defect:
+    """A defect of a user's kernel: what is put in the place of some steps of its twin, or of its constants."""
+    make = partial(users, partial(SOUND[twin], **switches), **(options or {}))
+    return Defect(name, wrong, _GITHUB + bug, twin, make, *caught, heads, slip, fmt=fmt)
+
+
+def _plan_row(
+    name: str,
+    wrong: str,
+    bug: str,
+    caught: tuple[str, str],
+    twin: str = "flash@fused",
+    done: str = "",
+    arithmetic: Arithmetic = EXACT,
+    **changes: Any,
+) -> Defect:
+    """A defect of a kernel that declares its twin's plan and does another, or the same with changes, or on a device."""
+    make = partial(doing, twin, done or twin, **changes)
+    return Defect(name, wrong, bug if "://" in bug else _GITHUB + bug, twin, make, *caught, arithmetic=arithmetic)
+
+
+def _asking(**changes: Any) -> Switch:
+    """A call that asks something else: values, or what makes one of the call."""
+
+    def prepared(sound: Switch, request: Request) -> Any:
+        new = {name: value(request) if callable(value) else value for name, value in changes.items()}
+        return replace(sound(request), **new)
+
+    return prepared
+
+
+def _blocks_counted(request: Request) -> Tensor | None:
+    if request.base_blockmask is None:
+        return None
+    blocks = request.base_blockmask.clone()
+    blocks[..., int(blocks.sum(-1).max()) :] = False
+    return blocks
+
+
+def _wider(request: Request) -> tuple[int, int]:
+    left, right = request.window_size
+    return (left + 1 if left >= 0 else left), right
+
+
+def _whole_pages(request: Request) -> Tensor | None:
+    page = request.k.shape[2]
+    return None if request.cache_seqlens is None else -(-request.cache_seqlens // page) * page
+
+
+def _query_overwritten(sound: Switch, request: Request) -> Any:
+    with torch.no_grad():
+        request.q.mul_(request.factor)
+    return replace(sound(request), scale=1.0)
+
+
+def _mask_of_the_shape(request: Request) -> Any:
+    mask = request.attn_mask
+    return None if mask is None else request.kept.setdefault(mask.shape, mask.clone())
+
+
+def _heads_in_turn(x: Tensor, first: int, second: int) -> Tensor:
+    return x.reshape(x.shape[0], first, second, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
+
+
+def _columns_written_to_the_first_tile(sound: Switch, sums: Sums) -> Tensor:
+    o = sound(sums)
+    last = (o.shape[-1] - 1) // Attention.tile * Attention.tile
+    written = torch.zeros_like(o)
+    written[..., : o.shape[-1] - last] = o[..., last:]
+    return written
+
+
+def _filled_up(sound: Switch, before: Tensor, p: Tensor, m: Tensor) -> Any:
+    past = -p.shape[-1] % Attention.tile
+    return sound(before, p, m) + past * torch.exp(-m) if past else sound(before, p, m)
+
+
+def _key_after_key(sound: Switch, before: Tensor, p: Tensor, m: Tensor) -> Tensor:
+    del sound, m
+    total = before.bfloat16()
+    for column in p.bfloat16().unbind(-1):
+        total = total + column[..., None]
+    return total.float()
+
+
+def _behind(x: Tensor, multiple: int) -> Tensor:
+    """What lies behind the last rows of x, up to a multiple of them, as far as its storage goes on."""
+    batch, heads, rows, d = x.shape
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    room = (x.untyped_storage().nbytes() // x.element_size() - 1 - last) // max(x.stride(2), 1)
+    return x.as_strided((batch, heads, rows + min(-rows % multiple, room), d), x.stride())[:, :, rows:]
+
+
+def _whole_tile_of_v(sound: Switch, request: Request, sums: Sums, keys: slice) -> Sums:
+    past = _behind(request.v, Attention.tile).float().repeat_interleave(request.groups, 1)
+    after: Sums = sound(request, sums, keys)
+    return replace(after, o_bar=after.o_bar + 0.0 * past.sum(2, keepdim=True))
+
+
+def _o_between_tiles(stored: Callable[[Tensor], Tensor]) -> Switch:
+    def step(sound: Switch, *arguments: Any) -> Sums:
+        after: Sums = sound(*arguments)
+        return replace(after, o_bar=stored(after.o_bar))
+
+    return step
+
+
+def _k_of_the_address(sound: Switch, request: Request, keys: slice) -> Any:
+    kept: Tensor = request.kept.setdefault((request.k.data_ptr(), request.k.shape), request.k.clone())
+    return sound(replace(request, k=kept), keys)
+
+
+def _remembered(sound: Switch, request: Request) -> Any:
+    request.kept["last"] = request
+    return sound(request)
+
+
+def _one_buffer(sound: Switch, o: Tensor, request: Request) -> Tensor:
+    o = sound(o, request)
+    buffer: Tensor = request.kept.setdefault(o.shape, torch.empty_like(o))
+    return buffer.copy_(o)
+
+
+def _calls(request: Request) -> int:
+    """How often this was asked, of this shape."""
+    request.kept[request.q.shape] = calls = request.kept.get(request.q.shape, 0) + 1
+    return int(calls)
+
+
+def _twice_at_first(sound: Switch, request: Request, do: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    dq, *others = sound(request, do, o)
+    return (dq * 2 if _calls(request) == 1 else dq, *others)
+
+
+def _left_from_before(sound: Switch, request: Request) -> Sums:
+    sums: Sums = sound(request)
+    left = request.kept.get(sums.o_bar.shape)
+    return sums if left is None else replace(sums, m=torch.zeros_like(sums.m), o_bar=left)
+
+
+def _left_behind(sound: Switch, request: Request) -> Sums:
+    sums: Sums = sound(request)
+    request.kept[sums.o_bar.shape] = sums.o_bar * 2.0**-6
+    return sums
+
+
+def _one_lost(sound: Switch, o: Tensor, request: Request) -> Any:
+    # Once in every other call, in one element: as rare as a race, but the same in every run of the tests.
+    o[0, 0, 0, 0] *= 1.0 - 2.0**-8 * (_calls(request) % 2)
+    return sound(o, request)
+
+
+def _another_order(sound: Switch, dq: Tensor, added: Tensor, request: Request, keys: slice) -> Tensor:
+    total: Tensor = sound(dq, added, request, keys)
+    return total * (1.0 + 2.0**-9) if _calls(request) % 3 == 0 else total
+
+
+def _set_for_speed(sound: Switch, request: Request) -> Any:
+    torch.set_float32_matmul_precision("medium")
+    return sound(request)
+
+
+def _fast_in_vectors(sound: Switch, s: Tensor, m: Tensor) -> Tensor:
+    p: Tensor = sound(s, m)
+    if s.shape[-1] > 1:
+        p[..., : s.shape[-1] // _VECTOR * _VECTOR] *= _FAST_AT_0
+    return p
+
+
+def _small_tiles(sound: Switch, request: Request) -> list[slice]:
+    size = 32 if request.queries < 10 else Attention.tile
+    return [slice(at, min(at + size, request.keys)) for at in range(0, request.keys, size)]
+
+
+# fmt: off
+_OF_USERS = (
+    # Masks.
+    _row("causal_upper_left", "query i sees keys 0 .. i, however many keys there are", "NVIDIA/cutlass/issues/2336",
+         ("random_causal_chunk", "accuracy bound gradients"), slip="the causal mask is aligned to the upper left",
+         diagonal=lambda _, queries, keys: 0),
+    _row("causal_strict", "a query does not see its own key", "pbloem/former/issues/10",
+         ("random_causal", "accuracy bound gradients range"), slip="the causal mask hides a row's own key",
+         diagonal=lambda sound, queries, keys: sound(queries, keys) - 1),
+    _row("causal_skipped", "the causal mask is merged into a given mask, and there is none",
+         "facebookresearch/xformers/issues/103", ("random_causal", "accuracy bound gradients range"),
+         slip="the mask is not applied",
+         hidden=lambda sound, request: None if request.attn_mask is None else sound(request)),
+    _row("padding_ignored", "the mask is not passed on", "huggingface/diffusers/issues/8886",
+         ("padded", "bound gradients"), prepared=_asking(attn_mask=None)),
+    _row("added_mask", "the mask is added to the scores: what is NaN at a masked key stays NaN",
+         "pytorch/pytorch/issues/101967", ("hidden_nan", "usage"),
+         guarded=lambda sound, request: replace(sound(request), k=request.k),
+         masked=lambda _, s, hidden: s + torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)),
+    _row("mask_cached_by_shape", "the first mask of a shape is taken for all others",
+         "facebookresearch/xformers/issues/655", ("other_mask", "usage"),
+         prepared=_asking(attn_mask=_mask_of_the_shape)),
+    _row("blind_rows_nan", "0 / 0 in a row without a visible key", "pytorch/pytorch/issues/103963",
+         ("wholly_masked", "finite gradients"), of_blind_rows=math.nan),
+    _row("blind_rows_unwritten", "rows without a visible key are skipped, and what the buffer held is returned",
+         "vllm-project/vllm/pull/19784", ("wholly_masked", "bound"), of_blind_rows=1.0),
+    _row("backward_without_causal", "the mask is not passed on to the backward pass",
+         "Dao-AILab/flash-attention/issues/2424", ("random_causal", "gradients"),
+         recomputed=lambda sound, request, keys: sound(replace(request, hidden=None), keys)),
+    # The scale.
+    _row("scale_ignored", "1 / sqrt(d), whatever the caller says", "tenstorrent/tt-xla/issues/2342",
+         ("random_scaled", "accuracy bound gradients"), slip="the scale that is given is not taken",
+         prepared=_asking(scale=None)),
+    _row("scaled_twice", "Q is scaled, and the scores once more", "huggingface/transformers/pull/38290",
+         ("sink_tie", "accuracy bound gradients"), slip="scores are scaled twice",
+         product=lambda sound, request, keys: sound(request, keys) * request.factor),
+    _row("unscaled_dk", "dK lacks the scale: there an error, here silent", "Dao-AILab/flash-attention/issues/2651",
+         ("sink_tie", "gradients"), dk=lambda sound, request, ds: sound(request, ds) / request.factor),
+    # Heads, columns and tiles.
+    _row("heads_tiled", "key heads are tiled over the query heads, not repeated", "ekzhang/jax-js/pull/180",
+         ("random_grouped", "bound gradients"), slip="query head h reads key head h mod the number of key heads",
+         wide=lambda sound, x, request: _heads_in_turn(sound(x, request), -1, request.groups),
+         summed=lambda sound, x, request: sound(_heads_in_turn(x, request.groups, -1), request)),
+    _row("heads_wrap", "the index of a head, over all batch entries, is kept in 7 bits",
+         "pytorch/pytorch/pull/176096", ("many_heads", "usage"),
+         stored=lambda sound, o, request: sound(
+             o.flatten(0, 1)[torch.arange(o.shape[:2].numel()) % 128].view(o.shape), request)),
+    _row("value_tiles_at_zero", "every tile of V's columns writes its O to the first",
+         "fla-org/flash-linear-attention/pull/1031", ("value_dim", "accuracy bound gradients range"),
+         normalised=_columns_written_to_the_first_tile),
+    _row("last_tile_filled_up", "keys past the end are zeros with a score of 0, and are not masked",
+         "flashinfer-ai/flashinfer/pull/5090", ("tied_p_bar", "accuracy bound"),
+         slip="keys of 0 are counted past the end, up to a multiple of 64", row_sum=_filled_up),
+    _row("dq_without_the_last_tile", "the last key tile adds nothing to dQ", "flagos-ai/FlagGems/pull/898",
+         ("random", "gradients"), twin="any_order",
+         dq=lambda sound, dq, added, request, keys:
+             dq if keys.start and keys.stop == request.keys else sound(dq, added, request, keys)),
+    # The softmax and its parts.
+    _row("maximum_from_zero", "the maximum of a row that has seen nothing is 0, and stays there: all scores are lower",
+         "Dao-AILab/flash-attention/issues/2082", ("low_logits", "range"), first_maximum=0.0),
+    _row("maximum_of_the_tile", "the shift is the maximum of this tile alone: what was summed may overflow as it is"
+         " rescaled", "tile-ai/tilelang/pull/1148", ("no_tail", "finite"),
+         largest=lambda _, sums, s, *others: s.amax(-1, keepdim=True)),
+    _row("maximum_of_the_hidden", "the maximum is taken before the mask: far above the others it makes them underflow",
+         "flashinfer-ai/flashinfer/pull/4401", ("hidden_keys", "usage"), guarded=lambda _, request: request,
+         largest=lambda sound, sums, s, request, keys: sound(
+             sums, request.q.float() @ request.k[:, :, keys].float().repeat_interleave(request.groups, 1).mT
+             * request.factor, request, keys)),
+    _row("nan_dropped", "NaN among the scores counts as a key that is not seen", "ohdearquant/lattice/issues/740",
+         ("nan_in_q", "finite range"),
+         scores=lambda sound, *asked: sound(*asked).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)),
+    _row("split_unweighted", "the log-sum-exp of a part is not stored, so all parts weigh alike",
+         "flashinfer-ai/flashinfer/pull/50", ("single_maximum_sink", "accuracy bound"), twin="split",
+         weight=lambda _, lse, largest: torch.ones_like(lse)),
+    # Rounding, forward and backward.
+    _row("narrow_product", "Q K^T is stored in the format of the call, and scaled afterwards: in fp16 it overflows",
+         "ultralytics/ultralytics/pull/24990", ("repeated_large[r=10000]", "finite"), fmt=FP16,
+         product=lambda sound, request, keys:
+             sound(replace(request, scale=1.0), keys).to(request.q.dtype).float() * request.factor),
+    _row("clamped_logits", "scores are clamped at 50, against overflow", "prescient-design/e3tools/pull/3",
+         ("single_maximum_large", "accuracy"),
+         product=lambda sound, request, keys: sound(request, keys).clamp(-50.0, 50.0)),
+    _row("truncated_p", "P is truncated for its product with V", "ROCm/flash-attention/pull/78",
+         ("random", "accuracy gradients"), p_bar=lambda _, p, request: truncated(p)),
+    _row("narrow_row_sum", "l is summed in bf16, key after key", "Intel-tensorflow/tensorflow/pull/23",
+         ("random_causal", "accuracy"), row_sum=_key_after_key),
+    _row("partial_o_truncated", "what a part of the keys gives is stored in bf16, truncated, and combined from there",
+         "flashinfer-ai/flashinfer/issues/5107", ("random", "accuracy gradients"), twin="split",
+         part=lambda _, o, request: truncated(o)),
+    _row("running_o_truncated", "O is stored in bf16 after every tile, truncated: an error of one sign that adds up",
+         "ROCm/aiter/issues/5151", ("random", "accuracy gradients"), twin="flash_1", step=_o_between_tiles(truncated)),
+    _row("narrow_recomputation", "the backward pass recomputes the scores in 16 bits",
+         "NVIDIA/cudnn-frontend/issues/744", ("random", "gradients"), heads=64,
+         recomputed=lambda sound, request, keys: sound(request, keys).to(request.q.dtype).float()),
+    _row("narrow_dq", "dQ is added up over the key tiles in the format of the call",
+         "NVIDIA/TransformerEngine/pull/821", ("random_causal_chunk", "gradients"), heads=32,
+         dq=lambda sound, dq, added, request, keys: sound(dq, added, request, keys).to(request.q.dtype).float()),
+    _row("delta_truncated", "delta is stored in bf16, truncated", "ROCm/aiter/issues/5151", ("random", "gradients"),
+         delta=lambda sound, do, o: truncated(sound(do, o))),
+    _row("narrow_dp", "dO is cast to fp16 in the backward pass: a large one becomes Inf",
+         "fla-org/flash-linear-attention/pull/1214", ("scaled_do", "usage"),
+         gradients=lambda sound, request, do, o: sound(request, (do.float() * 8).half().float() / 8, o)),
+    # Memory, and what is kept from call to call.
+    _row("strides_of_v_ignored", "V is read as if it were contiguous", "flagos-ai/FlagGems/issues/5896",
+         ("strided_views", "usage"), prepared=_asking(v=lambda request: read_as_contiguous(request.v))),
+    _row("strides_of_do_ignored", "dO is read as if it were contiguous", "Dao-AILab/flash-attention/issues/355",
+         ("strided_views", "usage"),
+         gradients=lambda sound, request, do, o: sound(request, read_as_contiguous(do), o)),
+    _row("keys_past_the_end", "the last tile of V is read whole, and what is past the last key is multiplied by 0",
+         "vllm-project/vllm/pull/47305", ("past_the_end", "usage"), step=_whole_tile_of_v),
+    _row("cached_by_address", "what was made of K is kept, and found again by K's address",
+         "flashinfer-ai/flashinfer/pull/4601", ("rewritten_in_place", "usage"), product=_k_of_the_address),
+    _row("saved_in_a_global", "the backward pass takes the log-sum-exp of the last forward pass",
+         "spfrommer/torchexplorer/issues/33", ("interleaved", "usage"), output=_remembered,
+         lse=lambda sound, request: sound(request.kept["last"])),
+    _row("one_buffer", "O of all calls of a shape is returned in one buffer", "ROCm/torch_migraphx/pull/247",
+         ("interleaved", "usage"), stored=_one_buffer),
+    _row("tuned_in_place", "the first call of a shape tries two tile sizes, and both add to the same dQ",
+         "triton-lang/triton/issues/781", ("third_call", "usage"), gradients=_twice_at_first),
+    _row("sum_not_reset", "an accumulator outlives the call, and the next one starts from what it holds",
+         "flashinfer-ai/flashinfer/pull/5029", ("sink_tie", "repeatable"), start=_left_from_before, sums=_left_behind),
+    _row("race_in_o", "two threads add to O in an order of their own, and sometimes one of them is lost",
+         "ROCm/triton/issues/953", ("mixed_sign_v", "repeatable"), stored=_one_lost),
+    _row("race_in_dq", "the order in which key tiles add to dQ differs from call to call",
+         "Dao-AILab/flash-attention/issues/414", ("random_causal_chunk", "gradients"), heads=32, dq=_another_order),
+    # What a call must return, and leave alone.
+    _row("stored_in_fp32", "O is returned in fp32, whatever inputs are in", "lucidrains/flash-attention-jax/pull/13",
+         ("tied_maxima[k=2]", "contract"), stored=lambda _, o, request: o),
+    _row("query_overwritten", "Q is scaled where it lies", "unslothai/unsloth/issues/5001",
+         ("tied_maxima[k=2]", "contract"), prepared=_query_overwritten),
+    _row("switch_left_on", "a global switch is set for speed and stays set", "MouseLand/cellpose/issues/1253",
+         ("tied_maxima[k=2]", "contract"), output=_set_for_speed),
+    _row("returned_in_base_two", "the log-sum-exp is in base two, where base e is documented",
+         "lightseekorg/tokenspeed/pull/571", ("log_sum_exp", "usage"), twin="returning",
+         returned_lse=lambda sound, request: sound(request) * LOG2_E),
+    _row("returned_of_shifted_keys", "the mean of K is taken off, and the log-sum-exp is that of such scores",
+         "ROCm/aiter/pull/3334", ("log_sum_exp", "usage"), twin="returning", options={"lse": ""},
+         returned_lse=lambda sound, request: sound(
+             replace(request, k=(request.k.float() - request.k.float().mean(-2, keepdim=True))))),
+    # What calls ask more.
+    _row("window_off_by_one", "a window's number of keys, a query's own among them, is taken for those before it",
+         "huggingface/transformers/issues/39408",
+         ("random_causal+softcap=2+window=9", "accuracy bound gradients range"), prepared=_asking(window_size=_wider)),
+    _row("soft_cap_not_planned", "the cap is given where it is not read: scores stay as they are",
+         "sgl-project/sglang/issues/33915", ("random_causal+softcap=2+window=9", "accuracy bound gradients"),
+         slip="the soft cap is not applied", prepared=_asking(softcap=0.0)),
+    _row("soft_cap_without_division", "the tanh is of the scores themselves, not of the scores over the cap",
+         "Dao-AILab/flash-attention/pull/2402", ("random_causal+softcap=2+window=9", "accuracy bound gradients"),
+         slip="the tanh is of scores that are not divided by the cap",
+         capped=lambda sound, s, request: sound(s * (request.softcap or 1.0), request)),
+    _row("soft_cap_without_slope", "the backward pass takes capped scores for the product",
+         "Dao-AILab/flash-attention/pull/1033", ("random_causal+softcap=2+window=9", "gradients"),
+         slope=lambda *_: 1.0),
+    _row("blocks_counted", "a row's list of blocks is as wide as the row has blocks, and the keys are taken to be, too",
+         "pytorch/pytorch/pull/185687", ("random+block_mask", "accuracy bound gradients"),
+         prepared=_asking(base_blockmask=_blocks_counted)),
+    _row("sink_twice", "two splits add the sink", "ROCm/rocm-libraries/issues/12227",
+         ("sink_at_maximum", "accuracy bound gradients"), slip="the sink is counted twice",
+         with_sink=lambda sound, sums, request: sound(sound(sums, request), request)),
+    _row("sink_dropped", "one way through the library forgets the sink, and its gradient is 0",
+         "NVIDIA/TransformerEngine/pull/3551", ("sink_at_maximum", "bound gradients"), slip="the sink is left out",
+         with_sink=lambda _, sums, request: sums, dsink=lambda _, dsink, request: torch.zeros_like(dsink)),
+    _row("sink_gradient_of_one_entry", "the gradient of the sink is that of the last row alone",
+         "NVIDIA/TransformerEngine/issues/3249", ("sink_at_maximum", "gradients"),
+         dsink=lambda _, dsink, request: dsink / request.queries),
+    _row("bias_scaled", "the bias is added before the scale, and scaled with the product",
+         "tenstorrent/tt-metal/pull/56406", ("bias_makes_tie", "accuracy bound"),
+         biased=lambda sound, s, request, keys: sound(s / request.factor, request, keys) * request.factor),
+    _row("lengths_ignored", "packed sequences see each other", "huggingface/transformers/pull/46634",
+         ("packed_ties", "accuracy bound"), prepared=_asking(cu_seqlens_q=None)),
+    _row("page_tail_read", "the last page is read to its end, past the last key",
+         "Dao-AILab/flash-attention/issues/2374", ("paged_ties", "accuracy bound range"),
+         prepared=_asking(cache_seqlens=_whole_pages)),
+    _row("descale_of_k", "V is descaled with the factors of K", "sgl-project/sglang/pull/26852",
+         ("fp8_cache", "bound range"), slip="V is multiplied by K's factors",
+         prepared=_asking(v_descale=lambda request: request.k_descale)),
+    # Right in any one call, and changed by what should not matter.
+    _row("tile_of_the_longest", "the tile is chosen by the longest sequence of queries in the batch",
+         "vllm-project/vllm/issues/51902", ("invariance[batch]", "invariance"), twin="batch_invariant",
+         tiles=_small_tiles),
+    _row("partial_o_rounded", "O of a split is stored in the format of q: each half of a tie is rounded by itself",
+         "flashinfer-ai/flashinfer/issues/5107", ("invariance[split]", "invariance"),
+         part=lambda _, o, request: o.to(request.q.dtype).float()),
+    _row("fast_in_whole_vectors", "a fast exponential takes whole vectors of keys, the exact one those that are left",
+         "pytorch/pytorch/pull/151441", ("invariance[padding]", "invariance"), exp=_fast_in_vectors),
+    _row("decoded_truncated", "one query alone has a kernel of its own, whose O is truncated",
+         "vllm-project/vllm/issues/54035", ("invariance[decode]", "invariance"),
+         stored=lambda sound, o, request: sound(truncated(o) if request.queries == 1 else o, request)),
+    _row("p_truncated_unaligned", "where v does not start at a multiple of 16 bytes another path truncates P",
+         "intel/torch-xpu-ops/pull/3328", ("invariance[memory]", "invariance"),
+         p_bar=lambda sound, p, request: sound(p, request) if request.v.data_ptr() % 16 == 0 else truncated(p)),
+)
+_PAPER = "https://arxiv.org/abs/2510.04212"
+_OF_A_PLAN = (
+    _plan_row("as_printed_v1", "line 10 of v1 takes max(m, r_m): nothing changes", f"{_PAPER}v1",
+              ("tied_maxima_positive_v", "claim prediction"), "stabilized@paper", "as_printed_v1@paper"),
+    _plan_row("as_printed_v2", "line 10 of v2 takes m': the negative branch is lost", f"{_PAPER}v2",
+              ("repeated_negative", "claim prediction"), "stabilized@paper", "as_printed_v2@paper"),
+    _plan_row("truncating_cast", "every cast truncates", "sgl-project/sglang/pull/28650",
+              ("tied_maxima[k=2]", "accuracy claim gradients prediction"), arithmetic=CastingIn(Rounding.TOWARD_ZERO)),
+    _plan_row("ties_away_cast", "every cast rounds ties away from zero", "pytorch/FBGEMM/pull/786",
+              ("no_tail", "claim prediction"), arithmetic=CastingIn(Rounding.TIES_AWAY)),
+    _plan_row("narrow_accumulator", "matrix products are added up in bf16", "Xilinx/mlir-air/pull/1606",
+              ("repeated_large[r=10000]", "accuracy bound claim prediction"), arithmetic=NarrowAccumulator()),
+    _plan_row("rounded_o_bar", "O of every tile is stored in bf16", "zhuzilin/ring-flash-attention/issues/22",
+              ("tied_maxima[k=2]", "claim prediction"), done="flash@paper"),
+    _plan_row("partial_o_cast", "O of a split is stored in the format of the call",
+              "flashinfer-ai/flashinfer/issues/5107", ("split_tie", "accuracy claim prediction"), "split@fused",
+              o_bar=Cast(BF16)),
+    _plan_row("row_sum_of_rounded", "l sums P after its cast", _PAPER, ("sink_tie", "prediction"), "dithered@fused",
+              row_sum_of=SumOf.ROUNDED),
+    _plan_row("fast_exponential", "an exponential of 20 bits, whose value at 0 is not 1",
+              "pytorch/pytorch/pull/151441", ("tied_maxima_positive_v", "claim prediction"), exponential=FEXP_U20),
+    # Unbiased over heads, and so predicted: a row's own bias gives it away.
+    _plan_row("contracted", "S c - m c is one fused multiply-add", "pytorch/pytorch/issues/121558",
+              ("inexact_ties[r=6]", "claim"), done="flash@fused_contracted"),
+    _plan_row("not_contracted", "S c is rounded before m c is subtracted", "deepseek-ai/FlashMLA/pull/68",
+              ("inexact_ties[r=6]", "claim"), "flash@fused_contracted", "flash@fused"),
+    _plan_row("noise_shared", "all elements are rounded with one random number", "karpathy/llm.c/pull/432",
+              ("tied_maxima[k=2]", "claim prediction"), "flash@fused_stochastic", arithmetic=NoiseOfTheFirst()),
+    _plan_row("dither_without_noise", "the dither and the stochastic cast are left out",
+              "AMD-AGI/Primus-Turbo/pull/365", ("sink_tie", "claim prediction"), "fair", "flash@fused"),
+)
+# fmt: on
+
+#: Every planted defect, by name.
+DEFECTS: Mapping[str, Defect] = {defect.name: defect for defect in (*_OF_USERS, *_OF_A_PLAN)}

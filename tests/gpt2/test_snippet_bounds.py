@@ -155,11 +155,12 @@ def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> Non
 
 
 def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:
-    def runs(*means: float, version: int = DRIFT.version) -> dict[program.Task, program.Measured]:
+    def runs(*means: float, version: int = DRIFT.version) -> dict[program.Task, dict[str, float]]:
         return {
-            program.Task("emulation", "train_drift", version, "fair@train", seed): program.Measured(
-                {"delta_error_mean": mean, "output_delta_error_mean": 0.0}
-            )
+            program.Task("emulation", "train_drift", version, "fair@train", seed): {
+                "delta_error_mean": mean,
+                "output_delta_error_mean": 0.0,
+            }
             for seed, mean in enumerate(means, 1)
         }
 

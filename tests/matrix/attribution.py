@@ -12,7 +12,7 @@ from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.bits import EQUAL, equal_bits
 from tiebreak.matrix.candidates import accepted, nameless, on_device
 from tiebreak.matrix.fits import Fit, fits
 from tiebreak.matrix.identification.known import KnownPlans
@@ -21,8 +21,6 @@ from tiebreak.matrix.workbench import CaseBench, SharedBatch
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
-#: Share of bits from which on no other plan is tried in a cell: plans that differ by less are not told apart.
-_SETTLED = 0.999
 #: What a kernel is held to that may have random bits of its own, as reports name it: the mean square of its errors is
 #: two to three times that of a cast to nearest.
 _LOOSEST = "the loosest plan of random bits"
@@ -55,7 +53,7 @@ def attributed(sample: Sample, bench: CaseBench, known: KnownPlans) -> dict[str,
     o, batch, plans = sample.draws[0].output.o, bench.batch(0), on_device(backend)
     first = known.followed if kernel.external else None
     fit = fits(o, batch, {first: plans[first]}) if first is not None else {}
-    return fit if first is not None and fit[first].bits >= _SETTLED else fits(o, batch, plans)
+    return fit if first is not None and fit[first].bits >= 1.0 - EQUAL else fits(o, batch, plans)
 
 
 def plan_held_to(sample: Sample, found: Mapping[str, Fit], bench: CaseBench, known: KnownPlans) -> HeldTo | None:

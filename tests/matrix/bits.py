@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
+
 
 def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
     """Which elements agree to the bit, NaN counting as equal to NaN."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from tiebreak.matrix.experiment import Cell
 
-#: Cases, the one that tells most in a second first: `python -m tiebreak.studies.power --write` renews it.
+#: Cases, the one that tells most in a second first: docs/power.md says what that rests on.
 ORDER_FILE = Path(__file__).with_name("order.txt")
 _SHARE = 0.9  # of the budget, for cells; the rest is for the start, and for what the records come to
 _STUCK = 5.0  # seconds after which a cell that does not end with the budget hangs

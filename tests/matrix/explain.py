@@ -15,6 +15,7 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.matrix.bits import EQUAL
 from tiebreak.matrix.candidates import drawn, nameless
 from tiebreak.matrix.identification.known import RANDOM
 from tiebreak.reports.records.order import grouped
@@ -30,8 +31,6 @@ from tiebreak.reports.records.record import (
     PlanRecord,
     Record,
 )
-
-EQUAL = 1e-3  # difference of shares, in every cell, up to which plans are not told apart
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Sequence
 
 from tiebreak.reports.cli import FELL, HELD, Parser
-from tiebreak.studies import budget, eight_bits, gallery, power, rules
+from tiebreak.studies import budget, eight_bits, gallery, power, rules, truncation
 from tiebreak.studies.pages import PageTable
 
-TABLES: Sequence[PageTable] = [table for maker in (budget, eight_bits, gallery, power, rules) for table in maker.TABLES]
+_MAKERS = (budget, eight_bits, gallery, power, rules, truncation)
+TABLES: Sequence[PageTable] = [table for maker in _MAKERS for table in maker.TABLES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def run_seed(task: Seed) -> Outcomes:
     return Outcomes(dict(counts), alarms)
 
 
-STUDY = Study("alarms", run_seed, Seed, Outcomes, seconds=1200.0)
+STUDY = Study("alarms", run_seed, seconds=1200.0)
 
 
 def at_most(alarms: int, cells: int) -> float:

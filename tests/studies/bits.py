@@ -8,9 +8,8 @@ P-bar, O and, where the plan has it narrow, O-bar are in the format.
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -63,19 +62,12 @@ class Task:
     case: str
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What it came to."""
-
-    rows: list[dict[str, Any]]  # the fields of each Row
-
-
-def run(task: Task) -> Rows:
+def run(task: Task) -> list[Row]:
     """Measure every kernel."""
-    return Rows([asdict(row) for row in rows(task, KERNELS)])
+    return [*rows(task, KERNELS)]
 
 
-STUDY = Study("bits", run, Task, Rows, seconds=30.0)
+STUDY = Study("bits", run, seconds=30.0)
 
 
 def rows(task: Task, kernels: Sequence[str]) -> Iterator[Row]:
@@ -127,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all, freeze the rows, draw the figure; return 0, 2 for bad usage, 130 after Ctrl-C."""
     options = STUDY.parser(__doc__).parse_args(arguments)
     results = STUDY.results((Task(*each) for each in product(FORMATS, CASES)), options)
-    write_rows(CSV, [Row(**row) for each in results.values() for row in each.rows])
+    write_rows(CSV, [row for each in results.values() for row in each])
     PICTURE.write_text(picture(read_rows(CSV, Row)), encoding="utf-8")
     return 0
 

@@ -25,13 +25,6 @@ NAMED = Path(__file__).with_name("named.csv")
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A defect that is to be named."""
-
-    defect: str
-
-
-@dataclass(frozen=True)
 class NamedRow:
     """A row of named.csv."""
 
@@ -41,17 +34,17 @@ class NamedRow:
     seconds: float  # of CPU time, for all of them
 
 
-def run_until_named(task: Planted) -> NamedRow:
-    """Run a defect through the cases in the budget's order until it falls."""
+def run_until_named(defect: str) -> NamedRow:
+    """Run a defect, by its name, through the cases in the budget's order until it falls."""
     cases = dict.fromkeys([*ORDER_FILE.read_text(encoding="utf-8").split(), *EXPERIMENTS])
-    began, bench, fmt = time.process_time(), Workbench(Settings()), DEFECTS[task.defect].fmt.name
+    began, bench, fmt = time.process_time(), Workbench(Settings()), DEFECTS[defect].fmt.name
     for cells, case in enumerate(cases, 1):
-        if run_one(task.defect, case, fmt, bench).outcome in (FELL, CRASHED):
-            return NamedRow(task.defect, case, cells, round(time.process_time() - began, 1))
-    return NamedRow(task.defect, "", len(cases), round(time.process_time() - began, 1))
+        if run_one(defect, case, fmt, bench).outcome in (FELL, CRASHED):
+            return NamedRow(defect, case, cells, round(time.process_time() - began, 1))
+    return NamedRow(defect, "", len(cases), round(time.process_time() - began, 1))
 
 
-STUDY = Study("budget", run_until_named, Planted, NamedRow, seconds=6.0)
+STUDY = Study("budget", run_until_named, seconds=6.0)
 
 
 def report() -> Iterator[str]:
@@ -70,7 +63,7 @@ TABLES = [PageTable("power.md", "make studies STUDY=budget", report)]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all defects, freeze the rows, renew the page; return 0, 2 for bad usage, 130 after Ctrl-C."""
     options = STUDY.parser(__doc__).parse_args(arguments)
-    write_rows(NAMED, list(STUDY.results(map(Planted, DEFECTS), options).values()))
+    write_rows(NAMED, list(STUDY.results(DEFECTS, options).values()))
     TABLES[0].renew()
     return 0
 

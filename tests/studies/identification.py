@@ -35,13 +35,6 @@ _TENSOR_CORES = tuple(f"flash@fused,accumulator={core.name.lower()}" for core in
 
 
 @dataclass(frozen=True)
-class Task:
-    """One plan that is to be found."""
-
-    plan: str  # as --plan takes it
-
-
-@dataclass(frozen=True)
 class Found:
     """What came of one."""
 
@@ -64,15 +57,15 @@ def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
     return plan
 
 
-def run_task(task: Task) -> Found:
+def find(plan: str) -> Found:
     """Identify a kernel that follows a plan, and say what is true of the answer."""
-    truth = parse_declaration(task.plan)
+    truth = parse_declaration(plan)
     identity = identify(KnownPlans(Asked(EMULATION, composed("kernel", truth), BF16)))
     alike = {point: list(values) for point, values in identity.alike.items()}
     return Found(identity.nearest, _outcome(identity, truth), alike, identity.tried)
 
 
-STUDY = Study("identification", run_task, Task, Found, seconds=10.0, gib=1.0)
+STUDY = Study("identification", find, seconds=10.0, gib=1.0)
 
 
 def _outcome(identity: Identity, truth: Declaration) -> str:
@@ -119,24 +112,24 @@ def _agree(one: Declaration, other: Declaration, seed: int) -> bool:
     return True
 
 
-def tasks(plans: int, seed: int) -> Iterator[Task]:
-    """Yield the suite's own kernels, then plans of the seed."""
+def tasks(plans: int, seed: int) -> Iterator[str]:
+    """Yield the plans of the suite's own kernels, then plans of the seed."""
     own = [kernel.declaration for kernel in eight_bit_kernels()]
     known = [*map(parse_declaration, (*DEFAULT_ROSTER, *_TENSOR_CORES)), *(plan for plan in own if plan is not None)]
     drawn_plans = (drawn(number, seed) for number in range(plans))
     for declaration in dict.fromkeys([*(forward_alone(each, BF16) for each in known), *drawn_plans]):
-        yield Task(text(declaration))
+        yield text(declaration)
 
 
-def report(results: Mapping[Task, Found]) -> Iterator[str]:
+def report(results: Mapping[str, Found]) -> Iterator[str]:
     """Yield how many came out how, and every plan that was neither found nor said to be alike."""
     outcomes = Counter(found.outcome for found in results.values())
     good = outcomes[FOUND] + outcomes[ALIKE]
     counts = ", ".join(f"{outcomes[name]} {name}" for name in (FOUND, ALIKE, NEAR, WRONG, NONE))
     yield f"{good} of {len(results)}: {counts}"
-    for task, found in results.items():
+    for plan, found in results.items():
         if found.outcome not in (FOUND, ALIKE):
-            yield f"  {found.outcome}: {task.plan} -> {found.answer}"
+            yield f"  {found.outcome}: {plan} -> {found.answer}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

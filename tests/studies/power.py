@@ -1,22 +1,20 @@
 """`python -m tiebreak.studies.power`: Say which planted defects the suite catches, and whether it blames sound kernels.
 
 Every defect goes through all scripted cases with ever more heads until one of them catches it. Then every sound twin
-goes, at many seeds, through the cases that caught its defects.
+goes, at many seeds, through the cases that catch its defects.
 """
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.defects.planted import DEFECTS, USERS, on, twin
+from tiebreak.defects.kernel import SOUND
+from tiebreak.defects.planted import DEFECTS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
@@ -29,7 +27,7 @@ from tiebreak.studies.alarms import at_most
 from tiebreak.studies.pages import PageTable, measured_at, read_rows, table, write_rows
 from tiebreak.studies.study import Study
 
-CAUGHT, TWINS = (Path(__file__).with_name(name) for name in ("caught.csv", "twins.csv"))
+TWINS = Path(__file__).with_name("twins.csv")
 CASES = {case.name: case for case in SCRIPTED}
 # Normal numbers, with gradients, as `--cases random --features block_mask` has them.
 _ADDED = (("random_causal", "softcap=2", "window=9"), ("random", "block_mask"))
@@ -45,7 +43,6 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 _PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
-_NEEDED = 0.75  # of the defects, which the cases catch that a verdict needs
 _BLAMED = (FELL, CRASHED)
 
 
@@ -60,19 +57,15 @@ class Cells:
     seed: int = 1
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """What became of each kernel."""
-
-    of: dict[str, list[str]]  # its outcome, the heads that it drew, the checks that were not met
+#: Of each kernel its outcome, the heads that it drew, and the checks that were not met.
+Outcomes = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class CaughtRow:
-    """A row of caught.csv."""
+class Caught:
+    """What catches a defect first."""
 
-    defect: str
-    case: str  # the one that catches it with the fewest heads; empty: it was missed
+    case: str  # the one that catches it with the fewest heads
     checks: str  # that are not met there, with spaces between
     heads: int  # that every case drew at first
 
@@ -92,15 +85,15 @@ class TwinRow:
 
 def run_cells(task: Cells) -> Outcomes:
     """Run kernels in one case."""
-    bench, outcomes = Workbench(Settings(seed=task.seed, heads=task.heads)), {}
+    bench, outcomes = Workbench(Settings(seed=task.seed, heads=task.heads)), Outcomes()
     for kernel in task.kernels.split():
         record = run_one(kernel, task.case, task.fmt, bench)
         unmet = [name for name, answer in record.answers.items() if answer.met is False]
         outcomes[kernel] = [record.outcome, str(record.heads or task.heads), *unmet]
-    return Outcomes(outcomes)
+    return outcomes
 
 
-STUDY = Study("power", run_cells, Cells, Outcomes, seconds=10.0)
+STUDY = Study("power", run_cells, seconds=10.0)
 
 
 def run_one(name: str, case: str, fmt: str, bench: Workbench) -> Record:
@@ -120,46 +113,26 @@ def defect_tasks(names: Iterable[str], heads: int) -> Iterator[Cells]:
         yield from (Cells(case, fmt, " ".join(kernels), heads) for fmt, kernels in by_format.items())
 
 
-def caught(results: Mapping[Cells, Outcomes]) -> dict[str, CaughtRow]:
-    """Return the row of each defect that falls: in which case with the fewest heads, and by which checks."""
-    found: dict[str, tuple[tuple[int, int], CaughtRow]] = {}
+def caught(results: Mapping[Cells, Outcomes]) -> dict[str, Caught]:
+    """Return, of each defect that falls: in which case with the fewest heads, and by which checks."""
+    found: dict[str, tuple[tuple[int, int], Caught]] = {}
     for task, outcomes in results.items():
-        for defect, (outcome, drawn, *unmet) in outcomes.of.items():
+        for defect, (outcome, drawn, *unmet) in outcomes.items():
             place = (int(drawn), _PLACES[task.case])
             if outcome in _BLAMED and (defect not in found or place < found[defect][0]):
-                found[defect] = place, CaughtRow(defect, task.case, " ".join(unmet), task.heads)
-    return {defect: row for defect, (_, row) in found.items()}
+                found[defect] = place, Caught(task.case, " ".join(unmet), task.heads)
+    return {defect: caught for defect, (_, caught) in found.items()}
 
 
-def order(rows: Sequence[CaughtRow]) -> list[str]:
-    """Return the cases that catch defects, first those that catch most for their cost.
-
-    Each defect counts in its first case alone. So what a case catches does not depend on those before it, and the
-    greedy cover of all defects is this order.
-    """
-    catches_of = Counter(row.case for row in rows if row.case)
-    return sorted(catches_of, key=lambda case: (-catches_of[case] / EXPERIMENTS[case].cost(CPU), _PLACES[case]))
-
-
-def ordered(rows: Sequence[CaughtRow]) -> str:
-    """Return the text of order.txt: an empty line below the first cases that catch three quarters of the defects."""
-    cases, catches_of = order(rows), Counter(row.case for row in rows if row.case)
-    sums = list(itertools.accumulate(catches_of[case] for case in cases))
-    enough = 1 + next(place for place, number in enumerate(sums) if number >= _NEEDED * sums[-1])
-    return "\n".join([*cases[:enough], "", *cases[enough:], ""])
-
-
-def twin_tasks(rows: Iterable[CaughtRow], levels: Sequence[int], seeds: int) -> Iterator[Cells]:
+def twin_tasks(defects: Iterable[Defect], levels: Sequence[int], seeds: int) -> Iterator[Cells]:
     """Yield every sound twin in the cases that catch its defects, at every seed.
 
     Users' kernels, whose checks need few heads, draw the fewest.
     """
     together: dict[tuple[str, str, int], set[str]] = {}
-    for row in rows:
-        if row.case:
-            defect = DEFECTS[row.defect]
-            heads = levels[0] if defect.twin in USERS else levels[-1]
-            together.setdefault((row.case, defect.fmt.name, heads), set()).add(defect.twin)
+    for defect in defects:
+        heads = levels[0] if defect.twin in SOUND else levels[-1]
+        together.setdefault((defect.case, defect.fmt.name, heads), set()).add(defect.twin)
     for seed in range(1, seeds + 1):
         for (case, fmt, heads), twins in sorted(together.items()):
             yield Cells(case, fmt, " ".join(sorted(twins)), heads, seed)
@@ -169,7 +142,7 @@ def twin_rows(results: Mapping[Cells, Outcomes]) -> list[TwinRow]:
     """Return a row for every sound twin: its cells over all seeds, and how they came out."""
     outcomes: dict[tuple[str, int], list[tuple[Cells, str]]] = {}
     for task, each in results.items():
-        for name, (outcome, *_) in each.of.items():
+        for name, (outcome, *_) in each.items():
             outcomes.setdefault((name, task.heads), []).append((task, outcome))
     rows = []
     for (name, heads), cells in sorted(outcomes.items()):
@@ -181,58 +154,61 @@ def twin_rows(results: Mapping[Cells, Outcomes]) -> list[TwinRow]:
     return rows
 
 
-def report(defects: Sequence[CaughtRow], twins: Sequence[TwinRow]) -> Iterator[str]:
-    """Yield what the page says: what each check catches, what is missed, how often sound twins are blamed."""
-    found = [row for row in defects if row.case]
-    yield from [f"{len(found)} of {len(defects)} defects are caught.", ""]
-    alone = Counter(row.checks for row in found)
-    of_check = Counter(name for row in found for name in row.checks.split())
+def report(twins: Sequence[TwinRow]) -> Iterator[str]:
+    """Yield what the page says: what each check catches, and how often sound twins are blamed."""
+    alone = Counter(defect.checks for defect in DEFECTS.values())
+    of_check = Counter(name for defect in DEFECTS.values() for name in defect.checks.split())
     rows = ((f"`{name}`", str(number), str(alone[name])) for name, number in of_check.most_common())
     yield from table(("check", "defects that it catches", "that it alone catches"), rows)
-    for missed in (DEFECTS[row.defect] for row in defects if not row.case):
-        yield from ("", f"[`{missed.name}`]({missed.stands_for}) is missed: {missed.missed or 'why is not known'}.")
-    if twins:
-        most, fewest = (choose(twins, key=lambda row: row.cells) for choose in (max, min))
-        blamed, undecided, ran = (sum(getattr(row, name) for row in twins) for name in ("blamed", "undecided", "cells"))
-        yield ""
-        yield (
-            f"{blamed} of {ran:,} cells of {len(twins)} sound twins are blamed, {undecided} are inconclusive"
-            " ([`twins.csv`](../tests/studies/twins.csv)). At 95 % confidence, at most one cell in"
-            f" {1 / at_most(most.blamed, most.cells):,.0f} of `{most.twin}` is blamed, and one in"
-            f" {1 / at_most(fewest.blamed, fewest.cells):,.0f} of `{fewest.twin}`, the twin with the fewest cells."
-        )
+    if not twins:
+        return
+    most, fewest = (choose(twins, key=lambda row: row.cells) for choose in (max, min))
+    blamed, undecided, ran = (sum(getattr(row, name) for row in twins) for name in ("blamed", "undecided", "cells"))
+    yield ""
+    yield (
+        f"{blamed} of {ran:,} cells of {len(twins)} sound twins are blamed, {undecided} are inconclusive"
+        " ([`twins.csv`](../tests/studies/twins.csv)). At 95 % confidence, at most one cell in"
+        f" {1 / at_most(most.blamed, most.cells):,.0f} of `{most.twin}` is blamed, and one in"
+        f" {1 / at_most(fewest.blamed, fewest.cells):,.0f} of `{fewest.twin}`, the twin with the fewest cells."
+    )
+
+
+def first_catches(found: Mapping[str, Caught]) -> Iterator[str]:
+    """Yield a line for each defect that nothing catches, or another case sooner than that of its row."""
+    for name, defect in DEFECTS.items():
+        if name not in found:
+            yield f"{name} is missed"
+        elif found[name].case != defect.case:
+            yield f"{name} falls first in {found[name].case} by {found[name].checks}, with {found[name].heads} heads"
 
 
 def _frozen() -> Iterator[str]:
-    yield from report(read_rows(CAUGHT, CaughtRow), read_rows(TWINS, TwinRow))
-    yield from ("", f"Measured at {measured_at(CAUGHT)}, the sound twins at {measured_at(TWINS)}.")
+    yield from report(read_rows(TWINS, TwinRow))
+    yield from ("", f"The sound twins were measured at {measured_at(TWINS)}.")
 
 
 TABLES = [PageTable("power.md", "make studies STUDY=power", _frozen)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, 1 where a sound twin was blamed, 2 for bad usage, 130 after Ctrl-C."""
+    """Run the command line; return 0, 1 where one is missed or a twin blamed, 2 for bad usage, 130 after Ctrl-C."""
     parser = STUDY.parser(__doc__)
     parser.add_argument("--seeds", type=count, default=200, metavar="N", help="of the sound twins (default: 200)")
     parser.add_argument("--heads", default=_HEADS, metavar="N,N", help=f"heads drawn at first (default: {_HEADS})")
-    parser.add_argument("--write", action="store_true", help="freeze the results, and renew the tables of the page")
+    parser.add_argument("--write", action="store_true", help="freeze the twins' results, and renew the page")
     options = parser.parse_args(arguments)
     levels = sorted({int(heads) for heads in options.heads.split(",") if heads.strip().isdecimal()})
     if not levels or levels[0] < 2:
         parser.error("--heads is a list of integers from 2 on")
-    found: dict[str, CaughtRow] = {}
+    found: dict[str, Caught] = {}
     for heads in levels:
         found |= caught(STUDY.results(defect_tasks((name for name in DEFECTS if name not in found), heads), options))
-    rows = [found.get(name, CaughtRow(name, "", "", 0)) for name in DEFECTS]
-    twins = twin_rows(STUDY.results(twin_tasks(rows, levels, options.seeds), options))
+    twins = twin_rows(STUDY.results(twin_tasks(DEFECTS.values(), levels, options.seeds), options))
     if options.write:
-        write_rows(CAUGHT, rows)
         write_rows(TWINS, twins)
-        ORDER_FILE.write_text(ordered(rows), encoding="utf-8")
         TABLES[0].renew()
-    print(*report(rows, twins), sep="\n")
-    return int(any(row.blamed for row in twins))
+    print(*first_catches(found), *report(twins), sep="\n")
+    return int(len(found) < len(DEFECTS) or any(row.blamed for row in twins))
 
 
 if __name__ == "__main__":

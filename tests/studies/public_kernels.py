@@ -60,7 +60,7 @@ def run(task: Task) -> Rows:
     return Rows([verdict_row(kept, verdict) for verdict in verdicts(kept)], list(coherence_rows(kept)))
 
 
-STUDY = Study("public_kernels", run, Task, Rows, seconds=600.0, gib=4.0)
+STUDY = Study("public_kernels", run, seconds=600.0, gib=4.0)
 
 
 def verdict_row(run: Run, verdict: Verdict) -> list[str]:

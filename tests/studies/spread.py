@@ -34,25 +34,18 @@ class Task:
         return f"{self.backend} {self.snippet} {self.variant} seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a run came to."""
-
-    measures: dict[str, float]
+Runs = Mapping[Task, dict[str, float]]
 
 
-Runs = Mapping[Task, Measured]
-
-
-def run(task: Task) -> Measured:
-    """Run one snippet."""
+def run(task: Task) -> dict[str, float]:
+    """Run one snippet, to its measures."""
     backend, snippet = _BACKENDS[task.backend], SNIPPETS[task.snippet]
     ran = run_snippet(snippet, VARIANTS[task.variant], backend.arithmetic, task.seed, backend.device)
-    return Measured(dict(ran.measures))
+    return dict(ran.measures)
 
 
 # Whatever the commit: a recipe that changes gets another version.
-STUDY = Study("spread", run, Task, Measured, seconds=6.0, gib=1.0, every_commit=True)
+STUDY = Study("spread", run, seconds=6.0, gib=1.0, every_commit=True)
 
 
 def variants_of(snippet: Snippet) -> Sequence[str]:
@@ -91,7 +84,7 @@ def spreads(runs: Runs) -> dict[Ran, Spread]:
         }
         for measure in asked:
             ran = Ran(task.snippet, task.version, task.backend, task.variant, measure)
-            values.setdefault(ran, []).append(each.measures[measure])
+            values.setdefault(ran, []).append(each[measure])
     return {ran: spread(ran.measure, each) for ran, each in values.items() if len(each) > 1}
 
 
@@ -108,10 +101,10 @@ def alarms(runs: Runs, spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
         task: [claim for claim in about[task.snippet] if task.variant in claim.variants] for task in _current(runs)
     }
     fallen = [
-        f"{task}: {claim.text}, {claim.measure} = {runs[task].measures[claim.measure]:.3g}"
+        f"{task}: {claim.text}, {claim.measure} = {runs[task][claim.measure]:.3g}"
         for task, concerned in asked.items()
         for claim in concerned
-        if not claim.held(runs[task].measures)
+        if not claim.held(runs[task])
     ]
     return sum(map(bool, asked.values())), fallen
 

@@ -4,12 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
+from msgspec import ValidationError, convert, to_builtins
 
 from tiebreak.backends.provenance import commit
 from tiebreak.matrix.memory import keep_memory
@@ -25,10 +26,10 @@ _Result = TypeVar("_Result")
 class Line:
     """A task that is done, as the file has it."""
 
-    task: dict[str, Any]  # the fields of the task
+    task: Any  # as JSON has it
     commit: str | None  # of the suite
     seconds: float  # of CPU time, of its own and of the processes that it ran
-    result: dict[str, Any]  # the fields of the result
+    result: Any  # as JSON has it
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Study(Generic[_Task, _Result]):
     """What is run."""
 
     name: str  # of its file in out/
-    run: Callable[[_Task], _Result]  # runs one task; a function of a module, for other processes
-    task: type[_Task]  # a frozen dataclass of texts and numbers
-    result: type[_Result]  # a dataclass of what JSON has
+    #: Runs one task: a function of a module, for other processes. The types that it names are what JSON has, or
+    #: dataclasses of it; a task is hashable.
+    run: Callable[[_Task], _Result]
     seconds: float  # that a task takes, about, until some are done
     gib: float = 2.0  # memory of a process
     every_commit: bool = False  # whether what another commit ran counts too
@@ -67,7 +68,7 @@ class Study(Generic[_Task, _Result]):
         Raises:
             SystemExit: 2 if the file is not the study's, 130 after Ctrl-C.
         """
-        lines = self._lines(options)
+        lines, task, result = self._lines(options), *self._types
         wanted = list(dict.fromkeys(tasks))
         left = [task for task in wanted if task not in lines]
         each = fmean(line.seconds for line in lines.values()) if lines else self.seconds
@@ -77,19 +78,27 @@ class Study(Generic[_Task, _Result]):
             run, seconds = partial(_run, self), each * len(left)
             if not run_parts(run, left, options, _shown, ended, outlook=outlook, seconds=seconds, gib=self.gib):
                 raise SystemExit(INTERRUPTED)
-            lines |= {self.task(**line.task): line for line in ended}
-        return {task: self.result(**lines[task].result) for task in wanted}
+            lines |= {convert(line.task, task): line for line in ended}
+        return {each: convert(lines[each].result, result) for each in wanted}
 
     def kept(self, options: argparse.Namespace) -> dict[_Task, _Result]:
         """Return every task that the file has, with its result; `SystemExit` as of `results`."""
-        return {task: self.result(**line.result) for task, line in self._lines(options).items()}
+        return {task: convert(line.result, self._types[1]) for task, line in self._lines(options).items()}
+
+    @property
+    def _types(self) -> tuple[Any, Any]:
+        """Of a task and of a result."""
+        task, result = get_type_hints(self.run).values()
+        return task, result
 
     def _lines(self, options: argparse.Namespace) -> dict[_Task, Line]:
         try:
             lines = read_parts(options.out, Line)
             now = commit()
-            return {self.task(**line.task): line for line in lines if self.every_commit or line.commit == now}
-        except (ValueError, TypeError, OSError) as error:
+            return {
+                convert(line.task, self._types[0]): line for line in lines if self.every_commit or line.commit == now
+            }
+        except (ValueError, TypeError, OSError, ValidationError) as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             raise SystemExit(USAGE) from None
 
@@ -100,8 +109,9 @@ def _run(study: Study[Any, Any], task: Any) -> Line:
     keep_memory()
     started = sum(os.times()[:4])
     result = study.run(task)
-    return Line(asdict(task), commit(), round(sum(os.times()[:4]) - started, 2), asdict(result))
+    return Line(to_builtins(task), commit(), round(sum(os.times()[:4]) - started, 2), to_builtins(result))
 
 
 def _shown(line: Line) -> str:
-    return f"{' '.join(str(value) for value in line.task.values() if value is not None)}: {line.seconds:.0f} s"
+    words = line.task.values() if isinstance(line.task, dict) else [line.task]
+    return f"{' '.join(str(word) for word in words if word is not None)}: {line.seconds:.0f} s"

@@ -1,9 +1,7 @@
-"""What truncation does to one masked product, beside rounding to even: a table of docs/fewer-bits.md.
-
-python -m tiebreak.studies.truncation
-"""
+"""What truncation does to one masked product, beside rounding to even: a table of docs/fewer-bits.md."""
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +9,7 @@ import torch
 
 from tiebreak.kernels.formats import ulp
 from tiebreak.laboratory.reduced import masked_product, parse_reduction
-from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.grids import Grid
+from tiebreak.studies.pages import PageTable, table
 
 DRAWS, ROWS, INNER, COLUMNS = 16, 128, 256, 64
 FORMATS = tuple(f"E8M{bits}" for bits in (7, 6, 5, 4, 3))
@@ -66,12 +63,10 @@ def row(fmt: str) -> tuple[str, ...]:
     return fmt, y.text, cut_y.text, cut_da.text, f"{y.gain:.4f}", f"{cut_y.gain:.4f}"
 
 
-def main() -> None:
-    """Print the table."""
+def of_formats() -> Iterator[str]:
+    """Yield a row for each format."""
     head = ("format", *(f"{place}: ulp" for place in ("Y, even", "Y, truncated", "dA, truncated")))
-    sizes = ("Y, even: size", "Y, truncated: size")
-    print(grids.text([Grid((*head, *sizes), list(map(row, FORMATS)))], "github"))
+    yield from table((*head, "Y, even: size", "Y, truncated: size"), map(row, FORMATS))
 
 
-if __name__ == "__main__":
-    main()
+TABLES = [PageTable("fewer-bits.md", "truncation", of_formats)]

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.defects.forward import Split
-from tiebreak.defects.planted import users
-from tiebreak.defects.tiled import CallRequest, Tiled
+from tiebreak.defects.planted import DEFECTS, twin
 from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import accepted, candidates
 from tiebreak.matrix.experiment import Cell
@@ -24,21 +22,13 @@ CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
 
 
-class Clamped(Tiled):
-    """Logits are clamped at 50, as some training code does against overflow."""
-
-    def product(self, asked: CallRequest, keys: slice) -> Tensor:
-        return super().product(asked, keys).clamp(-50, 50)
-
-
-def answer(make: type[Tiled], case: str) -> Answer:
-    kernel = users(make, make.__name__)
+def answer(kernel: Kernel, case: str) -> Answer:
     record = run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(seed=3, heads=HEADS)))
     return record.answers["accuracy"]
 
 
 def test_a_clamp_falls_where_logits_are_large_by_the_kernels_own_arithmetic() -> None:
-    met, fell = answer(Clamped, "random"), answer(Clamped, "single_maximum_large")
+    met, fell = (answer(DEFECTS["clamped_logits"].kernel, case) for case in ("random", "single_maximum_large"))
     assert met.met is True
     assert fell.met is False
     assert fell.why.startswith("mean square ")
@@ -48,7 +38,7 @@ def test_a_clamp_falls_where_logits_are_large_by_the_kernels_own_arithmetic() ->
 @pytest.mark.parametrize("case", ["near_tie_inside", "random_scaled", "mixed_sign_v", "repeated_large[r=105]"])
 def test_a_sound_kernel_that_has_no_plans_bits_passes(case: str) -> None:
     """Split in two it has 87 % of the bits of any plan in the first case, and errs no more."""
-    assert answer(Split, case).met is True
+    assert answer(twin("split"), case).met is True
 
 
 def test_one_head_that_cancels_does_not_fall_and_a_share_of_all_heads_does() -> None:

@@ -16,9 +16,8 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.case import Shape
 from tiebreak.cases.recipes import normal_numbers
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.defects.backward import NarrowDq, NarrowRecomputation, RaceInDq
-from tiebreak.defects.planted import users
-from tiebreak.defects.tiled import CallRequest, Tiled
+from tiebreak.defects.kernel import Attention, Request
+from tiebreak.defects.planted import twin, users
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES, passes_after
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
@@ -164,34 +163,44 @@ def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
     assert record.met("gradients")
 
 
-class FinerTiles(NarrowDq):
+class NarrowDq(Attention):
+    """dQ is added up over small key tiles in the format of the call."""
+
     tile = 32
 
+    def dq(self, dq: Tensor, added: Tensor, request: Request, keys: slice) -> Tensor:
+        return super().dq(dq, added, request, keys).to(request.q.dtype).float()
 
-class LostUpdate(RaceInDq):
+
+class NarrowRecomputation(Attention):
+    """The backward pass recomputes the scores in 16 bits."""
+
+    def recomputed(self, request: Request, keys: slice) -> Tensor:
+        return super().recomputed(request, keys).to(request.q.dtype).float()
+
+
+class LostUpdate(Attention):
     """Right as it is called first, and in one tile of a later call without one of the sums."""
 
-    def dq(self, request: CallRequest, dq: Tensor, ds: Tensor, keys: slice) -> Tensor:
+    calls = 0
+
+    def dq(self, dq: Tensor, added: Tensor, request: Request, keys: slice) -> Tensor:
         self.calls += 1
-        return dq if self.calls == 4 else Tiled.dq(self, request, dq, ds, keys)
+        return dq if self.calls == 4 else super().dq(dq, added, request, keys)
 
 
 @pytest.mark.parametrize(
     ("make", "case", "gradient"),
-    [
-        (FinerTiles, "random", "dQ"),
-        (NarrowRecomputation, "random_odd", "dV"),
-        (LostUpdate, "random_odd", "dQ"),
-    ],
+    [(NarrowDq, "random", "dQ"), (NarrowRecomputation, "random_odd", "dV"), (LostUpdate, "random_odd", "dQ")],
 )
 def test_a_backward_pass_that_errs_more_falls_in_one_line_with_numbers(
-    make: type[Tiled], case: str, gradient: str
+    make: type[Attention], case: str, gradient: str
 ) -> None:
     answer = judged(users(make, make.__name__), case, heads=64).answers["gradients"]
     assert answer.met is False
     assert f"of {gradient} " in answer.why
     assert answer.why.endswith("1.1 is allowed")
-    assert judged(users(Tiled, "tiled"), case, heads=64).met("gradients")
+    assert judged(twin("tiled"), case, heads=64).met("gradients")
 
 
 @pytest.mark.parametrize(

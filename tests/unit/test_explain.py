@@ -11,14 +11,21 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.kernel import run_forward
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Kernel, run_forward
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.candidates import candidates, nameless, tilings
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.fits import fits
-from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import SharedBatch, Workbench
 from tiebreak.reports.records.record import (
     BEHAVES_LIKE,
     FOLLOWED,
@@ -244,3 +251,18 @@ def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], pl
     found = fits(o, batch("random_odd"), candidates())
     assert found[plan].bits > 0.995
     assert {text.partition(",tile")[0] for text, fit in found.items() if fit.bits >= FOLLOWED} == {plan}
+
+
+def test_a_cell_tries_the_plan_that_designed_inputs_show_and_all_others_where_it_has_not_the_bits() -> None:
+    def by_head_dimension(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        del gradients
+        plan = "flash@fused" if inputs.q.shape[-1] >= 64 else "flash@paper"
+        return run_forward(parse_declaration(plan), inputs, arithmetic)
+
+    kernel = Kernel("k", by_head_dimension, None, has_backward=False, takes=COMMON, external=True)
+    bench = Workbench(Settings(heads=8))
+    cells = {case.name: Cell(EMULATION, kernel, Call(case), BF16) for case in SCRIPTED}
+    fits_by_case = {case: run_cell(cells[case], bench).evidence["fits"] for case in ("random", "random_causal")}
+    assert set(fits_by_case["random"]) == {"flash@fused"}
+    assert set(fits_by_case["random_causal"]) == set(candidates())
+    assert fits_by_case["random_causal"]["flash@paper"].bits == 1.0

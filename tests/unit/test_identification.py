@@ -22,7 +22,7 @@ from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import search
 from tiebreak.matrix.identification.asking import Asked, threads
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
-from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
@@ -72,22 +72,15 @@ def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) 
     return run_forward(parse_declaration(plan), inputs, arithmetic)
 
 
-@pytest.fixture(scope="module")
-def identity() -> Identity:
+def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with() -> None:
     kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
-    return identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
-
-
-def test_what_is_found_is_printed_as_plan_takes_it_and_predicts_other_inputs(identity: Identity) -> None:
+    identity = identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
     assert identity.plan is not None
     assert _plan(identity.plan) == _plan("flash@paper,l=input,tile=64")
     assert identity.share == 1.0
     assert identity.bias["tied_maxima[k=2]"].verdict == "biased"
     assert "tile" not in identity.alike
     assert "p_bar" not in identity.alike
-
-
-def test_a_plan_that_changes_with_the_shape_is_named_with_the_shape(identity: Identity) -> None:
     others = {shape: _plan(other.plan) for shape, other in identity.elsewhere.items() if other.plan is not None}
     tiles, of_many = _plan("flash@paper,l=input,tile=16"), _plan("flash@paper,p_bar=fp32,l=input,tile=64")
     assert others.keys() == identity.elsewhere.keys()

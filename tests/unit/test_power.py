@@ -5,56 +5,51 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.defects.planted import DEFECTS, USERS
+from tiebreak.defects.kernel import SOUND
+from tiebreak.defects.planted import DEFECTS
 from tiebreak.matrix.budget import ORDER_FILE
 from tiebreak.studies import budget, power
 from tiebreak.studies.pages import read_rows
-from tiebreak.studies.power import (
-    CAUGHT,
-    CaughtRow,
-    Cells,
-    Outcomes,
-    TwinRow,
-    caught,
-    order,
-    ordered,
-    report,
-    twin_rows,
-)
+from tiebreak.studies.power import Caught, Cells, Outcomes, TwinRow, caught, first_catches, twin_rows
 from tiebreak.studies.study import Study
 
 
 def ran(case: str, *outcome: str, kernel: str = "scaled_twice", heads: int = 16) -> dict[Cells, Outcomes]:
     """What a study has where one kernel ran in one case."""
-    return {Cells(case, "bf16", kernel, heads): Outcomes({kernel: list(outcome)})}
+    return {Cells(case, "bf16", kernel, heads): {kernel: list(outcome)}}
 
 
 def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
     results = ran("random", "fell", "64", "bound") | ran("padded", "fell", "16", "bound", "range")
-    assert caught(results) == {"scaled_twice": CaughtRow("scaled_twice", "padded", "bound range", 16)}
+    assert caught(results) == {"scaled_twice": Caught("padded", "bound range", 16)}
 
 
 @pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
-def test_what_did_not_fall_is_not_caught_and_reported_as_missed(outcome: str) -> None:
+def test_what_did_not_fall_is_not_caught(outcome: str) -> None:
     assert caught(ran("random", outcome, "16")) == {}
-    rows = [CaughtRow("scaled_twice", "", "", 0), CaughtRow("added_mask", "random", "bound", 16)]
-    assert "1 of 2 defects are caught." in report(rows, [])
+
+
+def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
+    found = {name: Caught(defect.case, defect.checks, defect.heads) for name, defect in DEFECTS.items()}
+    assert [*first_catches(found)] == []
+    del found["scaled_twice"]
+    told = [*first_catches(found | {"added_mask": Caught("random", "bound", 64)})]
+    assert told == ["added_mask falls first in random by bound, with 64 heads", "scaled_twice is missed"]
 
 
 def test_a_twin_goes_through_the_first_cases_of_its_defects_users_kernels_with_the_fewest_heads() -> None:
-    rows = [CaughtRow(name, "padded", "", 16) for name in ("narrow_product", "split_unweighted", "scaled_twice")]
-    tasks = list(power.twin_tasks([*rows, CaughtRow("added_mask", "", "", 0)], [16, 256], 2))
-    own = {(DEFECTS[row.defect].twin, DEFECTS[row.defect].fmt.name) for row in rows}
+    defects = [DEFECTS[name] for name in ("narrow_product", "rounded_o_bar", "scaled_twice")]
+    tasks = list(power.twin_tasks(defects, [16, 256], 2))
+    wanted = {(defect.case, defect.fmt.name, defect.twin) for defect in defects}
     assert {task.seed for task in tasks} == {1, 2}
-    assert {(name, task.fmt) for task in tasks for name in task.kernels.split()} == own
-    assert {task.heads for task in tasks} == {16 if name in USERS else 256 for name, _ in own}
+    assert {(task.case, task.fmt, task.kernels) for task in tasks} == wanted
+    assert all(task.heads == (16 if task.kernels in SOUND else 256) for task in tasks)
 
 
 def test_a_twin_that_is_blamed_is_counted() -> None:
     outcomes = ["measured", "fell", "inconclusive", "held", "crashed", "skipped"]
     results = {
-        Cells("random", "bf16", "tiled", 16, seed): Outcomes({"tiled": [outcome, "16"]})
-        for seed, outcome in enumerate(outcomes)
+        Cells("random", "bf16", "tiled", 16, seed): {"tiled": [outcome, "16"]} for seed, outcome in enumerate(outcomes)
     }
     assert twin_rows(results) == [TwinRow("tiled", heads=16, cases=1, seeds=6, cells=5, blamed=2, undecided=1)]
 
@@ -67,19 +62,19 @@ def test_defects_that_a_level_misses_go_through_the_next(
     def results(self: object, tasks: Iterable[Cells], options: object) -> dict[Cells, Outcomes]:
         cells = list(tasks)
         asked.extend((cell.kernels, cell.heads) for cell in cells)
-        fell = Outcomes({"scaled_twice": ["fell", "16"]})
-        return {cell: fell if "scaled_twice" in cell.kernels else Outcomes({}) for cell in cells}
+        fell = {"scaled_twice": ["fell", "16"]}
+        return {cell: fell if "scaled_twice" in cell.kernels else {} for cell in cells}
 
     monkeypatch.setattr(power, "DEFECTS", {name: DEFECTS[name] for name in ("scaled_twice", "added_mask")})
     monkeypatch.setattr(power, "EXPERIMENTS", {"random": power.EXPERIMENTS["random"]})
     monkeypatch.setattr(Study, "results", results)
-    assert power.main(["--heads", "16,32", "--seeds", "0", "--out", str(tmp_path / "power.jsonl")]) == 0
+    assert power.main(["--heads", "16,32", "--seeds", "0", "--out", str(tmp_path / "power.jsonl")]) == 1
     assert asked == [("scaled_twice added_mask", 16), ("added_mask", 32)]
-    assert "1 of 2 defects are caught" in capsys.readouterr().out
+    assert "added_mask is missed\n" in capsys.readouterr().out
 
 
 def test_a_task_runs_its_kernels_in_its_case() -> None:
-    outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16)).of
+    outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16))
     assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("fell", "held")
 
 
@@ -90,14 +85,9 @@ def test_bad_heads_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--heads" in capsys.readouterr().err
 
 
-def test_a_budget_has_the_cases_first_that_catch_most_for_their_cost() -> None:
-    rows = [CaughtRow(name, case, "bound", 16) for name, case in (("a", "random"), ("b", "random"), ("c", "padded"))]
-    assert order([*rows, CaughtRow("d", "past_the_end", "usage", 16), CaughtRow("e", "", "", 0)]) == [
-        "past_the_end",  # a quarter of the cost
-        "random",
-        "padded",
-    ]
-    assert ORDER_FILE.read_text(encoding="utf-8") == ordered(read_rows(CAUGHT, CaughtRow))
+def test_a_budget_has_every_case_that_catches_a_defect() -> None:
+    ordered = ORDER_FILE.read_text(encoding="utf-8").split()
+    assert {defect.case for defect in DEFECTS.values()} <= set(ordered) <= set(power.EXPERIMENTS)
 
 
 def test_every_defect_is_named_within_a_minute() -> None:
@@ -109,5 +99,5 @@ def test_every_defect_is_named_within_a_minute() -> None:
 @pytest.mark.parametrize("defect", ["noise_shared", "rounded_o_bar"])
 def test_what_a_budget_names_first_is_what_the_table_says(defect: str) -> None:
     (row,) = [row for row in read_rows(budget.NAMED, budget.NamedRow) if row.defect == defect]
-    again = budget.run_until_named(budget.Planted(defect))
+    again = budget.run_until_named(defect)
     assert (again.case, again.cells) == (row.case, row.cells)

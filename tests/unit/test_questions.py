@@ -116,7 +116,7 @@ def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest
     "function", [only(SDPBackend.FLASH_ATTENTION), only(SDPBackend.MATH), eager], ids=["flash", "math", "eager"]
 )
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
-    outcomes = {name: run(users(function), name, fmt=fmt) for name in NAMES}
+    outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
     assert all(record.measures.keys() <= USAGE.measures().keys() for record in outcomes.values())
     assert {name: record.reasons for name, record in outcomes.items() if record.outcome != MEASURED} == {
         "log_sum_exp": ("returns O alone, no log-sum-exp",)
@@ -134,7 +134,7 @@ def test_a_kernel_that_is_given_dummies_is_blamed_for_nothing(options: dict[str,
         return scaled_dot_product_attention(q, k, v, attn_mask)
 
     kernel = users(square if "square" in options else in_tiles, **options)
-    assert {record.outcome for record in (run(kernel, name) for name in NAMES)} == {MEASURED, SKIPPED}
+    assert {run(kernel, name, heads=16).outcome for name in NAMES} == {MEASURED, SKIPPED}
 
 
 def test_a_kernel_that_refuses_views_is_skipped_with_what_it_says() -> None:
@@ -274,8 +274,7 @@ def test_a_default_run_leaves_them_out_and_a_name_brings_them_in() -> None:
         assert any(cell.experiment.kind == "invariance" for cell in cells(selection)[0]) == there, selection
 
 
-@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("backend", [EMULATION, CPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(("backend", "fmt"), [(EMULATION, BF16), (CPU, FP16)], ids=["emulation", "cpu"])
 def test_partial_outputs_in_sixteen_bits_are_a_bias_that_splitting_makes(backend: Backend, fmt: Format) -> None:
     """The same tie that one split breaks toward zero becomes exact where each half is rounded on its own."""
     sound = run(backend.kernel("split@fused"), "split", backend, fmt)
@@ -295,7 +294,7 @@ def test_partial_outputs_in_sixteen_bits_are_a_bias_that_splitting_makes(backend
 
 
 def test_a_knob_that_does_nothing_says_nothing() -> None:
-    record = run(users(splitting(heeds=False)), "split")
+    record = run(users(splitting(heeds=False)), "split", heads=16)
     assert record.outcome == INCONCLUSIVE
     assert record.reasons == ("the knob did nothing: no bit changed by 8 splits of 4096 keys whose V cancels",)
     assert record.number("differing_bits") == 0.0
@@ -310,7 +309,9 @@ def test_rows_are_lengthened_until_a_kernel_splits_them() -> None:
 
 
 def test_who_declares_the_same_bits_is_held_to_them() -> None:
-    undeclared, declared = (run(users(splitting(), invariant=words), "split") for words in ("", "batch split"))
+    undeclared, declared = (
+        run(users(splitting(), invariant=words), "split", heads=16) for words in ("", "batch split")
+    )
     assert (undeclared.outcome, declared.outcome) == (MEASURED, FELL)
     assert declared.answers["invariance"].asked == "the same bits, as the kernel declares"
     assert "without bias" in declared.reasons[0]
@@ -321,14 +322,14 @@ def test_a_kernel_that_loses_a_split_has_larger_errors() -> None:
         keys = k.shape[2] - (k.shape[2] // num_splits if num_splits > 2 else 0)
         return splitting()(q, k[:, :, :keys], v[:, :, :keys], num_splits)
 
-    record = run(users(loses), "split")
+    record = run(users(loses), "split", heads=16)
     assert record.outcome == FELL
     assert "mean squared errors" in record.reasons[0]
 
 
 @pytest.mark.parametrize("knob", ["batch", "padding", "memory", "decode", "chunks"])
 def test_flash_attention_has_the_same_bits_on_the_emulation(knob: str) -> None:
-    record = run(EMULATION.kernel("flash@fused"), knob, EMULATION)
+    record = run(EMULATION.kernel("flash@fused"), knob, EMULATION, heads=16)
     assert record.outcome == HELD, record.reasons
     assert record.number("differing_bits") == 0.0
     assert min(record.evidence["controls"].values()) > 0.0
@@ -362,7 +363,7 @@ def test_random_bits_of_its_own_differ_without_a_bias() -> None:
         noise = torch.randint(0, 2**16, o.shape, generator=generator, dtype=torch.int32)
         return (o.view(torch.int32) + noise).bitwise_and(-65536).view(torch.float32).to(q.dtype)
 
-    record = run(users(attention), "repeat")
+    record = run(users(attention), "repeat", heads=32)
     assert record.outcome == MEASURED, record.reasons
     assert (record.number("differing_bits") or 0.0) > 0.1
 
@@ -472,7 +473,7 @@ def test_an_exact_answer_is_computed_once_for_all_that_is_compared_with_it() -> 
 
 def test_the_verdict_has_a_line_for_each_knob() -> None:
     kernel = users(splitting(torch.bfloat16))
-    records = tuple(run(kernel, knob) for knob in ("split", "memory"))
+    records = tuple(run(kernel, knob, heads=32) for knob in ("split", "memory"))
     (verdict,) = verdicts(Run(platform={}, options={}, records=records))
     fell, split, memory = verdict.findings[:3]
     assert (fell.name, split.name, memory.name) == ("fell", "invariance[split]", "invariance[memory]")

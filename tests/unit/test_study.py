@@ -1,6 +1,7 @@
 """Studies: which tasks are run, what a file keeps, and what a stop loses."""
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +13,17 @@ from tiebreak.studies.study import Study
 
 
 @dataclass(frozen=True)
-class Number:
-    """One number."""
-
-    of: int
-
-
-@dataclass(frozen=True)
 class Square:
     """Of one number."""
 
-    value: int
+    value: float
 
 
-def square(task: Number) -> Square:
-    return Square(task.of**2)
+def square(task: int) -> Square:
+    return Square(task**2 if task else math.nan)
 
 
-SQUARES = Study("squares", square, Number, Square, seconds=60.0)
+SQUARES = Study("squares", square, seconds=60.0)
 
 
 @pytest.fixture
@@ -40,20 +34,25 @@ def options(tmp_path: Path) -> argparse.Namespace:
 def test_tasks_are_run_once_and_given_in_their_order(
     options: argparse.Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert list(SQUARES.results([Number(3)], options).values()) == [Square(9)]
-    assert SQUARES.results(map(Number, (2, 3, 2)), options) == {Number(2): Square(4), Number(3): Square(9)}
+    assert list(SQUARES.results([3], options).values()) == [Square(9)]
+    assert SQUARES.results((2, 3, 2), options) == {2: Square(4), 3: Square(9)}
     out = capsys.readouterr().out
     assert "1 task, 1 to run, 1 at a time: about 0 h 1 min to go" in out
     assert "2 tasks, 1 to run" in out
     assert len(options.out.read_text(encoding="utf-8").splitlines()) == 2
-    assert set(SQUARES.kept(options)) == {Number(2), Number(3)}
+    assert set(SQUARES.kept(options)) == {2, 3}
+
+
+def test_nan_stays_nan(options: argparse.Namespace) -> None:
+    SQUARES.results([0], options)
+    assert math.isnan(SQUARES.kept(options)[0].value)
 
 
 def test_what_another_commit_ran_is_run_again(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    SQUARES.results([Number(3)], options)
+    SQUARES.results([3], options)
     monkeypatch.setattr(study, "commit", lambda: "another")
     assert SQUARES.kept(options) == {}
-    assert set(Study("squares", square, Number, Square, 1.0, every_commit=True).kept(options)) == {Number(3)}
+    assert set(Study("squares", square, 1.0, every_commit=True).kept(options)) == {3}
 
 
 def test_a_stop_says_how_to_go_on(
@@ -64,7 +63,7 @@ def test_a_stop_says_how_to_go_on(
 
     monkeypatch.setattr(resumable, "in_processes", stopped)
     with pytest.raises(SystemExit) as ended:
-        SQUARES.results([Number(3)], options)
+        SQUARES.results([3], options)
     assert ended.value.code == 130
     assert "the same command goes on" in capsys.readouterr().out
 
@@ -77,7 +76,7 @@ def test_a_file_of_something_else_is_one_line(
     options.out.parent.mkdir()
     options.out.write_text(f"{line}\n", encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
-        SQUARES.results([Number(3)], options)
+        SQUARES.results([3], options)
     assert ended.value.code == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert message.startswith("squares: ")

@@ -18,7 +18,7 @@ from tiebreak.studies import __main__ as command
 from tiebreak.studies import bits, eight_bits, pages, rules
 from tiebreak.studies.pages import PageTable, read_rows, renewed, write_rows
 
-SLOW = {"fix", rules.CASE}
+SLOW = {"fix", "truncation", rules.CASE}
 
 
 def columns(page: str, source: str) -> dict[str, dict[str, str]]:

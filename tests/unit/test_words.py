@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -23,20 +25,20 @@ def named(heading: str) -> set[str]:
     return {name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
 
 
-def test_plans_are_some_that_there_are() -> None:
-    assert named("Rounding plans") <= set(PLANS)
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("Rounding plans", set(PLANS)),
+        ("Measures", {name for kind in kinds().values() for name in kind.measures()}),
+        ("Checks", set(checks())),
+    ],
+)
+def test_names_are_some_that_there_are(heading: str, known: set[str]) -> None:
+    assert named(heading) <= known
 
 
 def test_shift_rules_are_some_that_there_are() -> None:
     assert set(re.findall(r"`(\w+)` \(", section("Shift rules"))) <= set(SHIFT_RULES)
-
-
-def test_measures_are_some_that_there_are() -> None:
-    assert named("Measures") <= {name for kind in kinds().values() for name in kind.measures()}
-
-
-def test_checks_are_some_that_there_are() -> None:
-    assert named("Checks") <= set(checks())
 
 
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
