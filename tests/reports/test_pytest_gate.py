@@ -111,34 +111,25 @@ def test_the_gate_works_without_workers(matrix: Matrix, baseline: Path, change: 
 NARROWED = {
     "-k": (["-k", "random"], "outside -k random*"),
     "--deselect": (["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *"),
-    "--cases": (["--cases", "random"], "outside *--cases random*"),
 }
 HELD = "gate held: 1 cell compared*"
 LESS = "*base.json: not updated: 1 of its cells lie {}; run all of them, or delete*"
 
 
-@pytest.mark.parametrize(("way", "workers"), [("-k", 1), ("--deselect", 0), ("--cases", 0), ("PYTEST_ADDOPTS", 0)])
+@pytest.mark.parametrize(("way", "workers"), [("-k", 1), ("--deselect", 0), ("PYTEST_ADDOPTS", 0)])
 def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
     way: str, workers: int, matrix: Matrix, baseline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By pytest's own options as by the matrix', which are seen before the run."""
+    """By pytest's own options; tests/unit/test_options.py has the matrix', which are seen before the run."""
     words, told = NARROWED["-k" if way == "PYTEST_ADDOPTS" else way]
     if way == "PYTEST_ADDOPTS":
         monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(words))
         words = []
-    cells = QUICK if way == "--cases" else (*QUICK, *CASES)
     before = baseline.read_bytes()
-    Path("out/last.json").unlink()
-    updating = matrix("--baseline", str(baseline), "--update-baseline", *words, cells=cells, workers=workers)
-    assert updating.ret == 2
-    ran = updating
-    if way == "--cases":
-        assert not Path("out/last.json").exists()
-        ran = matrix("--baseline", str(baseline), *words, cells=cells, workers=workers)
-        assert ran.ret == 0
+    ran = matrix("--baseline", str(baseline), "--update-baseline", *words, workers=workers)
+    assert ran.ret == 2
     ran.stdout.fnmatch_lines([HELD, f"note    1 cell of the baseline NOT compared: {told}"])
-    text = updating.stderr if way == "--cases" else updating.stdout
-    text.fnmatch_lines([LESS.format(told.replace("outside ", "outside this run's *"))])
+    ran.stdout.fnmatch_lines([LESS.format(told.replace("outside ", "outside this run's *"))])
     assert baseline.read_bytes() == before
 
 

@@ -318,15 +318,6 @@ class TestUserKernel:
         )
         assert " ".join(plugin._where(config)) == words
 
-    def test_it_runs_beside_kernels_that_are_named(
-        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
-    ) -> None:
-        spec = user_kernel(pytester)
-        options = ("--kernel", spec, *PLAN, "--backend", "cpu,emulation", "--kernels", "standard")
-        matrix(*options, "--cases", "random", "--heads", "16")
-        names = {(record.backend, record.kernel) for record in kept().records}
-        assert names == {("cpu", "mine"), ("cpu", "standard"), ("emulation", "standard")}
-
 
 class TestInterruption:
     def test_what_is_done_is_kept(
