@@ -22,14 +22,18 @@ MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
-OWN = ["--kernel", "mine.py:attention", "--heads", "16", "--out", "out"]  # and cases
+# And cases; with a plan, for to find it takes longer than a cell.
+OWN = ["--kernel", "mine.py:attention", "--plan", "fp32_inside", "--heads", "16", "--out", "out"]
 KERNEL = """
 import pytest
 import torch
 
 def attention(q, k, v, *, causal=False, scale=None):
     {body}
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    s = q.float() @ k.float().mT * scale
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return (s.softmax(-1) @ v.float()).to(q.dtype)
 """
 
 
@@ -317,10 +321,10 @@ def test_a_full_disk_is_told_and_no_file_is_promised(matrix: Matrix, monkeypatch
 
 def test_sigterm_keeps_what_is_done_and_says_what_was_not(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="if causal: import os, signal; os.kill(os.getpid(), signal.SIGTERM)"))
-    cells = ["--kernel", "mine.py:attention", "--cases", "random,random_causal,random_scaled", "--heads", "16"]
+    cells = [*OWN, "--cases", "random,random_causal,random_scaled"]
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        ran = pytester.inline_run(str(MATRIX), "-p", "no:cacheprovider", *cells, "--out", "out", no_reraise_ctrlc=True)
+        ran = pytester.inline_run(str(MATRIX), "-p", "no:cacheprovider", *cells, no_reraise_ctrlc=True)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
