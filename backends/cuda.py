@@ -4,6 +4,7 @@ Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 """
 
 import os
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend, unusable
-from tiebreak.backends.gpu import describe_gpu
+from tiebreak.backends.platform import GIB, read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash_attn import flash_attn
@@ -24,11 +25,11 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.sdpa import gpu_sdpa_kernels
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import triton_kernels
 from tiebreak.kernels.varlen import varlen
 from tiebreak.kernels.vendor import exact_products
 
-GIB = 2**30
 WORKER_GIB = 4.0  # of the GPU's memory, for one worker: an estimate, its libraries and the widest case's scores
 _FIRST_WITH_BF16 = (8, 0)  # compute capability
 
@@ -116,16 +117,50 @@ def _visible_variable() -> str:
     return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 
 
-class Cuda(Backend):
+def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
+    """What of the visible GPUs and their software can change the bits of a result. It initialises CUDA.
+
+    Args:
+        root: the file system's root, so that a test can hand in a made-up one.
+
+    Returns:
+        `gpu` and `gpu_arch`: model names, and what kernels are compiled for (sm_90, gfx942), each once; `gpu_driver`:
+        the version of the kernel's driver; `cuda` or `hip`: the one that PyTorch is built with; `cudnn`: the version of
+        cuDNN, of MIOpen with ROCm, as one number: 91002 is 9.10.2; `triton`. What a system does not tell is None.
+    """
+    devices = range(torch.cuda.device_count())
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    # NVIDIA's version stands in a sentence, AMD's alone.
+    driver = re.search(
+        r"\d+(\.\d+)+", read(root / "proc/driver/nvidia/version") or read(root / "sys/module/amdgpu/version")
+    )
+    return {
+        "gpu": ", ".join(dict.fromkeys(map(torch.cuda.get_device_name, devices))),
+        "gpu_arch": ", ".join(dict.fromkeys(map(_gpu_arch, devices))),
+        "gpu_driver": driver[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "triton": installed(),
+    }
+
+
+def _gpu_arch(device: int) -> str:
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+class _Cuda(Backend):
     """GPUs as they are. Nothing is to be set up: a worker sees its own GPU alone."""
 
     def worker_limit(self) -> int:
-        """As many as the GPUs' free memory holds when they are spread evenly."""
+        # As many as the GPUs' free memory holds when they are spread evenly.
         free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
         return max(1, len(free) * int(min(free, default=0) / (WORKER_GIB * GIB)))
 
     def worker_environment(self, worker: int) -> dict[str, str]:
-        """All GPUs take turns; where there is one, there is nothing to say."""
         count, name = torch.cuda.device_count(), _visible_variable()
         if count < 2:
             return {}
@@ -134,13 +169,11 @@ class Cuda(Backend):
         return {name: devices[worker % count]}
 
     def describe(self) -> dict[str, Any]:
-        """The fields of `tiebreak.backends.gpu.Gpu`."""
-        return describe_gpu().as_dict()
+        return describe_gpu()
 
     def poisoned(self) -> bool:
-        """As `Backend.poisoned`, if this process has used the GPU."""
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return in_use and unusable(torch.cuda.synchronize)
 
 
-CUDA = Cuda("cuda", about(), "cuda", CudaArithmetic(), unavailable, cuda_kernels)
+CUDA = _Cuda("cuda", about(), "cuda", CudaArithmetic(), unavailable, cuda_kernels)

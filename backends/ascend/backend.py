@@ -41,7 +41,7 @@ class Ascend(Backend):
             )
 
     def kernel(self, name: str) -> Kernel:
-        """As `Backend.kernel`; also every npu_fusion_attention that a default run leaves out."""
+        """The kernel called `name`, also an npu_fusion_attention that a default run leaves out."""
         more = {kernel.name: kernel for kernel in every_fusion_attention(self.npu.operators)}
         return more[name] if name in more else super().kernel(name)
 
@@ -66,7 +66,7 @@ class Ascend(Backend):
         return _answers({"soc": self.npu.describe})
 
     def poisoned(self) -> bool:
-        """As `tiebreak.backends.backend.unusable`."""
+        """Whether waiting for the NPU fails again and again."""
         return unusable(self.npu.synchronize)
 
     def fingerprint(self) -> Mapping[str, str | float]:

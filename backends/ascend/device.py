@@ -81,23 +81,17 @@ class TorchNpu:
 def package_missing() -> str | None:
     """None, or why no torch-npu fits this torch: none is installed, or it was built for another."""
     ours = torch.__version__
-    plain = ours.partition("+")[0]
     if importlib.util.find_spec("torch_npu") is None:
-        return f"torch-npu is not installed: pip install torch-npu=={plain} ({GUIDE})"
-    version, needs = _installed()
-    if needs is not None and not needs.specifier.contains(ours, prereleases=True):
-        return f"torch-npu {version} is built for {needs}, this is torch {ours}: install the one or the other ({GUIDE})"
-    return None
-
-
-def _installed() -> tuple[str, Requirement | None]:
-    """Version of torch-npu, and the torch that its metadata says it is built for, if they do."""
+        return f"torch-npu is not installed: pip install torch-npu=={ours.partition('+')[0]} ({GUIDE})"
     try:
         version, requires = metadata.version("torch-npu"), metadata.requires("torch-npu") or []
     except metadata.PackageNotFoundError:  # a folder on the path without metadata: the import will show
-        return "of unknown version", None
-    named = [requirement for requirement in map(Requirement, requires) if requirement.name == "torch"]
-    return version, named[0] if named else None
+        return None
+    for needs in map(Requirement, requires):
+        if needs.name == "torch" and not needs.specifier.contains(ours, prereleases=True):
+            either = f"install the one or the other ({GUIDE})"
+            return f"torch-npu {version} is built for {needs}, this is torch {ours}: {either}"
+    return None
 
 
 def driver_missing(root: Path) -> str | None:
@@ -213,10 +207,8 @@ def remedies(device: str) -> Iterator[None]:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """torch's deterministic algorithms where there are any, within the block alone: other backends keep theirs."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

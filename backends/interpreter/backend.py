@@ -14,28 +14,24 @@ from tiebreak.kernels.triton.roster import triton_kernels
 
 
 @dataclass(frozen=True)
-class Interpreter(Backend):
+class _Interpreter(Backend):
     """Triton kernels alone: on a CPU, as a card would round that is only assumed."""
 
     assumed: Assumptions = EXACT
 
     @property
     def options(self) -> tuple[str, ...]:
-        """As `Backend.options`."""
         return () if self.assumed == EXACT else ("--as", self.assumed.name)
 
     def notice(self) -> str:
-        """As `Backend.notice`."""
         return self.assumed.about
 
     def assuming(self, card: str) -> Backend:
-        """As `Backend.assuming`."""
         if card not in CARDS:
             raise ValueError(f"{card}: unknown; the cards are {', '.join(CARDS)}")
         return replace(self, assumed=CARDS[card])
 
     def describe(self) -> dict[str, Any]:
-        """Triton's version and what is assumed. NumPy's, by which all is computed, is in every run."""
         described: dict[str, Any] = {"triton": installed(), **self.assumed.described()}
         if self.options:
             # What reports say behind the backend's name.
@@ -43,17 +39,15 @@ class Interpreter(Backend):
         return described
 
     def repeats(self, kernel: Kernel) -> bool:
-        """As `Backend.repeats`: programs run one after the other. A user's kernel may draw numbers of its own."""
-        return not kernel.external
+        return not kernel.external  # programs run one after the other; a user's may draw numbers of its own
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Whatever Triton function is launched is interpreted."""
         from tiebreak.backends.interpreter.session import interpreting  # triton may be missing
 
         return interpreting(self.assumed)
 
 
-INTERPRETER = Interpreter(
+INTERPRETER = _Interpreter(
     "interpreter",
     "Triton kernels, in Triton's interpreter on this CPU",
     "cpu",

@@ -4,8 +4,9 @@ Only what upstream's builder does otherwise is here: it holds bf16 and the forma
 casts, products, sums, comparisons and negations are those of integers; its exponentials are as exact as numpy's fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,11 @@ from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
-from tiebreak.backends.interpreter.pointers import Pointers, compact
 from tiebreak.backends.interpreter.products import How, product, scaled_operand
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
 
 _LOG2_E = np.float32(1.4426950408889634)
-# What a layout's change leaves as it is: where a pointer comes from, and that a number is a product.
-_KEPT = ("argument", "product")
-
-
-def _wide(function: Callable[[Array], Array], x: Array) -> Array:
-    """A function of fp32, computed in fp64 and rounded once."""
-    return converted(function(x.astype(np.float64)), x.dtype)
 
 
 class FaithfulBuilder(InterpreterBuilder):
@@ -105,8 +98,6 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element = ptrs.get_element_ty()
         dtype, shown = numpy_type(element), _mask(mask)
-        if (box := self._box(ptrs, shown, dtype)) is not None:
-            return TensorHandle(box.copy(), element)
         place = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
         fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
         if place is None:
@@ -119,24 +110,12 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         """Of the elements that the mask shows."""
         shown, data = _mask(mask), value.data
-        if (box := self._box(ptrs, shown, data.dtype)) is not None and _apart(box):
-            box[...] = data
-            return None
         place = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
         if place is None:
             return native.store(ptrs.data, bits(np.ascontiguousarray(data)), shown)
         elements, index = place
-        if shown.all():
-            elements[index] = data
-        else:
-            elements[index[shown]] = np.broadcast_to(data, shown.shape)[shown]
+        elements[index[shown]] = np.broadcast_to(data, shown.shape)[shown]
         return None
-
-    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> Array | None:
-        """The memory that a tile's pointers point to, where that is a box of one argument and all of it is shown."""
-        if not compact(shown).all() or (box := Pointers.of(ptrs).box()) is None:
-            return None
-        return self.memory.box(*box, shown.shape, dtype, ptrs.attr.get("argument"))
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
@@ -158,28 +137,24 @@ class FaithfulBuilder(InterpreterBuilder):
             native.store(at, bits(before + np.broadcast_to(val.data, ptr.data.shape)[tuple(index)]), shown)
         return TensorHandle(olds, val.dtype.scalar)
 
-    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
-        """As upstream, but nothing is added up yet, and it remembers the argument."""
-        return _keeping(ptr, Pointers.of(ptr).moved(offset.data))
+    # Shapes: which argument a pointer comes from, and of what a number is the product, stays known.
 
-    # Shapes.
+    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
+        """Pointers so many elements further on."""
+        return _remembering(ptr, super().create_addptr(ptr, offset))
 
     def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
-        """As upstream, without a copy for every element, and it remembers."""
+        """One number everywhere, in memory once."""
         number = arg.data.reshape((1,) * len(ret_ty.shape))
-        return _keeping(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
+        return _remembering(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
 
     def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
-        """As upstream, and it remembers."""
-        if isinstance(arg, Pointers):
-            return _keeping(arg, arg.expanded(axis))
-        return _keeping(arg, super().create_expand_dims(arg, axis))
+        """One more dimension."""
+        return _remembering(arg, super().create_expand_dims(arg, axis))
 
     def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
-        """As upstream, and it remembers."""
-        if isinstance(arg, Pointers):
-            return _keeping(arg, arg.broadcast(tuple(shape)))
-        return _keeping(arg, super().create_broadcast(arg, shape))
+        """A larger shape."""
+        return _remembering(arg, super().create_broadcast(arg, shape))
 
     # Sums and products, which a card may contract.
 
@@ -275,19 +250,10 @@ class FaithfulBuilder(InterpreterBuilder):
         return self._exponential(arg, np.exp2)
 
     def _exponential(self, arg: Handle, function: Callable[[Array], Array]) -> Handle:
-        value = _wide(function, arg.data)
+        value = _in_fp64(function, arg.data)
         if self.assumed.flushes and value.dtype == np.float32:
             value = np.where(value < np.finfo(np.float32).smallest_normal, np.float32(0), value)
         return TensorHandle(value, arg.dtype.scalar)
-
-    def create_erf(self, arg: Handle) -> Handle:
-        """The error function."""
-        value = torch.erf(torch.from_numpy(arg.data.astype(np.float64))).numpy().astype(arg.data.dtype)
-        return TensorHandle(value, arg.dtype.scalar)
-
-    def create_rsqrt(self, arg: Handle) -> Handle:
-        """1 / sqrt(x), rounded once."""
-        return self.unary_op(arg, lambda x: _wide(lambda wide: 1 / np.sqrt(wide), x))
 
     def create_extern_elementwise(
         self, lib_name: str, lib_path: str, symbol: str, args: object, ret_type: object, is_pure: bool
@@ -303,9 +269,9 @@ class FaithfulBuilder(InterpreterBuilder):
 
 def _cast(src: Handle, dst_type: tl.dtype, *, toward_zero: bool = False) -> Handle:
     """Of what broadcasting has repeated, such as the number that a masked load puts everywhere, once."""
-    data = converted(compact(src.data), numpy_type(dst_type.scalar), toward_zero=toward_zero)
-    whole = data if data.shape == src.data.shape else np.broadcast_to(data, src.data.shape)
-    return TensorHandle(whole, dst_type.scalar)
+    once = src.data[tuple(slice(None if stride else 1) for stride in src.data.strides)]
+    data = converted(once, numpy_type(dst_type.scalar), toward_zero=toward_zero)
+    return TensorHandle(np.broadcast_to(data, src.data.shape), dst_type.scalar)
 
 
 def _mask(mask: Handle) -> Array:
@@ -314,29 +280,28 @@ def _mask(mask: Handle) -> Array:
     return shown
 
 
-def _apart(box: Array) -> bool:
-    """Whether no two elements of it share memory."""
-    reach = box.itemsize
-    for stride, length in sorted(zip(box.strides, box.shape, strict=True)):
-        if length > 1:
-            if stride < reach:
-                return False
-            reach = stride * length
-    return True
+def _in_fp64(function: Callable[[Array], Array], x: Array) -> Array:
+    """A function, computed in fp64 and rounded once."""
+    return converted(function(x.astype(np.float64)), x.dtype)
 
 
-def _simple(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:
-    def create(self: FaithfulBuilder, arg: Handle) -> Handle:
-        return self.unary_op(arg, lambda x: _wide(function, x))
-
-    return create
+def _elementwise(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:
+    return lambda self, arg: self.unary_op(arg, partial(_in_fp64, function))
 
 
-for _name, _function in (("log", np.log), ("log2", np.log2), ("sin", np.sin), ("cos", np.cos)):
-    setattr(FaithfulBuilder, f"create_{_name}", _simple(_function))
+_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "log": np.log,
+    "log2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "erf": lambda x: torch.erf(torch.from_numpy(x)).numpy(),
+}
+for _name, _function in _FUNCTIONS.items():
+    setattr(FaithfulBuilder, f"create_{_name}", _elementwise(_function))
 
 
-def _keeping(arg: Handle, shaped: Handle) -> Handle:
+def _remembering(arg: Handle, shaped: Handle) -> Handle:
     """What an array remembers, in its new shape."""
     if "argument" in arg.attr:
         shaped.attr["argument"] = arg.attr["argument"]

@@ -1,7 +1,7 @@
 """The memory that a launch may touch: that of its arguments."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiebreak.backends.interpreter.errors import OutOfBoundsError
-from tiebreak.backends.interpreter.numbers import Array, bits
+from tiebreak.backends.interpreter.numbers import Array
 
 ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
 
@@ -37,35 +37,6 @@ class Memory:
 
     kernel: str
     arguments: tuple[Argument, ...]
-
-    def box(
-        self, first: int, strides: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype[Any], name: str | None
-    ) -> Array | None:
-        """A part of an argument as an array of its own memory.
-
-        Args:
-            first: address of the first element.
-            strides: bytes between neighbours along each dimension.
-            shape: of the part.
-            dtype: of an element.
-            name: the argument that the pointer comes from; None where that is lost.
-
-        Returns:
-            The array; None where it is not known to lie within one argument, in whole elements.
-        """
-        meant = [argument for argument in self.arguments if argument.name == name]
-        if len(meant) != 1:
-            return None
-        elements, offset = meant[0].elements(dtype), first - meant[0].start
-        reaches = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
-        low, high = offset + sum(min(0, reach) for reach in reaches), offset + sum(max(0, reach) for reach in reaches)
-        if (
-            low < 0
-            or high + dtype.itemsize > elements.nbytes
-            or any(part % dtype.itemsize for part in (offset, *strides))
-        ):
-            return None
-        return np.ndarray(shape, bits(elements).dtype, bits(elements).data, offset, strides).view(dtype)
 
     def located(
         self, addresses: Array, mask: Array, dtype: np.dtype[Any], name: str | None, verb: str
@@ -113,37 +84,32 @@ class Memory:
         Raises:
             OutOfBoundsError: some lie outside.
         """
-        if name == ANYWHERE:
+        if name == ANYWHERE or not mask.any():
             return
-        everywhere = bool(mask.all())
-        if not everywhere and not mask.any():
-            return
-        touched = addresses if everywhere else np.broadcast_to(addresses, mask.shape)[np.broadcast_to(mask, mask.shape)]
+        touched = addresses if mask.all() else np.broadcast_to(addresses, mask.shape)[mask]
         low, high = int(touched.min()), int(touched.max()) + size
         allowed = [argument for argument in self.arguments if name in (None, argument.name)]
         if not allowed or any(argument.start <= low and high <= argument.end for argument in allowed):
             return
-        raise OutOfBoundsError(f"{self.kernel} {verb} outside of {self._place_text(allowed, low, high, size)}")
-
-    def _place_text(self, allowed: list[Argument], low: int, high: int, size: int) -> str:
         if len(allowed) > 1:
-            return f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
-        (own,) = allowed
-        wrong = low if low < own.start else high - size
-        return f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
+            where = f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
+        else:
+            (own,) = allowed
+            wrong = low if low < own.start else high - size
+            where = f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
+        raise OutOfBoundsError(f"{self.kernel} {verb} outside of {where}")
 
 
-def arguments_of(bound: dict[str, object]) -> Iterator[Argument]:
+def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:
     """The tensors among a call's arguments, those in tuples and descriptors too."""
     for name, value in bound.items():
-        yield from _tensors(name, value)
+        if isinstance(value, tuple | list):
+            yield from arguments_of({f"{name}[{number}]": element for number, element in enumerate(value)})
+        else:
+            yield from _of_tensor(name, value)
 
 
-def _tensors(name: str, value: Any) -> Iterator[Argument]:
-    if isinstance(value, tuple | list):
-        for number, element in enumerate(value):
-            yield from _tensors(f"{name}[{number}]", element)
-        return
+def _of_tensor(name: str, value: Any) -> Iterator[Argument]:
     base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
     tensor = base if isinstance(base, torch.Tensor) else value
     if isinstance(tensor, torch.Tensor):

@@ -22,15 +22,7 @@ _NARROW = {
     tl.float8e5b16: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
 # PTX converts to 8 bits with .satfinite alone, and Triton asks the same of AMD's: beyond the largest number lies none.
-_LARGEST = {
-    np.dtype(getattr(ml_dtypes, name)): largest
-    for name, largest in (
-        ("float8_e4m3fn", 448.0),
-        ("float8_e5m2", 57344.0),
-        ("float8_e4m3fnuz", 240.0),
-        ("float8_e5m2fnuz", 57344.0),
-    )
-}
+_LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _NARROW.values() if dtype.itemsize == 1}  # type: ignore[no-untyped-call]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _known: dict[str, np.dtype[np.generic]] = {}  # by the name of Triton's type: upstream makes a table for each question
 _numpy_type = upstream._get_np_dtype  # as it was before anything took its place

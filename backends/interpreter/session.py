@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
@@ -25,7 +24,6 @@ from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import numpy_type
 from tiebreak.backends.interpreter.reductions import reducing, scan
-from tiebreak.backends.interpreter.types import meeting, sharing_shapes, sharing_types
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
@@ -41,11 +39,14 @@ def interpreting(assumed: Assumptions) -> Iterator[None]:
     with ExitStack() as stack:
         session = _Session(assumed, stack)
         for kind in (JITFunction, upstream.InterpretedFunction):
-            stack.enter_context(patch.object(kind, "run", session.launching()))
-            stack.enter_context(patch.object(kind, "__call__", session.calling()))
-        stack.enter_context(patch.object(Autotuner, "run", _with_the_first(Autotuner.run)))
-        stack.enter_context(patch.object(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0]))
-        stack.enter_context(patch.object(driver, "_active", _Driver(assumed)))
+            # Functions, which become methods of what they are put into.
+            session.put(kind, "run", lambda function, *args, **kwargs: session.launch(function, args, **kwargs))
+            session.put(
+                kind, "__call__", lambda function, *args, **kwargs: session.rewritten(function)(*args, **kwargs)
+            )
+        session.put(Autotuner, "run", _with_the_first(Autotuner.run))
+        session.put(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
+        session.put(driver, "_active", _driver(assumed))
         stack.enter_context(patch.dict(os.environ, {_SWITCH: "1"}))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a program's tiles are small
@@ -65,28 +66,15 @@ def _with_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
     return first
 
 
-class _Driver:
-    """What a kernel's host code may ask of the active driver."""
-
-    def __init__(self, assumed: Assumptions) -> None:
-        self._target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
-
-    def get_current_target(self) -> GPUTarget:
-        """The card that is assumed."""
-        return self._target
-
-    def get_active_torch_device(self) -> torch.device:
-        """Where tensors lie."""
-        return torch.device("cpu")
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """The only one."""
-        del device
-        return 0
+def _driver(assumed: Assumptions) -> SimpleNamespace:
+    """What a kernel's host code may ask of the active driver: there is one device, with one stream."""
+    target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
 
 
 class _Session:
@@ -97,47 +85,33 @@ class _Session:
         self._seen: set[int] = set()  # namespaces that were looked through
         self._builder = FaithfulBuilder(assumed)
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
-        stack.enter_context(patch.object(upstream.interpreter_semantic, "builder", self._builder))
-        stack.enter_context(patch.object(upstream, "interpreter_builder", self._builder))
-        stack.enter_context(patch.object(upstream, "_get_np_dtype", numpy_type))
+        self.put(upstream.interpreter_semantic, "builder", self._builder)
+        self.put(upstream, "interpreter_builder", self._builder)
+        self.put(upstream, "_get_np_dtype", numpy_type)
         own = set(vars(tl.tensor))
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
         stack.callback(scope.restore)
-        stack.enter_context(patch.object(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir)))
-        for kind, name, shared in (
-            (tl.core.block_type, "__init__", sharing_types),
-            (tl.core.tensor, "__init__", sharing_shapes),
-            (TritonSemantic, "broadcast_impl_value", meeting),
-        ):
-            stack.enter_context(patch.object(kind, name, shared(getattr(kind, name))))
-        stack.enter_context(patch.object(tl, "dot_scaled", _with_constants(tl.dot_scaled)))
+        self.put(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir))
+        self.put(tl.core.block_type, "__init__", _shared(tl.core.block_type.__init__))
+        self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
-                stack.enter_context(patch.object(tl.tensor, name, _method(member)))
+                self.put(tl.tensor, name, _method(member))
         for module in (tl, tl.core):
-            stack.enter_context(patch.object(module, "reduce", reducing(assumed)))
-            stack.enter_context(patch.object(module, "associative_scan", scan))
+            self.put(module, "reduce", reducing(assumed))
+            self.put(module, "associative_scan", scan)
 
-    def launching(self) -> Callable[..., None]:
-        """What takes the place of a function's `run`."""
+    def put(self, owner: object, name: str, replacement: object) -> None:
+        """Put something in the place of a part of Triton's, until the session ends."""
+        self._stack.enter_context(patch.object(owner, name, replacement))
 
-        def run(function: Function, *args: object, grid: Any, warmup: bool = False, **kwargs: object) -> None:
-            if not warmup:
-                self._launch(function, grid, args, kwargs)
-
-        return run
-
-    def calling(self) -> Callable[..., Any]:
-        """What takes the place of a call from another of Triton's functions."""
-
-        def call(function: Function, *args: object, **kwargs: object) -> Any:
-            return self._rewritten(function)(*args, **kwargs)
-
-        return call
-
-    def _launch(self, function: Function, grid: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Run every program of a grid, one after the other."""
+    def launch(
+        self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
+    ) -> None:
+        """Run every program of a grid, one after the other: in the place of a function's `run`."""
+        if warmup:
+            return
         names = list(inspect.signature(function.fn).parameters)
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
@@ -150,7 +124,7 @@ class _Session:
         converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)
-        rewritten = self._rewritten(function)
+        rewritten = self.rewritten(function)
         sizes = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
@@ -158,7 +132,7 @@ class _Session:
             self._builder.set_grid_idx(*place)
             rewritten(**converted)
 
-    def _rewritten(self, function: Function) -> Callable[..., Any]:
+    def rewritten(self, function: Function) -> Callable[..., Any]:
         """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
         self._look_through(function.fn.__globals__)
         if function.fn not in _REWRITTEN:
@@ -187,6 +161,20 @@ def _to_ir(original: Callable[..., Any]) -> Callable[..., Any]:
         return self if self in (tl.float8e4b8, tl.float8e5b16) else original(self, builder)
 
     return to_ir
+
+
+def _shared(original: Callable[..., None]) -> Callable[..., None]:
+    """`block_type.__init__`, which makes equal types once: Triton's front end asks for one at every operation."""
+    known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+
+    def begin(self: Any, element_ty: Any, shape: Any) -> None:
+        key = id(element_ty), tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if key not in known:
+            original(self, element_ty, shape)
+            known[key] = dict(vars(self))  # which keeps the elements' type alive
+        self.__dict__.update(known[key])
+
+    return begin
 
 
 def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """`tiebreak audit`: exit codes and words. The compiler is a stand-in; others test the real one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,30 +75,38 @@ def test_what_is_as_expected_holds(expectation: Path, capsys: pytest.CaptureFixt
     assert f"audit held: 9 kernels compared with {expectation}, 1 skipped, 0 differences" in capsys.readouterr().out
 
 
-def test_a_cast_that_changed_falls(compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def truncates(compiler: Compiler) -> None:
     compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
+
+
+def refuses(compiler: Compiler) -> None:
+    compiler.refused.add(("sm_90", "flash/forward"))
+
+
+def renames(compiler: Compiler) -> None:
+    compiler.texts["standard/output"] = compiler.texts.pop("fp8/forward")
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (truncates, ["sm_90 flash/forward: output_casts: was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"]),
+        (refuses, ["sm_90 flash/forward: skipped: was no, is no fp8 there"]),
+        (renames, ["sm_90 fp8/forward: expected, but not compiled", "sm_90 standard/output: not in the expectation"]),
+    ],
+)
+def test_what_changed_falls(
+    compiler: Compiler,
+    expectation: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Compiler], None],
+    lines: list[str],
+) -> None:
+    change(compiler)
     assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
     out = capsys.readouterr().out
     assert "audit FELL" in out
-    assert "changed sm_90 flash/forward: output_casts: was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32" in out
-
-
-def test_a_kernel_that_the_compiler_refuses_of_late_falls(
-    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiler.refused.add(("sm_90", "flash/forward"))
-    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 1
-    assert "changed sm_90 flash/forward: skipped: was no, is no fp8 there" in capsys.readouterr().out
-
-
-def test_a_kernel_that_is_new_or_gone_falls(
-    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiler.texts["standard/output"] = compiler.texts.pop("fp8/forward")
-    assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
-    out = capsys.readouterr().out
-    assert "changed sm_90 fp8/forward: expected, but not compiled" in out
-    assert "changed sm_90 standard/output: not in the expectation" in out
+    assert [line.removeprefix("changed ") for line in out.splitlines() if line.startswith("changed ")] == lines
 
 
 def test_a_target_that_is_not_expected_falls(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:

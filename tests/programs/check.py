@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if forked.possible():
         with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
             word, loaded = Path(folder) / "watch", Path(folder) / "loaded"
-            spared = word if options.workers == _AUTO else None
-            code = forked.in_a_fork(lambda: _check(options, _Teller(sys.stderr, spared, loaded)))
+            follower = _Follower(sys.stderr, word if options.workers == _AUTO else None, loaded)
+            code = forked.in_a_fork(lambda: _check(options, follower))
             if code is not None:
                 return code
             if not loaded.exists():
@@ -65,27 +65,29 @@ def main(arguments: Sequence[str]) -> int:
             why = late.why if late else "the process has ended, or its device is beyond use"
         print(f"tiebreak check: {why}; once more with workers, to tell which cells are to blame", file=sys.stderr)
         options.workers = _AUTO
-    code = _check(options, _Teller(sys.stderr))
+    code = _check(options, _Follower(sys.stderr))
     assert code is not None
     return code
 
 
-def _check(options: argparse.Namespace, teller: "_Teller") -> int | None:
+def _check(options: argparse.Namespace, follower: "_Follower") -> int | None:
     """Run, and print what it came to; None if a run without workers has left out cells by itself."""
-    code, printed = _run(_words(options), teller)
-    run = teller.run
+    code, printed = _run(options, follower)
+    run = follower.run
     if run is None:
-        if teller.interrupted:
+        if follower.interrupted:
             return INTERRUPTED
         print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
         return USAGE
-    if teller.alone and not teller.interrupted and not run.complete:
+    if follower.alone and not follower.interrupted and not run.complete:
         return None
-    if options.json is not None:
-        _write(as_json(verdicts(run, options.command, teller.failures)), options.json)
+    if options.json == _STDOUT:
+        sys.stdout.write(as_json(follower.verdicts(run, options.command)))
+    elif options.json is not None:
+        write_text(as_json(follower.verdicts(run, options.command)), Path(options.json))
     if options.json != _STDOUT:
-        terminal.show("\n".join([_report(run, teller), *(teller.gate.annotations if teller.gate else ())]))
-    if teller.interrupted:
+        terminal.show(follower.report(run))
+    if follower.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
 
@@ -96,11 +98,11 @@ def judged(arguments: Sequence[str]) -> list[Verdict]:
     Raises:
         UsageError: it would end with exit code 2.
     """
-    teller = _Teller(io.StringIO())
-    _, printed = _run(_words(_parsed(arguments)), teller)
-    if teller.run is None:
-        raise UsageError("it was interrupted" if teller.interrupted else _refusal(printed))
-    return verdicts(teller.run, "", teller.failures)
+    follower = _Follower(io.StringIO())
+    _, printed = _run(_parsed(arguments), follower)
+    if follower.run is None:
+        raise UsageError("it was interrupted" if follower.interrupted else _refusal(printed))
+    return follower.verdicts(follower.run)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -110,13 +112,6 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
     options.command = shlex.join(["tiebreak", "check", *arguments])
     return options
-
-
-def _write(text: str, where: str) -> None:
-    if where == _STDOUT:
-        sys.stdout.write(text)
-    else:
-        write_text(text, Path(where))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,19 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     for option in FORWARDED.values():
         parser.add_argument(option.flag, **option.parsing | {"default": None})
-    parser.add_argument(
-        "-n",
-        "--workers",
-        type=_workers,
-        default=_AUTO,
-        metavar="N",
-        help="worker processes; 0: none (default: none where that is faster, else as many as the machine carries)",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else",
-    )
+    workers = "worker processes; 0: none (default: none where that is faster, else as many as the machine carries)"
+    parser.add_argument("-n", "--workers", type=_workers, default=_AUTO, metavar="N", help=workers)
+    json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
+    parser.add_argument("--json", metavar="FILE", help=json)
     return parser
 
 
@@ -152,27 +138,20 @@ def _workers(text: str) -> str:
     return text
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """The words for pytest."""
-    words = [*_ALONE, *CELLS, "-n", str(options.workers)]
-    for target in options.targets:
-        words += ["--kernel", target]
-    for dest, option in FORWARDED.items():
-        words += option.words(getattr(options, dest))
-    return words
-
-
-def _run(words: list[str], teller: "_Teller") -> tuple[int, str]:
+def _run(options: argparse.Namespace, follower: "_Follower") -> tuple[int, str]:
     """Run pytest in silence; its exit code and what it printed."""
+    words = [*_ALONE, *CELLS, "-n", str(options.workers)]
+    words += [word for target in options.targets for word in ("--kernel", target)]
+    words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
     kept = os.environ.pop("PYTEST_ADDOPTS", None)
     try:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            code = pytest.main(words, plugins=[teller])
+            code = pytest.main(words, plugins=[follower])
     except KeyboardInterrupt:  # before there was a session: as the kernel's file was imported
-        code, teller.interrupted = INTERRUPTED, True
+        code, follower.interrupted = INTERRUPTED, True
     finally:
-        teller.close()
+        follower.tell("")
         if kept is not None:
             os.environ["PYTEST_ADDOPTS"] = kept
     return int(code), printed.getvalue()
@@ -183,16 +162,8 @@ def _refusal(printed: str) -> str:
     return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
-def _report(run: Run, teller: "_Teller") -> str:
-    """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
-    assert teller.collector is not None
-    parts = [*teller.collector.report(run, terminal.width()), *teller.collector.fallen]
-    parts += teller.gate.lines if teller.gate else ()
-    return "\n\n".join([*parts, teller.collector.failure or teller.collector.file.line])
-
-
-class _Teller:
-    """Says on a stream how far the run is: a plug-in of the pytest that runs in silence."""
+class _Follower:
+    """A plug-in of the pytest that runs in silence: says on a stream how far it is, and keeps what it came to."""
 
     def __init__(self, stream: TextIO, word: Path | None = None, loaded: Path | None = None) -> None:
         """Begin.
@@ -202,11 +173,11 @@ class _Teller:
             word: where this process, which may be ended, leaves word if a cell takes too long; None: it must go on.
             loaded: a file to make when all kernels have been imported; None: nobody looks.
         """
-        self.stream, self.began, self.told_at = stream, time.monotonic(), 0.0
-        self.word, self.loaded, self.alone = word, loaded, False
+        self.stream, self.word, self.loaded = stream, word, loaded
+        self.began, self.told_at = time.monotonic(), 0.0
+        self.alone = self.interrupted = False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
-        self.interrupted = False
         self.ended: set[str] = set()
 
     @property
@@ -214,19 +185,25 @@ class _Teller:
         """What was run; None: nothing was."""
         return None if self.collector is None else self.collector.run
 
-    @property
-    def failures(self) -> list[str]:
-        """What made the run fall though no cell did."""
+    def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
+        """What there is to say of a run, whatever made it fall though no cell did."""
         assert self.collector is not None
-        return self.collector.failures
+        return verdicts(run, command, self.collector.failures)
+
+    def report(self, run: Run) -> str:
+        """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
+        assert self.collector is not None
+        lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
+        parts = [*self.collector.report(run, terminal.width()), *self.collector.fallen, *lines]
+        return "\n".join(["\n\n".join([*parts, self.collector.failure or self.collector.file.line]), *annotations])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:
         """None where that is faster, unless cells are to be ended one by one."""
         workers = yield
         limited = any(config.getoption(name) is not None for name in ("cell_timeout", "budget"))
-        expendable = self.word is not None and not limited
-        self.alone = expendable and workers is not None and faster_alone(config, workers)
+        if self.word is not None and workers is not None and not limited:
+            self.alone = faster_alone(config, workers)
         return 0 if self.alone else workers
 
     @pytest.hookimpl(trylast=True)
@@ -241,10 +218,9 @@ class _Teller:
         """Get hold of what keeps the records, and of what judges them as a whole."""
         plugins = session.config.pluginmanager
         self.collector, self.gate = plugins.get_plugin("tiebreak-collector"), plugins.get_plugin("tiebreak-gatekeeper")
-        if self.collector is not None:
-            for line in self.collector.warnings():
-                print(f"tiebreak check: {line}", file=self.stream)
-        self._tell("starting")
+        for line in self.collector.warnings() if self.collector is not None else ():
+            print(f"tiebreak check: {line}", file=self.stream)
+        self.tell("starting")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Ctrl-C; what ends a run before its work comes this way too."""
@@ -259,15 +235,11 @@ class _Teller:
         if time.monotonic() > self.told_at + _TELL_EVERY:
             done, cells = len(self.ended), len(self.collector.expected)
             left = (time.monotonic() - self.began) * (cells - done) / max(done, 1)
-            self._tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
+            self.tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Write on a terminal, in the place of what was written before."""
         self.told_at = time.monotonic()
         if self.stream.isatty():
-            self.stream.write(f"\r{text:60}")
+            self.stream.write(f"\r{text:60}\r")
             self.stream.flush()
-
-    def close(self) -> None:
-        """Leave the line as it was."""
-        if self.stream.isatty():
-            self.stream.write(f"\r{'':60}\r")

@@ -1,14 +1,14 @@
 """Work in a fork of this process: what is imported need not be imported again, and what ends the fork ends no more."""
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 
 def possible() -> bool:
@@ -25,49 +25,35 @@ def in_a_fork(work: Callable[[], int | None]) -> int | None:
     Returns:
         What it gave; None too if it ended its process.
     """
-    read, write = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    fork = context.Process(target=_answer, args=(work, writer))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's, of the threads of NumPy's libraries, which are ready for a fork
-        child = os.fork()
-    if child == 0:
-        _work(work, write)
-    os.close(write)
-    with _signals_left_to(child):
-        os.waitpid(child, 0)
-    os.set_blocking(read, False)  # a process that the work has left behind may hold the other end
+        fork.start()
+    writer.close()
+    # Ctrl-C reaches the fork by itself, SIGTERM through this process: what it does then is for both.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: fork.terminate())
     try:
-        answer = os.read(read, 16)
-    except BlockingIOError:
-        answer = b""
+        fork.join()
     finally:
-        os.close(read)
-    return int(answer) if answer else None
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    with reader:  # whose other end a process that the work has left behind may hold
+        try:
+            code: int | None = reader.recv() if reader.poll() else None
+        except EOFError:
+            code = None
+    return code
 
 
-def _work(work: Callable[[], int | None], write: int) -> NoReturn:
+def _answer(work: Callable[[], int | None], writer: Connection) -> None:
     try:
         code = work()
         sys.stdout.flush()
         sys.stderr.flush()
-        if code is not None:
-            os.write(write, str(code).encode())
+        writer.send(code)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)
-
-
-@contextmanager
-def _signals_left_to(child: int) -> Iterator[None]:
-    """Ctrl-C reaches the child by itself, SIGTERM through this process: what it does then is for both."""
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM)),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        os._exit(0)  # whatever threads the work has left

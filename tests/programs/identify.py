@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage, or where one can't be asked.
     """
     options = _parser().parse_args(arguments)
-    backends = _backends(options)
+    backends = devices(options.backend, options.targets, options.card)
     identities: list[Identity] = []
     failures: dict[str, str] = {}
     for backend in backends:
@@ -79,8 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _backends(options: argparse.Namespace) -> list[Backend]:
-    selection = Selection(backends=options.backend, kernel=tuple(options.targets), card=options.card)
+def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
+    """The backends of these names, set up for kernels of users.
+
+    Raises:
+        UsageError: one is unknown, can't run here, or is the emulation.
+    """
+    selection = Selection(backends=names, kernel=tuple(targets), card=card)
     try:
         backends = matching_backends(selection)
     except SelectionError as error:

@@ -53,16 +53,12 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
             failed.setdefault(level.name, 1)
         else:
             kept.append(str(records))
-    if len(kept) > 1 and (status := _compare(kept)):
+    compare = [sys.executable, "-m", "tiebreak.reports.cli", "compare", *kept]
+    if len(kept) > 1 and (status := _call(compare, os.environ)):
         failed["comparison"] = status
     for name, status in failed.items():
         print(f"failed: {name} (exit code {status})", file=sys.stderr)
     return 2 if {2, 4} & set(failed.values()) else int(bool(failed))
-
-
-def _compare(records: Sequence[str]) -> int:
-    """Show kept records side by side; the exit code of the command that does."""
-    return _call([sys.executable, "-m", "tiebreak.reports.cli", "compare", *records], dict(os.environ))
 
 
 def _call(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -115,16 +111,15 @@ def _parser() -> Parser:
 def _chosen(arch: str | None, names: str | None) -> list[Level]:
     """The levels that a command line names, the highest first."""
     levels = EMULATED[arch] if arch else supported(cpu_features())
-    known = [level.name for level in levels]
-    chosen = set(known)
-    if names is not None:
-        chosen = set()
-        for name in split(names):
-            # Of an emulated processor the name alone is enough.
-            alike = [*matching(name, known), *matching(f"{arch}-{name}", known)]
-            if not alike:
-                raise UsageError(unknown("level", name, known, "`tiebreak levels --list` names"))
-            chosen.update(alike)
+    if names is None:
+        return list(levels)
+    known, chosen = [level.name for level in levels], set[str]()
+    for name in split(names):
+        # Of an emulated processor the name alone is enough.
+        alike = [*matching(name, known), *matching(f"{arch}-{name}", known)]
+        if not alike:
+            raise UsageError(unknown("level", name, known, "`tiebreak levels --list` names"))
+        chosen.update(alike)
     return [level for level in levels if level.name in chosen]
 
 

@@ -1,6 +1,6 @@
 """`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiebreak.backends.backend import Backend
@@ -13,7 +13,7 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
-from tiebreak.kernels.vendor_plans import VENDOR_PLANS, VendorPlan
+from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.matrix.questions import invariance, usage
 from tiebreak.matrix.questions.session import Question
 from tiebreak.reports.cli import HELD, Parser
@@ -23,27 +23,26 @@ from tiebreak.reports.names import matching, unknown
 _Listed = Case | Snippet | Question[Any]
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
+_INPUT = "; a failure input"
 
 
 def cases(arguments: Sequence[str]) -> int:
     """The verb `cases`; see `tiebreak.reports.cli.main`."""
     parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
-    groups: dict[str, dict[str, _Listed]] = {about: {case.name: case for case in group}
-                                                    for about, group in GROUPS.items()}  # fmt: skip
-    groups[GROUP] = dict(SNIPPETS)
-    for table, asked in (
-        (usage, "users' kernels, a device's own where it is named"),
-        (invariance, "where --experiments or --cases names it"),
-    ):
-        groups[f"{table.GROUP}: {asked}"] = {each.name: each for each in table.QUESTIONS}
-    known = {name: case for group in groups.values() for name, case in group.items()}
+    groups: dict[str, Iterable[_Listed]] = {
+        **GROUPS,
+        GROUP: SNIPPETS.values(),
+        f"{usage.GROUP}: users' kernels, a device's own where it is named": usage.QUESTIONS,
+        f"{invariance.GROUP}: where --experiments or --cases names it": invariance.QUESTIONS,
+    }
+    known = {case.name: case for group in groups.values() for case in group}
     names = parser.parse_args(arguments).names
     if names:
         chosen = [match for name in names for match in _named(name, known)]
         print("\n\n".join("\n".join(described(known[name])) for name in dict.fromkeys(chosen)))
         return HELD
     _print(
-        {about: {name: _line(case) for name, case in group.items()} for about, group in groups.items()},
+        {about: {case.name: _line(case) for case in group} for about, group in groups.items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
     return HELD
@@ -82,16 +81,10 @@ def vendors(arguments: Sequence[str]) -> int:
     parser = _parser("vendors", "What vendors' kernels round, by their sources, as --plan takes it.", "NAME")
     names = parser.parse_args(arguments).names or list(VENDOR_PLANS)
     chosen = dict.fromkeys(match for name in names for match in _named(name, VENDOR_PLANS, "vendor"))
-    print("\n\n".join("\n".join(_of_vendor(VENDOR_PLANS[name])) for name in chosen))
+    for at, plan in enumerate(VENDOR_PLANS[name] for name in chosen):
+        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})"), ("note", plan.note)]
+        print("\n" * bool(at) + "\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
     return HELD
-
-
-def _of_vendor(known: VendorPlan) -> Iterator[str]:
-    yield f"{known.name}: {known.kernel}"
-    yield f"{_INDENT}plan     {known.plan}"
-    yield f"{_INDENT}source   {known.source} ({known.version})"
-    if known.note:
-        yield f"{_INDENT}note     {known.note}"
 
 
 def _parser(verb: str, about: str, names: str | None = None) -> Parser:
@@ -128,25 +121,24 @@ def _line(case: _Listed) -> str:
 
 
 def described(case: _Listed) -> Iterator[str]:
-    """Yield all there is to say of a case, a line each."""
-    yield case.name
-    yield f"{_INDENT}is         {case.about}"
-    yield f"{_INDENT}source     {case.source}"
-    yield f"{_INDENT}version    {case.version}"
-    if isinstance(case, Question):
-        return
+    """All there is to say of a case, a line each."""
+    rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
     if isinstance(case, Case):
-        asked = "dQ, dK and dV too" if case.gradients else "O alone"
-        yield f"{_INDENT}measured   {asked}{'; a failure input' if case.failure else ''}"
-        yield from (f"{_INDENT}claim      {_claimed(claim)}" for claim in case.claims)
-    else:
-        yield f"{_INDENT}steps      {case.steps}"
-        yield from (
-            f"{_INDENT}claim      {', '.join(sorted(claim.variants))}: {claim.text} ({claim.source})"
-            for claim in case.claims
-        )
-    if case.unclaimed:
-        yield f"{_INDENT}of others  nothing is claimed: {case.unclaimed}"
+        rows.append(("measured", f"{'dQ, dK and dV too' if case.gradients else 'O alone'}{_INPUT * case.failure}"))
+        rows += [("claim", _claimed(claim)) for claim in case.claims]
+    elif isinstance(case, Snippet):
+        rows.append(("steps", str(case.steps)))
+        rows += [
+            ("claim", f"{', '.join(sorted(claim.variants))}: {claim.text} ({claim.source})") for claim in case.claims
+        ]
+    if not isinstance(case, Question) and case.unclaimed:
+        rows.append(("of others", f"nothing is claimed: {case.unclaimed}"))
+    return _described(case.name, rows)
+
+
+def _described(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield name
+    yield from (f"{_INDENT}{label:11}{text}" for label, text in rows if text)
 
 
 def _claimed(claim: Claim) -> str:

@@ -20,27 +20,14 @@ _Part = TypeVar("_Part")
 
 
 def add_options(parser: argparse.ArgumentParser, file: str, line: str) -> None:
-    """How many processes run, and where their parts go.
-
-    Args:
-        parser: of the program.
-        file: the name of its file in out/.
-        line: what a line of the file is.
-    """
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", help="processes (default: as many as the machine carries)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out", file), metavar="FILE", help=f"a line a {line}; default: out/{file}"
-    )
+    """How many processes run, and where their parts go: the name of a file in out/, and what a line of it is."""
+    workers, out = "processes (default: as many as the machine carries)", Path("out", file)
+    parser.add_argument("--workers", type=positive, metavar="N", help=workers)
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help=f"a line a {line}; default: {out}")
 
 
 def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
     """The parts that a file has, without a last one that a stop has cut; none where there is no file.
-
-    Args:
-        path: of the file.
-        kind: the dataclass that a line has the fields of.
 
     Raises:
         ValueError: a line is none that such a run wrote; one line that names it.
@@ -63,13 +50,7 @@ def _whole(text: str) -> int:
 
 
 def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
-    """Run what is left in processes of their own, and give each part as it ends; a stop ends them.
-
-    Args:
-        run: runs one part.
-        left: what to run.
-        workers: processes.
-    """
+    """Run what is left in so many processes of their own, and give each part as it ends; a stop ends them."""
     context = multiprocessing.get_context("spawn")
     # Ctrl-C goes to all processes of a terminal; this one says what became of it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
@@ -134,13 +115,7 @@ def expected(seconds: float) -> str:
 
 
 def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
-    """Show parts as they end: by a bar on a terminal; elsewhere a line for each, with how long the rest will take.
-
-    Args:
-        lines: of each part what it came to, given as it ends.
-        total: parts to come.
-        noun: of a part.
-    """
+    """Show what each part came to as it ends: by a bar on a terminal; elsewhere in a line, with the time to go."""
     from tqdm import tqdm  # not for those that read a file of parts alone
 
     started, live = time.monotonic(), sys.stdout.isatty()

@@ -8,35 +8,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tiebreak.backends.backend import Backend, to_device
-from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.script_call import ScriptCall
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.programs.identify import devices
 from tiebreak.programs.shrink_script import WRITTEN, Origin, script
-from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker, mean_error
+from tiebreak.programs.shrink_search import BOUND, FINITE, Seen, Shrinker, mean_error
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
 
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
-_CHECKS = ("finite", "bound", "bias")
+_ANYWHERE = {"finite": FINITE, "bound": BOUND}  # checks that one element can fail
 _SECONDS = 600  # that the written script may take
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
     options = _parser().parse_args(arguments)
-    _check(options)
-    backend, (kernel, script_call), case = _backend(options.backend), _kernel(options.kernel), _case(options)
-    inputs = _inputs(options, case)
-    _refuse(options, kernel, to_device(inputs, backend.device))
+    if options.output.exists():
+        raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
+    store.check_writable(options.output.parent)
+    (backend,) = devices(options.backend, [options.kernel])
+    kernel, script_call = _kernel(options.kernel)
+    inputs = _inputs(options)
+    refusal = kernel.refusal(to_device(inputs, backend.device))
+    if refusal is not None:
+        raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
     try:
         whole = shrinker.seen(shrinker.part)
@@ -64,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", required=True, metavar="FILE:FUNCTION", help="your kernel, or MODULE:FUNCTION")
     parser.add_argument("--case", required=True, metavar="NAME", help="a scripted case, or a captured one")
     parser.add_argument("--captured", type=Path, metavar="DIR", help="folder of captured tensors that NAME is in")
-    parser.add_argument("--check", choices=_CHECKS, help="what to keep; by default the first of these that holds")
+    parser.add_argument(
+        "--check", choices=(*_ANYWHERE, "bias"), help="what to keep; by default the first of these that holds"
+    )
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
     parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of a scripted case (default: 1)")
@@ -74,23 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE",
                         help="the script; default: shrunk.py")  # fmt: skip
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.output.exists():
-        raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
-    store.check_writable(options.output.parent)
-
-
-def _backend(name: str) -> Backend:
-    devices = [known for known, backend in BACKENDS.items() if not backend.predicts]
-    if name not in devices:
-        raise UsageError(f"--backend {name}: a kernel of yours runs on one of {', '.join(devices)}")
-    reason = BACKENDS[name].unavailable()
-    if reason is not None:
-        raise UsageError(f"--backend {name}: {reason}")
-    BACKENDS[name].set_up()
-    return BACKENDS[name]
 
 
 def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
@@ -104,22 +93,16 @@ def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
     ), script_call
 
 
-def _case(options: argparse.Namespace) -> Case:
+def _inputs(options: argparse.Namespace) -> AttentionInputs:
+    fmt = _FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
-    except CapturedError as error:
-        raise UsageError(str(error)) from error
-    known = {case.name: case for case in (*captured, *SCRIPTED)}
-    if options.case not in known:
-        raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
-    return known[options.case]
-
-
-def _inputs(options: argparse.Namespace, case: Case) -> AttentionInputs:
-    fmt = _FORMATS[options.dtype]
-    if case.fixed_heads is not None and fmt not in case.fixed_heads.formats:
-        raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.fixed_heads.formats[0].name}")
-    try:
+        known = {case.name: case for case in (*captured, *SCRIPTED)}
+        if options.case not in known:
+            raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
+        case = known[options.case]
+        if case.fixed_heads is not None and fmt not in case.fixed_heads.formats:
+            raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.fixed_heads.formats[0].name}")
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
@@ -128,35 +111,28 @@ def _inputs(options: argparse.Namespace, case: Case) -> AttentionInputs:
     return inputs
 
 
-def _refuse(options: argparse.Namespace, kernel: Kernel, inputs: AttentionInputs) -> None:
-    refusal = kernel.refusal(inputs)
-    if refusal is not None:
-        raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
-
-
 def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     """The check to keep, the sign of the bias, and one line of what was found."""
     mean, biased = mean_error(whole)
-    holds = {"finite": FINITE.holds(whole), "bound": BOUND.holds(whole), "bias": biased}
-    asked = [name for name in _CHECKS if holds[name] and options.check in (None, name)]
     bias = f"mean error of O {mean:+.3f} ulp"
-    if not asked:
-        measured = f"{bias}; {'unbiased or not settled' if not biased else 'biased'}, finite {not holds['finite']}"
-        measured += f", within the bound {not holds['bound']}"
-        what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
-        raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
-    about = {"finite": FINITE.about, "bound": BOUND.about, "bias": f"biased at 99.9 %, {bias}"}
-    return asked[0], 1.0 if mean > 0 else -1.0, about[asked[0]]
+    found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
+    found |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
+    for name, about in found.items():
+        if options.check in (None, name):
+            return name, 1.0 if mean > 0 else -1.0, about
+    what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
+    measured = f"{bias}; {'biased' if biased else 'unbiased or not settled'}"
+    measured += f", finite {'finite' not in found}, within the bound {'bound' not in found}"
+    raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
 
 
 def _shrunk(shrinker: Shrinker, check: str, sign: float) -> bool:
     """Shrink; whether it came to its end."""
-    known: dict[str, Finding] = {"finite": FINITE, "bound": BOUND}
     try:
         if check == "bias":
             shrinker.bias(sign)
         else:
-            shrinker.shrink(known[check])
+            shrinker.shrink(_ANYWHERE[check])
     except KeyboardInterrupt:
         print("shrink: interrupted; the best so far is kept", file=sys.stderr, flush=True)
         return False
@@ -165,17 +141,13 @@ def _shrunk(shrinker: Shrinker, check: str, sign: float) -> bool:
 
 def _rechecked(path: Path) -> bool:
     """Run the script that was written; whether it says that something is wrong."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    done = subprocess.run(
+        command, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=_SECONDS
+    )
     print(done.stdout.rstrip() or done.stderr.rstrip())
     shown = done.returncode == 1 and bool(done.stdout)
     if not shown:
-        print(
-            f"shrink: {path} does not show it when it is run: is the kernel's result the same twice?", file=sys.stderr
-        )
+        print(f"shrink: {path} does not show it when run: is the kernel's result the same twice?", file=sys.stderr)
     return shown

@@ -3,7 +3,6 @@
 The method is ddmin (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002), axis by axis.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -80,13 +79,17 @@ class Finding:
 
     name: str  # finite, bound, mean or wrong way
     about: str  # one line
-    holds: Callable[[Seen], bool]
-    rows: Callable[[Seen], Tensor]  # how bad each row is, (batch, heads, queries); NaN where it is not
+    badness: Callable[[Seen], Tensor]  # of every element, (batch, heads, queries, d); of a mean one number
+    limit: float  # beyond which one is wrong
+
+    def holds(self, seen: Seen) -> bool:
+        """Whether anything is wrong."""
+        return bool((self.badness(seen) > self.limit).any())
 
 
 def nonfinite(seen: Seen) -> Tensor:
-    """Where O is NaN or Inf though the reference is finite."""
-    return ~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)
+    """1 where O is NaN or Inf though the reference is finite, by element."""
+    return (~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)).double()
 
 
 def over_bound(seen: Seen) -> Tensor:
@@ -102,24 +105,18 @@ def mean_error(seen: Seen) -> tuple[float, bool]:
     return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
 
 
-FINITE = Finding(
-    "finite", "NaN or Inf where the reference is finite",
-    lambda seen: bool(nonfinite(seen).any()), lambda seen: nonfinite(seen).double().sum(-1),
-)  # fmt: skip
-BOUND = Finding(
-    "bound", "an error beyond the rounding-error bound of the loosest plan",
-    lambda seen: bool((over_bound(seen) > 1).any()), lambda seen: over_bound(seen).amax(-1),
-)  # fmt: skip
+FINITE = Finding("finite", "NaN or Inf where the reference is finite", nonfinite, 0.0)
+BOUND = Finding("bound", "an error beyond the rounding-error bound of the loosest plan", over_bound, 1.0)
 
 
 def mean_of(sign: float) -> Finding:
     """A mean signed error of one sign, beyond the margin at 99.9 %: a question to many heads."""
 
-    def holds(seen: Seen) -> bool:
+    def badness(seen: Seen) -> Tensor:
         mean, biased = mean_error(seen)
-        return biased and mean * sign > 0
+        return torch.tensor(sign * mean if biased else 0.0)
 
-    return Finding("mean", "a mean signed error beyond 0.05 ulp", holds, lambda seen: sign * seen.error.nanmean(-1))
+    return Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
 
 
 def wrong_way(sign: float, *, tied: bool) -> Finding:
@@ -130,14 +127,11 @@ def wrong_way(sign: float, *, tied: bool) -> Finding:
         tied: whether its row repeats its maximum, and the error is that of a tie.
     """
 
-    def wrong(seen: Seen) -> Tensor:
+    def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
         return error.masked_fill((error > _TIE) | ~seen.repeated, 0.0) if tied else error
 
-    return Finding(
-        "wrong way", "an element that is rounded the wrong way",
-        lambda seen: bool((wrong(seen) > _WRONG).any()), lambda seen: wrong(seen).mean(-1),
-    )  # fmt: skip
+    return Finding("wrong way", "an element that is rounded the wrong way", badness, _WRONG)
 
 
 @dataclass
@@ -155,9 +149,9 @@ class Shrinker:
     def __post_init__(self) -> None:
         batch, heads, queries, d = self.inputs.q.shape
         groups, keys = self.inputs.groups, self.inputs.k.shape[2]
-        places = (tuple(range(count)) for count in (batch, heads // groups, groups, queries, keys, d))
-        axes: dict[str, Any] = dict(zip(AXES, places, strict=True))
-        self.part = Part(**axes, causal=self.inputs.causal)
+        sizes = dict(zip(AXES, (batch, heads // groups, groups, queries, keys, d), strict=True))
+        places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in sizes.items()}
+        self.part = Part(**places, causal=self.inputs.causal)
 
     def seen(self, part: Part) -> Seen:
         """Run the kernel on a part.
@@ -182,9 +176,9 @@ class Shrinker:
         """Make `part` as small as it gets with a finding that holds on it as it is."""
         self.finding = finding
         self._one_row(finding)
-        self._axes(finding)
+        self._along_axes(finding)
 
-    def _axes(self, finding: Finding) -> None:
+    def _along_axes(self, finding: Finding) -> None:
         before = None
         while before != self.part:
             before = self.part
@@ -205,11 +199,11 @@ class Shrinker:
         tied = bool(self.seen(self.part).repeated.double().mean() > 0.5)  # else a row that repeats is there by chance
         for single in (wrong_way(sign, tied=tied), wrong_way(sign, tied=False)):
             if self._one_row(single):
-                self._axes(single)
+                self._along_axes(single)
                 return
         self.tell("no single element is off by more than half an ulp: the mean over heads is kept")
         self._sort(mean)
-        self._axes(mean)
+        self._along_axes(mean)
 
     def _sort(self, finding: Finding) -> None:
         """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
@@ -226,17 +220,15 @@ class Shrinker:
 
     def _one_row(self, finding: Finding) -> bool:
         """Go down to the worst row on which a finding holds alone."""
-        badness = finding.rows(self.seen(self.part)).nan_to_num(nan=-math.inf)
+        badness = finding.badness(self.seen(self.part)).mean(-1)
         later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
-        for place in badness.flatten().argsort(descending=True, stable=True)[:_ROWS].tolist():
-            entry, head, row = (int(at) for at in torch.unravel_index(torch.tensor(place), badness.shape))
-            part, groups = self.part, len(self.part.group)
+        part, groups = self.part, len(self.part.group)
+        for place in badness.flatten().argsort(descending=True, stable=True)[:_ROWS]:
+            entry, head, row = (int(at) for at in torch.unravel_index(place, badness.shape))
             query = part.queries[row]
             keys = tuple(key for key in part.keys if not part.causal or key <= query + later)
-            alone = replace(
-                part, batch=(part.batch[entry],), heads=(part.heads[head // groups],),
-                group=(part.group[head % groups],), queries=(query,), keys=keys, causal=False,
-            )  # fmt: skip
+            of_head = (part.batch[entry],), (part.heads[head // groups],), (part.group[head % groups],)
+            alone = Part(*of_head, (query,), keys, part.columns, causal=False)
             # A row that sees its keys alone needs no mask; a kernel may err under a mask only.
             if self._try(alone, finding) or (part.causal and self._try(replace(alone, causal=True), finding)):
                 return True
@@ -258,19 +250,9 @@ def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
     """A part of a call, with the scale of the whole."""
     batch, heads, group, queries, keys, columns = (torch.tensor(getattr(part, axis)) for axis in AXES)
     rows = (heads[:, None] * inputs.groups + group).flatten()
-
-    def taken(x: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-        return x[batch][:, head][:, :, tokens][..., columns].contiguous()
-
-    return replace(
-        inputs,
-        q=taken(inputs.q, rows, queries),
-        k=taken(inputs.k, heads, keys),
-        v=taken(inputs.v, heads, keys),
-        do=taken(inputs.do, rows, queries),
-        causal=part.causal,
-        softmax_scale=inputs.scale,
-    )
+    q, do = (x[batch][:, rows][:, :, queries][..., columns].contiguous() for x in (inputs.q, inputs.do))
+    k, v = (x[batch][:, heads][:, :, keys][..., columns].contiguous() for x in (inputs.k, inputs.v))
+    return replace(inputs, q=q, k=k, v=v, do=do, causal=part.causal, softmax_scale=inputs.scale)
 
 
 def _consistent(inputs: AttentionInputs, part: Part) -> bool:

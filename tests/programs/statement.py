@@ -4,12 +4,11 @@ import argparse
 import os
 import re
 import shlex
-import shutil
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -55,13 +54,12 @@ def state(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     profiles = "; ".join(f"{name}: {selector.about}" for name, selector in PROFILES.items())
     parser.add_argument("--profile", required=True, metavar="NAME", help=f"which cells must be there: {profiles}")
-    parser.add_argument(
-        "--waivers", type=Path, metavar="FILE", help="TOML file of expected failures, each with a last day"
-    )
+    waivers_help = "TOML file of expected failures, each with a last day"
+    parser.add_argument("--waivers", type=Path, metavar="FILE", help=waivers_help)
     options = parser.parse_args(arguments)
     asked = _profile(options.profile)
     waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
-    runs = write(options.files, options.output, asked, waivers, date.today())
+    runs = _write(options.files, options.output, asked, waivers)
     records = waived(runs, waivers)
     result = summaries.result(records)
     print(f"statement: {options.output}: profile {asked.name}, {summaries.counts(records)}: {result}")
@@ -76,25 +74,18 @@ def verify(arguments: Sequence[str]) -> int:
     """
     parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
-    parser.add_argument(
-        "--profile", metavar="NAME", help="the profile that it has to be of (default: that which it names)"
-    )
-    parser.add_argument(
-        "--sample", type=count, metavar="N", help="records to recompute (default: as many as the profile asks for)"
-    )
+    parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
+    parser.add_argument("--sample", type=count, metavar="N", help="records to recompute (default: the profile's)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
-    parser.add_argument(
-        "--as-of", type=_day, default=None, metavar="DAY", help="the day on which waivers have to hold (default: today)"
-    )
+    parser.add_argument("--as-of", type=_day, metavar="DAY", help="when waivers have to hold (default: today)")
     options = parser.parse_args(arguments)
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
     statement = store.load(options.folder / FILE, Statement)
     asked = wanted or _profile(statement.profile, FILE)
-    found, told = problems(
-        options.folder, statement, asked, options.as_of or date.today(), options.sample, options.seed
-    )
+    day = options.as_of or date.today()
+    found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
 
@@ -112,22 +103,12 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
 
 
-def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver], today: date) -> Sequence[Run]:
-    """Write a statement, whole or not at all.
-
-    Args:
-        files: of records.
-        folder: to write; may be an older statement's, which is replaced.
-        asked: the profile.
-        waivers: what excuses cells.
-        today: the day on which they have to hold.
-
-    Returns:
-        The runs of the files.
+def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver]) -> list[Run]:
+    """Write a statement of files of records, whole or not at all, and return their runs.
 
     Raises:
-        UsageError: the records are no statement of the profile, a waiver does not hold, or there is something else in
-            the folder.
+        UsageError: the records are no statement of the profile, a waiver does not hold today, or there is something
+            else in the folder than an older statement.
         tiebreak.reports.records.store.UnreadableRecordsError: a file can't be read.
         tiebreak.reports.records.store.UnwritableFolderError: the folder can't be written.
     """
@@ -136,10 +117,10 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
     read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
     runs = {str(path): run for path, run in read}
-    known, found = of_records(runs, asked, waivers, today)
+    known, found = _judged(runs, asked, waivers, date.today())
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UsageError(store.one_line(f"{found[0]}{more}; {complete(known, list(runs.values()), asked)}"))
+        raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.statement_of(copies, asked, waivers)
     pages = summary_pages(statement, list(runs.values()), asked)
@@ -147,20 +128,10 @@ def write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence
     return list(runs.values())
 
 
-def of_records(
+def _judged(
     runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Waiver], today: date
 ) -> tuple[list[Judged], list[str]]:
-    """Judge records as far as that needs no kernel to be run.
-
-    Args:
-        runs: by the names of their files.
-        asked: the profile.
-        waivers: what excuses cells.
-        today: the day on which they have to hold.
-
-    Returns:
-        Records with their cells, and a line for each thing that is wrong, whoever hands them in.
-    """
+    """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
     found = list(findings.faults_of_runs(runs, asked))
     known: list[Judged] = []
     for name, run in runs.items():
@@ -171,8 +142,8 @@ def of_records(
     return known, found
 
 
-def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
-    """Return the command that makes a complete record of what some runs were pointed at."""
+def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
+    """The command that makes a complete record of what some runs were pointed at."""
     where = known[0].settings.matrix if known else ("tests/matrix",)
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
     words = ["--backend", backends] if backends else []
@@ -184,7 +155,7 @@ def complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> st
 
 
 def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
-    """Return the summary of a statement as its folder has it, by the names of the files."""
+    """The summary of a statement as its folder has it, by the names of the files."""
     return {name: text.encode() for name, text in zip(SUMMARIES, summaries.pages(statement, runs, asked), strict=True)}
 
 
@@ -205,36 +176,26 @@ def _ours(name: str) -> bool:
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write through a folder beside it: a reader never sees half of a statement."""
     folder = folder.absolute()
-    part, old = (folder.with_name(f".{folder.name}-{uuid.uuid4().hex}") for _ in range(2))
     try:
-        part.mkdir(parents=True)
-        for name, content in contents.items():
-            (part / name).write_bytes(content)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(part, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
+            whole = Path(beside, "whole")
+            whole.mkdir()
+            for name, content in contents.items():
+                (whole / name).write_bytes(content)
+            if folder.exists():
+                os.replace(folder, Path(beside, "older"))
+            os.replace(whole, folder)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise store.UnwritableFolderError(f"cannot write {folder}: {error.strerror or error}") from error
-    shutil.rmtree(old, ignore_errors=True)
 
 
-def problems(
+def _problems(
     folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with a statement.
+    """What is wrong with a statement; if nothing is, what was checked and what nobody can check.
 
-    Args:
-        folder: that it is in.
-        statement: what its file says.
-        asked: the profile that it has to be of.
-        today: the day on which waivers have to hold.
-        size: how many records to recompute; None: as many as the profile asks for.
-        seed: another one recomputes others.
-
-    Returns:
-        A line for each thing that is wrong; what makes all else senseless stands alone. If there is none: what was
-        checked, and what nobody can check.
+    What makes all else senseless stands alone. `problems_of_records` has the arguments.
     """
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
@@ -244,7 +205,7 @@ def problems(
             f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
         ], []
     there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
-    found = list(_of_files(statement, there))
+    found = list(_file_faults(statement, there))
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _COPY.fullmatch(file.name) and file.name in there]:
         try:
@@ -259,7 +220,7 @@ def problems(
     return found + in_records, told
 
 
-def _of_files(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
+def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
     """Files that are not as the statement lists them."""
     listed = {file.name: file.sha256 for file in statement.files}
     if len(listed) < len(statement.files):
@@ -277,8 +238,17 @@ def _of_files(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]
 def problems_of_records(
     runs: Mapping[str, Run], waivers: Sequence[Waiver], asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with the records of a statement, by the names of their files; see `problems`."""
-    known, found = of_records(runs, asked, waivers, today)
+    """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
+
+    Args:
+        runs: by the names of their files.
+        waivers: what excuses cells.
+        asked: the profile that it has to be of.
+        today: the day on which waivers have to hold.
+        size: how many records to recompute; None: as many as the profile asks for.
+        seed: another one recomputes others.
+    """
+    known, found = _judged(runs, asked, waivers, today)
     found += findings.unwaived(list(runs.values()), waivers)
     needed = asked.recomputed if findings.has_suite(list(runs.values()), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)
@@ -287,10 +257,10 @@ def problems_of_records(
     if not found:  # what contradicts itself is not worth the time
         bench = Workbench(Settings(asked.seed, asked.heads))
         found = [f"{each.record.id}: {text}" for each in chosen for text in recomputed(each, bench)]
-    return found, [] if found else list(_told(known, chosen, asked))
+    return found, [] if found else list(_checked_lines(known, chosen, asked))
 
 
-def _told(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
+def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
     """What was checked of a statement that holds, and what nobody can check without its device."""
     able, own = sum(each.recomputable for each in known), sum(each.cell.backend.predicts for each in chosen)
     yield (

@@ -118,12 +118,14 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
     tell(f"{home}: {len(pinned)} {kind}s, {_megabytes(size)} to download, {_megabytes(_UNPACKED * size)} unpacked")
     files = []
     with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
-        fetch = (
-            _debian(Path(partial, "apt"), _DEBIAN_ARCHITECTURE[architecture]) if kind == _DEB else _pypi(architecture)
-        )
+        if kind == _DEB:
+            command, pinning = [*_apt(Path(partial, "apt"), _DEBIAN_ARCHITECTURE[architecture]), "download"], "="
+        else:
+            options = ("--quiet", "--no-deps", "--retries=1", "--timeout=20", *_for(architecture))
+            command, pinning = [*_pip("download"), *options, "--dest=."], "=="
         for number, pin in enumerate(pinned, 1):
             tell(f"{number:3} of {len(pinned)}  {pin.name} {pin.version}  {_megabytes(pin.size)}")
-            files.append(_fetched(pin, downloads, fetch))
+            files.append(_fetched(pin, downloads, [*command, f"{pin.name}{pinning}{pin.version}"]))
         root = Path(partial, "root")
         root.mkdir()
         _unpack(kind, files, root, architecture)
@@ -133,14 +135,14 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
     return folder
 
 
-def _fetched(pin: Pin, downloads: Path, fetch: Callable[[Pin, Path], None]) -> Path:
+def _fetched(pin: Pin, downloads: Path, command: Sequence[str]) -> Path:
     """The file of a pin, in a folder of its own, downloaded unless a run before this one has."""
     folder = downloads / pin.sha256[:16]
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(prefix="partial-", dir=downloads) as partial:
             into = Path(partial, "whole")
             into.mkdir()
-            fetch(pin, into)
+            _output(command, into)
             (file,) = into.iterdir()
             with file.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -150,8 +152,8 @@ def _fetched(pin: Pin, downloads: Path, fetch: Callable[[Pin, Path], None]) -> P
     return next(folder.iterdir())
 
 
-def _debian(state: Path, architecture: str) -> Callable[[Pin, Path], None]:
-    """Download by apt-get with lists and a cache of its own, which know nothing of this machine's packages.
+def _apt(state: Path, architecture: str) -> list[str]:
+    """apt-get with lists and a cache of its own, which know nothing of this machine's packages; its index is renewed.
 
     Debian signs its index, and apt-get holds index and package to it.
     """
@@ -176,21 +178,7 @@ def _debian(state: Path, architecture: str) -> Callable[[Pin, Path], None]:
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in settings.items())]
     _output([*apt, "-oAPT::Update::Error-Mode=any", "update"])
-
-    def fetch(pin: Pin, into: Path) -> None:
-        _output([*apt, "download", f"{pin.name}={pin.version}"], into)
-
-    return fetch
-
-
-def _pypi(architecture: str) -> Callable[[Pin, Path], None]:
-    """Download by pip."""
-
-    def fetch(pin: Pin, into: Path) -> None:
-        options = ("--quiet", "--no-deps", "--retries=1", "--timeout=20", *_for(architecture))
-        _output([*_pip("download"), *options, "--dest=.", f"{pin.name}=={pin.version}"], into)
-
-    return fetch
+    return apt
 
 
 def _pip(verb: str) -> tuple[str, ...]:
@@ -238,13 +226,8 @@ def _launcher(home: Path, qemu: Emulator, root: Path, site: Path) -> Path:
                 "PYTHONDONTWRITEBYTECODE": "",  # an import of torch takes half a minute, with bytecode a quarter
                 QEMU: qemu.version,
             }
-            words = [
-                qemu.path,
-                "-L",
-                root,
-                *(word for pair in environment.items() for word in ("-E", "=".join(map(str, pair)))),
-            ]
-            command = shlex.join(map(str, words))
+            settings = (word for name, value in environment.items() for word in ("-E", f"{name}={value}"))
+            command = shlex.join([qemu.path, "-L", str(root), *settings])
             # Python finds itself by the name it is called by: what it starts as sys.executable runs under QEMU too.
             text = f'#!/bin/sh\nexec {command} -0 {shlex.quote(str(script))} {shlex.quote(str(root / _PYTHON))} "$@"\n'
             (whole / script.name).write_text(text, encoding="utf-8")

@@ -90,8 +90,8 @@ def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
             known.append(Judged(record, _cell(record, run, kernels), settings))
         except ValueError as error:
             found.append(f"{record.id}: {error}")
-    found += _of_run(run, known)
-    return known, found + [f"{each.record.id}: {text}" for each in known for text in _of_record(each, run)]
+    found += _run_faults(run, known)
+    return known, found + [f"{each.record.id}: {text}" for each in known for text in _record_faults(each, run)]
 
 
 def _settings(run: Run, asked: Profile) -> Settings:
@@ -105,12 +105,7 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """Return the cell of a record.
-
-    Args:
-        record: whose.
-        run: that it is of.
-        kernels: of the run so far: of one that is not here the first record says what it declares.
+    """The cell of a record; `kernels` are those of the run so far: the first record of one says what it declares.
 
     Raises:
         ValueError: there is no such cell; one line with the field.
@@ -165,7 +160,7 @@ def _absent(*_: object) -> NoReturn:
     raise NotImplementedError("a kernel that is not here")
 
 
-def _of_run(run: Run, known: Sequence[Judged]) -> Iterator[str]:
+def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
     """What a run says of itself, and neither its records nor the suite do."""
     where = known[0].settings.matrix if known else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
@@ -181,7 +176,7 @@ def _of_run(run: Run, known: Sequence[Judged]) -> Iterator[str]:
             yield from (f"{table}.{name}: not as the suite describes it" for name in names)
 
 
-def _of_record(judged: Judged, run: Run) -> Iterator[str]:
+def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
     """What a record says, and neither its cell nor its own numbers do."""
     record, cell, settings = judged.record, judged.cell, judged.settings
     blank = blank_record(cell, settings, record.outcome)
@@ -200,15 +195,15 @@ def _of_record(judged: Judged, run: Run) -> Iterator[str]:
     if record.digest is None:
         yield "digest: missing"
     if isinstance(cell.experiment, Call):
-        yield from _of_numbers(judged, cell.experiment.case)
-        yield from _of_answers(record, _call_result(judged, cell.experiment.case))
+        yield from _number_faults(judged, cell.experiment.case)
+        yield from _answer_faults(record, _call_result(judged, cell.experiment.case))
     elif isinstance(cell.experiment, TrainingRun):
         yield from (f"measures.{name}: missing" for name in sorted(MEASURED.keys() - record.measures.keys()))
         measures = {name: _number(record, name) for name in MEASURED}
-        yield from _of_answers(record, training_result(cell.experiment.snippet, cell.kernel, settings, measures))
+        yield from _answer_faults(record, training_result(cell.experiment.snippet, cell.kernel, settings, measures))
 
 
-def _of_numbers(judged: Judged, case: Case) -> Iterator[str]:
+def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     """Where the numbers of a call do not go together."""
     record = judged.record
     needed = {measure.name for measure in core.MEASURES} | (_OF_PREDICTION if judged.predicted else frozenset())
@@ -235,7 +230,7 @@ def _elements(case: Case, fmt: Format) -> int:
     return math.prod(case.make(1, 0, HEADS_PER_BATCH, fmt).do.shape[2:])
 
 
-def _of_answers(record: Record, result: Result) -> Iterator[str]:
+def _answer_faults(record: Record, result: Result) -> Iterator[str]:
     """Where a record is not what its own numbers come to."""
     for name in ("verdict", "tied", "in_training", "shown", "heads"):
         if getattr(record, name) != getattr(result, name):
@@ -322,13 +317,7 @@ def _interval(value: Value) -> Interval:
 
 
 def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
-    """Draw some of the records that the emulation can tell of, case by case.
-
-    Args:
-        known: of a statement.
-        size: how many at most.
-        seed: another one draws others.
-    """
+    """Draw so many of the records that the emulation can tell of, or all, case by case; another seed draws others."""
     able = sorted((each for each in known if each.recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))

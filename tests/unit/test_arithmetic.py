@@ -123,32 +123,13 @@ def test_the_exponential_of_a_masked_score_is_zero(arithmetic: Arithmetic, base_
     assert arithmetic.exp(torch.tensor([-torch.inf]), Exponential(base_two)).item() == 0.0
 
 
-@each_arithmetic
-@each_format
-@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
-def test_every_tie_between_one_and_two_goes_to_even(arithmetic: Arithmetic, fmt: Format, sign: float) -> None:
-    steps = 2**fmt.mantissa_bits
-    index = torch.arange(steps)
-    ties = sign * (1.0 + (index + 0.5) / steps)
-    even = sign * (1.0 + (index + index % 2) / steps)
-    assert torch.equal(arithmetic.cast(ties, Cast(fmt)), even)
-
-
-@each_arithmetic
-@each_format
-def test_a_step_of_fp32_beside_a_tie_goes_to_the_nearer(arithmetic: Arithmetic, fmt: Format) -> None:
-    steps = 2**fmt.mantissa_bits
-    index = torch.arange(steps)
-    ties = 1.0 + (index + 0.5) / steps
-    assert torch.equal(arithmetic.cast(ties - 2.0**-23, Cast(fmt)), 1.0 + index / steps)
-    assert torch.equal(arithmetic.cast(ties + 2.0**-23, Cast(fmt)), 1.0 + (index + 1) / steps)
-
-
 @each_format
 def test_both_arithmetics_cast_alike(fmt: Format) -> None:
     x = torch.cat([_normal(2000) * 2.0**e for e in (-30, -20, -10, 0, 10, 20)])
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 65519.0, 65520.0])
-    for values in (x, special):
+    # Every tie between 1 and 2, which tests/unit/test_rounding.py holds the emulation to, and a step of fp32 beside it.
+    ties = 1.0 + (torch.arange(2**fmt.mantissa_bits) + 0.5) / 2**fmt.mantissa_bits
+    for values in (x, special, ties, -ties, ties - 2.0**-23, ties + 2.0**-23):
         emulated, native = EMULATED.cast(values, Cast(fmt)), NATIVE.cast(values, Cast(fmt))
         assert torch.equal(emulated.view(torch.int32), native.view(torch.int32))
 

@@ -192,11 +192,11 @@ def test_what_ends_the_one_process_is_told_from_what_ends_it_as_it_is_imported(
     code: int,
     message: str,
 ) -> None:
-    def gone(options: argparse.Namespace, teller: Any) -> int | None:
-        if teller.loaded is None:
+    def gone(options: argparse.Namespace, follower: Any) -> int | None:
+        if follower.loaded is None:
             return 7
         if imported:
-            teller.pytest_configure(SimpleNamespace(stash={}))
+            follower.pytest_configure(SimpleNamespace(stash={}))
         return None
 
     monkeypatch.setattr(forked, "possible", lambda: True)
@@ -515,8 +515,9 @@ def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
 def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ten lines, as docs/your-kernel.md has it."""
     monkeypatch.syspath_prepend(str(folder))
+    sys.modules.pop("mine", None)  # other tests have a module of that name
     attention = importlib.import_module("mine").attention
-    del sys.modules["mine"]  # other tests have a module of that name
+    del sys.modules["mine"]
     checked = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
     assert str(checked).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
     assert (checked.ok, checked.biased, checked.seed, checked.fell) == (True, 1, 2, ())

@@ -103,52 +103,44 @@ class TestUnavailable:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert cuda.unavailable() == "PyTorch finds no GPU; CUDA_VISIBLE_DEVICES is ''"
 
-    def test_a_card_without_bf16(self, machine: Machine) -> None:
-        machine(Card("Tesla T4", (7, 5)))
-        assert cuda.unavailable() == "Tesla T4 (sm_75) has no bf16, which needs sm_80"
-
-    def test_one_of_two_cards_without_bf16(self, machine: Machine) -> None:
-        machine(Card(), Card("Tesla T4", (7, 5)))
-        reason = "Tesla T4 (sm_75) has no bf16, which needs sm_80; leave it out with CUDA_VISIBLE_DEVICES"
+    @pytest.mark.parametrize(
+        ("cards", "hip", "reason"),
+        [
+            ([Card("Tesla T4", (7, 5))], None, "Tesla T4 (sm_75) has no bf16, which needs sm_80"),
+            ([Card(), Card("Tesla T4", (7, 5))], None,
+             "Tesla T4 (sm_75) has no bf16, which needs sm_80; leave it out with CUDA_VISIBLE_DEVICES"),
+            ([Card("NVIDIA A100", (8, 0))], None, None),
+            # Capabilities are gfx numbers there: gfx908 is (9, 0), and every card since has bf16.
+            ([Card("AMD Radeon VII", (7, 0))], "6.4", None),
+        ],
+    )  # fmt: skip
+    def test_cards_need_bf16(self, machine: Machine, cards: list[Card], hip: str | None, reason: str | None) -> None:
+        machine(*cards, hip=hip)
         assert cuda.unavailable() == reason
-
-    def test_a_card_that_will_do(self, machine: Machine) -> None:
-        machine(Card("NVIDIA A100", (8, 0)))
-        assert cuda.unavailable() is None
-        assert "CUDA" in cuda.about()
-
-    def test_rocm_is_told_by_its_own_version(self, machine: Machine) -> None:
-        # Capabilities are gfx numbers there: gfx908 is (9, 0), and every card since has bf16.
-        machine(Card("AMD Radeon VII", (7, 0)), hip="6.4")
-        assert cuda.unavailable() is None
-        assert "ROCm" in cuda.about()
+        assert ("ROCm" if hip else "CUDA") in cuda.about()
 
 
 class TestPoisoned:
-    @pytest.fixture
-    def errors(self, monkeypatch: pytest.MonkeyPatch) -> list[RuntimeError | None]:
-        """What the next calls of synchronize raise."""
-        pending: list[RuntimeError | None] = []
+    @pytest.mark.parametrize(
+        ("errors", "poisoned"),
+        [
+            (["an illegal memory access was encountered"] * 2, True),
+            (["invalid configuration argument", None], False),  # one that was still to be told
+            ([None], False),
+        ],
+    )
+    def test_an_error_that_stays(
+        self, monkeypatch: pytest.MonkeyPatch, errors: list[str | None], poisoned: bool
+    ) -> None:
+        pending = iter(errors)
 
         def synchronize() -> None:
-            if (error := pending.pop(0)) is not None:
-                raise error
+            if (error := next(pending)) is not None:
+                raise RuntimeError(error)
 
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        return pending
-
-    def test_an_error_that_stays(self, errors: list[RuntimeError | None]) -> None:
-        errors += [RuntimeError("an illegal memory access was encountered")] * 2
-        assert cuda.CUDA.poisoned()
-
-    def test_an_error_that_was_still_to_be_told(self, errors: list[RuntimeError | None]) -> None:
-        errors += [RuntimeError("invalid configuration argument"), None]
-        assert not cuda.CUDA.poisoned()
-
-    def test_no_error(self, errors: list[RuntimeError | None]) -> None:
-        errors += [None]
-        assert not cuda.CUDA.poisoned()
+        assert cuda.CUDA.poisoned() is poisoned
 
     def test_a_process_that_never_used_a_gpu(self) -> None:
         assert not cuda.CUDA.poisoned()
@@ -302,26 +294,29 @@ class TestWorkers:
         machine(*(Card(free=gib * GIB) for gib in free))
         assert cuda.CUDA.worker_limit() == expected
 
-    def test_one_gpu_needs_no_word(self, machine: Machine) -> None:
-        machine(Card())
-        assert cuda.CUDA.worker_environment(1) == {}
-
-    def test_several_take_turns(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine(Card(), Card())
+    @pytest.mark.parametrize(
+        ("cards", "hip", "visible", "told"),
+        [
+            (1, None, None, [{}] * 4),
+            (2, None, None, [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]),
+            (2, None, "3,GPU-8f2c", [{"CUDA_VISIBLE_DEVICES": device} for device in ("3", "GPU-8f2c") * 2]),
+            (2, "6.4", "5,6", [{"HIP_VISIBLE_DEVICES": device} for device in "0101"]),  # a variable of its own
+        ],
+    )
+    def test_visible_gpus_take_turns(
+        self,
+        machine: Machine,
+        monkeypatch: pytest.MonkeyPatch,
+        cards: int,
+        hip: str | None,
+        visible: str | None,
+        told: list[dict[str, str]],
+    ) -> None:
+        machine(*[Card()] * cards, hip=hip)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        cards = [cuda.CUDA.worker_environment(worker) for worker in (0, 1, 2, 11)]
-        assert cards == [{"CUDA_VISIBLE_DEVICES": device} for device in "0101"]
-
-    def test_of_those_that_are_visible(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine(Card(), Card())
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f2c")
-        cards = [cuda.CUDA.worker_environment(worker) for worker in (0, 1)]
-        assert cards == [{"CUDA_VISIBLE_DEVICES": device} for device in ("3", "GPU-8f2c")]
-
-    def test_rocm_has_a_variable_of_its_own(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine(Card(), Card(), hip="6.4")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-        assert cuda.CUDA.worker_environment(1) == {"HIP_VISIBLE_DEVICES": "1"}
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [cuda.CUDA.worker_environment(worker) for worker in (0, 1, 2, 11)] == told
 
 
 class TestFlex:

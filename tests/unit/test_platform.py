@@ -1,5 +1,4 @@
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tiebreak.backends import levels, platform
-from tiebreak.backends.gpu import describe_gpu
+from tiebreak.backends.cuda import describe_gpu
 from tiebreak.backends.platform import Platform, cpu_features, cpu_name, describe, worker_count
 from tiebreak.backends.provenance import commit, wheel
 from tiebreak.kernels.triton import loading
@@ -160,8 +159,7 @@ class TestGpu:
 
     @pytest.mark.usefixtures("two_cards")
     def test_nvidia(self, tmp_path: Path) -> None:
-        gpu = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER})).as_dict()
-        assert gpu.pop("triton") == loading.installed()
+        gpu = describe_gpu(write(tmp_path, {"proc/driver/nvidia/version": NVIDIA_DRIVER}))
         assert gpu == {
             "gpu": "NVIDIA H200",
             "gpu_arch": "sm_90",
@@ -169,29 +167,26 @@ class TestGpu:
             "cuda": "12.8",
             "hip": None,
             "cudnn": "91002",
+            "triton": loading.installed(),
         }
         assert json.loads(json.dumps(gpu)) == gpu
 
     @pytest.mark.usefixtures("two_cards")
     def test_rocm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names = iter(["gfx942:sramecc+:xnack-", "gfx950"])
-        monkeypatch.setattr(torch.version, "cuda", None)
         monkeypatch.setattr(torch.version, "hip", "6.4.43482")
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names))
         )
         gpu = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
-        assert (gpu.gpu_arch, gpu.gpu_driver, gpu.hip) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
+        assert (gpu["gpu_arch"], gpu["gpu_driver"], gpu["hip"]) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
 
     @pytest.mark.usefixtures("two_cards")
     def test_a_system_that_does_not_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def version(name: str) -> str:
-            raise importlib.metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr("tiebreak.backends.cuda.installed", lambda: None)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
         gpu = describe_gpu(tmp_path)
-        assert (gpu.gpu_driver, gpu.cudnn, gpu.triton) == (None, None, None)
+        assert (gpu["gpu_driver"], gpu["cudnn"], gpu["triton"]) == (None, None, None)
 
     def test_the_rest_of_the_platform_asks_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))
@@ -209,57 +204,33 @@ class TestWorkerCount:
         assert worker_count(8.0, root=write(tmp_path, memory(60))) == 7
 
     @pytest.mark.parametrize(
-        ("cpu_max", "expected"), [("max 100000", 8), ("300000 100000", 3), ("150000 100000", 1), ("1000 100000", 1)]
-    )
-    def test_quota_of_version_2(self, tmp_path: Path, cpu_max: str, expected: int) -> None:
-        group = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{cpu_max}\n"}
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
-
-    def test_limit_on_an_outer_group(self, tmp_path: Path) -> None:
-        group = {
-            "proc/self/cgroup": "0::/user.slice/job.scope\n",
-            "sys/fs/cgroup/user.slice/cpu.max": "200000 100000\n",
-            "sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
-        }
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == 2
-
-    def test_memory_of_version_2_gives_file_cache_back(self, tmp_path: Path) -> None:
-        group = {
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": f"{10 * GIB}\n",
-            "sys/fs/cgroup/memory.current": f"{9 * GIB}\n",
-            "sys/fs/cgroup/memory.stat": f"anon {4 * GIB}\ninactive_file {5 * GIB}\n",
-        }
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == 3
-
-    def test_unlimited_memory_of_version_2(self, tmp_path: Path) -> None:
-        group = {
-            "proc/self/cgroup": "0::/\n",
-            "sys/fs/cgroup/memory.max": "max\n",
-            "sys/fs/cgroup/memory.current": f"{GIB}\n",
-        }
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == 8
-
-    @pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-    @pytest.mark.parametrize(("quota", "expected"), [("-1", 8), ("500000", 5)])
-    def test_quota_of_version_1(self, tmp_path: Path, mount: str, quota: str, expected: int) -> None:
-        # The path is the host's, not to be seen in the container; the mount itself is the container's group.
-        group = {
-            "proc/self/cgroup": "5:cpu,cpuacct:/docker/0123\n3:cpuset:/docker/0123\n",
-            f"sys/fs/cgroup/{mount}/cpu.cfs_quota_us": f"{quota}\n",
-            f"sys/fs/cgroup/{mount}/cpu.cfs_period_us": "100000\n",
-        }
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
-
-    @pytest.mark.parametrize(("limit", "expected"), [(9223372036854771712, 8), (7 * GIB, 3)])
-    def test_memory_of_version_1(self, tmp_path: Path, limit: int, expected: int) -> None:
-        group = {
-            "proc/self/cgroup": "4:memory:/batch/job\n0::/\n",
-            "sys/fs/cgroup/memory/batch/job/memory.limit_in_bytes": f"{limit}\n",
-            "sys/fs/cgroup/memory/batch/job/memory.usage_in_bytes": f"{2 * GIB}\n",
-            "sys/fs/cgroup/memory/batch/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n",
-        }
-        assert worker_count(root=write(tmp_path, memory(60) | group)) == expected
+        ("group", "files", "expected"),
+        [
+            # Version 2: "quota period", or "max period".
+            *(("0::/", {"cpu.max": f"{text}\n"}, cores) for text, cores in
+              (("max 100000", 8), ("300000 100000", 3), ("150000 100000", 1), ("1000 100000", 1))),
+            # A limit on an outer group.
+            ("0::/user.slice/job.scope", {"user.slice/cpu.max": "200000 100000\n",
+                                          "user.slice/job.scope/cpu.max": "max 100000\n"}, 2),
+            # File cache is given back.
+            ("0::/", {"memory.max": f"{10 * GIB}\n", "memory.current": f"{9 * GIB}\n",
+                      "memory.stat": f"anon {4 * GIB}\ninactive_file {5 * GIB}\n"}, 3),
+            ("0::/", {"memory.max": "max\n", "memory.current": f"{GIB}\n"}, 8),
+            # Version 1. The path is the host's, not to be seen in the container; the mount itself is the container's.
+            *(("5:cpu,cpuacct:/docker/0123\n3:cpuset:/docker/0123",
+               {f"{mount}/cpu.cfs_quota_us": f"{quota}\n", f"{mount}/cpu.cfs_period_us": "100000\n"}, cores)
+              for mount in ("cpu", "cpu,cpuacct") for quota, cores in ((-1, 8), (500000, 5))),
+            *(("4:memory:/batch/job\n0::/",
+               {"memory/batch/job/memory.limit_in_bytes": f"{limit}\n",
+                "memory/batch/job/memory.usage_in_bytes": f"{2 * GIB}\n",
+                "memory/batch/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n"}, cores)
+              for limit, cores in ((9223372036854771712, 8), (7 * GIB, 3))),
+        ],
+    )  # fmt: skip
+    def test_control_groups_bound_it(self, tmp_path: Path, group: str, files: dict[str, str], expected: int) -> None:
+        limits = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+        root = write(tmp_path, memory(60) | {"proc/self/cgroup": f"{group}\n"} | limits)
+        assert worker_count(root=root) == expected
 
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git to ask")

@@ -308,7 +308,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(shrink, "script", lambda *given: "print('nothing is wrong')\n")
         assert call("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32") == 1
-        assert "does not show it when it is run" in capsys.readouterr().err
+        assert "does not show it when run" in capsys.readouterr().err
 
 
 class TestRefusals:

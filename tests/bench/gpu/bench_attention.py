@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tiebreak.backends.cuda import unavailable
-from tiebreak.backends.gpu import describe_gpu
+from tiebreak.backends.cuda import describe_gpu, unavailable
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.triton import launch
@@ -99,9 +98,9 @@ def test_attention(capsys: pytest.CaptureFixture[str], shape: tuple[int, int, in
 
 def _machine() -> str:
     gpu = describe_gpu()
-    told = {"driver": gpu.gpu_driver, "CUDA": gpu.cuda, "HIP": gpu.hip, "cuDNN": gpu.cudnn, "triton": gpu.triton}
-    versions = ", ".join(f"{name} {version}" for name, version in told.items() if version is not None)
-    return f"{gpu.gpu} ({gpu.gpu_arch}), torch {torch.__version__}, {versions}"
+    names = {"gpu_driver": "driver", "cuda": "CUDA", "hip": "HIP", "cudnn": "cuDNN", "triton": "triton"}
+    versions = ", ".join(f"{name} {gpu[key]}" for key, name in names.items() if gpu[key] is not None)
+    return f"{gpu['gpu']} ({gpu['gpu_arch']}), torch {torch.__version__}, {versions}"
 
 
 def _rows(name: str, milliseconds: Mapping[str, float], flops: float) -> list[str]:
