@@ -1,4 +1,4 @@
-"""The audit held against the committed expectation: every kernel for a GPU of each maker, in turn.
+"""The audit held against the committed expectation: every kernel for one GPU, in turn.
 
 All kernels for all GPUs, which takes minutes: tiebreak audit --expect reports/baselines/audit.json
 After a change that was meant, the same with --update.
@@ -20,14 +20,10 @@ if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 EXPECTED = Path(__file__).parents[2] / "reports" / "baselines" / "audit.json"
-# The slow compiler first; for gfx942, which has no cast instruction, it takes longest. What differs between GPUs of one
-# maker is the instructions, which a few kernels show.
-MAKERS = (("gfx942", "gfx950", "gfx950"), ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"))
-IN_TURN = {
-    name: [compilation.name for number, compilation in enumerate(sources()) if names[number % len(names)] == name]
-    for names in MAKERS
-    for name in dict.fromkeys(names)
-}
+# A kernel that rounds otherwise shows it on any GPU, a compiler that does on any kernel. AMD's GPUs, whose compiler is
+# slow, have the turns of the smaller kernels.
+TURNS = ("sm_90", "gfx950", "sm_89", "sm_100", "gfx942", "sm_120", "sm_80")
+IN_TURN = {name: [compilation.name for compilation in sources()[turn :: len(TURNS)]] for turn, name in enumerate(TURNS)}
 
 
 @pytest.mark.parametrize("target", IN_TURN)
@@ -41,13 +37,9 @@ def test_what_rounds_is_as_expected(target: str) -> None:
     assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {compiler()}"
 
 
-def test_each_makers_compiler_has_every_kernel_and_every_gpu_some() -> None:
+def test_every_kernel_is_compiled_and_for_every_gpu_some() -> None:
     assert set(IN_TURN) == set(TARGETS)
-    for names in MAKERS:
-        assert len({TARGETS[name].backend for name in names}) == 1
-        assert sorted(kernel for name in set(names) for kernel in IN_TURN[name]) == sorted(
-            compilation.name for compilation in sources()
-        )
+    assert all(IN_TURN.values())
 
 
 def test_the_expectation_knows_the_same_targets_and_kernels() -> None:

@@ -432,25 +432,6 @@ def test_the_command_updates_the_baseline(tiebreak: Call) -> None:
     assert "not compared: options.seed" in elsewhere.out
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"complete": False}, "not updated: the run was interrupted"),
-        (
-            {"narrowing": (Narrowing(("--cases random",), "case", ("random",)),)},
-            "1 of its cells lie outside .* --cases random",
-        ),
-    ],
-)
-def test_a_baseline_is_not_replaced_by_less(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "base.json"
-    update(run(record(), record(case="other")), path)
-    before = path.read_bytes()
-    with pytest.raises(UsageError, match=message):
-        update(run(record(), **fields), path)
-    assert path.read_bytes() == before
-
-
 def test_github_gets_the_findings(tiebreak: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     cases = [f"c{number}" for number in range(30)]

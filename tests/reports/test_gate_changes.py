@@ -15,7 +15,7 @@ import torch
 def attention(q, k, v{causal}, scale=None):
     s = (q.float() @ k.float().transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if {masks}:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu({diagonal}), float("-inf"))
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
     m = s.amax(-1, keepdim=True)
     p = torch.exp(s - m)
     l = p.sum(-1, keepdim=True)
@@ -25,7 +25,6 @@ def attention(q, k, v{causal}, scale=None):
 SOUND = {
     "causal": ", *, causal=False",
     "masks": "causal",
-    "diagonal": "1",
     "body": "o = (p @ v.float() / l).to(q.dtype)",
     "lse": "(m + l.log()).squeeze(-1)",
 }
@@ -57,16 +56,12 @@ ROWS = (
     # Where the kernel is not biased the declaration is a note between platforms; at the sink it is biased.
     Row("plan declared", "sink_tie-bf16: declares flash@fp32_inside, no plan in the baseline", words=PLAN),
     Row("plan dropped", "prediction no longer asked", before=PLAN),
-    Row("O times 1.01", "random_causal-bf16: fell, held in the baseline: ", kernel={"body": f"{SOUND['body']} * 1.01"}),
     Row("renamed", "no cell is in both", words={"--kernel": "mine.py:renamed"}, name="renamed"),
     Row("case dropped", "random_causal-bf16: turned into a skip", kernel={"causal": "", "masks": "False"}),
     # P in bf16, O cast once: as sound on ties, and biased at the sink as before. Other bits are a note.
     Row("P in bf16", "2 cells with other bits than in the baseline", (HELD, HELD, HELD),
         kernel={"body": "o = (p.to(q.dtype).float() @ v.float() / l).to(q.dtype)"}),
-    Row("P in fp8", "random_causal-bf16: fell, held in the baseline: ",
-        kernel={"body": "o = (p.to(torch.float8_e4m3fn).float() @ v.float() / l).to(q.dtype)"}),
     Row("lse", "log_sum_exp-bf16: fell, ", kernel={"lse": "(m + l.log()).squeeze(-1) + 1"}),
-    Row("mask", "random_causal-bf16: fell, ", kernel={"diagonal": "2"}),
     Row("crash", "crashed, ", kernel={"body": "raise ValueError('no')\n    o = 0"}),
 )  # fmt: skip
 

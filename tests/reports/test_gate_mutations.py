@@ -33,7 +33,7 @@ from tiebreak.reports.records.record import (
     Run,
 )
 
-EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "3"))
+EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "1"))
 
 #: Paths of leaves that may be edited, and why that does not matter.
 FREE = {

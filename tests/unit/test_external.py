@@ -1,6 +1,5 @@
 """A user's own kernel: how it is found, and the contract that it is held to."""
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +28,10 @@ not_a_function = 3
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)
 
 
-def _inputs(fmt: Format = BF16, *, causal: bool = False, groups: int = 1, padded: bool = False) -> AttentionInputs:
+def _inputs(fmt: Format = BF16, *, causal: bool = False) -> AttentionInputs:
     generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (
-        torch.randn(2, heads, 8, 16, generator=generator).to(TORCH_DTYPES[fmt]).float()
-        for heads in (4, 4 // groups, 4 // groups, 4)
-    )
-    padding = torch.ones(2, 8, dtype=torch.bool) if padded else None
-    return AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal, key_padding=padding)
+    q, k, v, do = (torch.randn(2, 4, 8, 16, generator=generator).to(TORCH_DTYPES[fmt]).float() for _ in range(4))
+    return AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal)
 
 
 def _run(source: str, tmp_path: Path, inputs: AttentionInputs | None = None) -> Tensor:
@@ -84,7 +79,6 @@ EXPECTED = "expected path/to/file.py:function, package.module:function or the na
     ("spec", "message"),
     [
         *((spec, EXPECTED) for spec in ("", ":", "kernel.py:", ":function", "package.module")),
-        ("absent.py:kernel", "no such file: absent.py"),
         ("no_such_package.module:f", "ModuleNotFoundError"),
         ("sound_kernel.py:absent", "has no function 'absent'; its functions are sound"),
         ("sound_kernel.py:not_a_function", "has no function 'not_a_function'; its functions are sound"),
@@ -99,25 +93,6 @@ def test_what_can_not_be_found_is_told_with_what_is_expected(
     assert str(caught.value).startswith(f"--kernel {spec}: ")
 
 
-@pytest.mark.parametrize(
-    ("source", "error"),
-    [
-        ("def kernel(:", "SyntaxError"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import absent", "absent"),
-    ],
-    ids=["syntax", "raises", "imports"],
-)
-def test_what_a_file_raises_while_it_is_imported_is_told(tmp_path: Path, source: str, error: str) -> None:
-    file = tmp_path / "broken.py"
-    file.write_text(source)
-    with pytest.raises(LoadError, match=error) as caught:
-        external_kernel(f"{file}:kernel")
-    assert str(caught.value).startswith(f"--kernel {file}:kernel: cannot import")
-    assert "\n" not in str(caught.value)
-    assert "(broken.py, line 1)" in str(caught.value)
-
-
 @each_format
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_sound_kernel_gets_tensors_of_the_format(sound_file: Path, fmt: Format, causal: bool) -> None:
@@ -126,41 +101,9 @@ def test_a_sound_kernel_gets_tensors_of_the_format(sound_file: Path, fmt: Format
     q, k, v = (tensor.to(TORCH_DTYPES[fmt]) for tensor in (inputs.q, inputs.k, inputs.v))
     output = CPU.run(kernel, inputs, gradients=False)
     assert kernel.name == "sound"
+    assert kernel.external
     assert output.o.dtype == torch.float32
     assert torch.equal(output.o, scaled_dot_product_attention(q, k, v, is_causal=causal).float())
-
-
-def test_a_kernel_is_told_the_scale_and_the_mask(tmp_path: Path) -> None:
-    # The output tells what the kernel was given.
-    body = "out = torch.zeros_like(q); out[..., 0] = scale; out[..., 1] = float(causal); return out"
-    o = _run(_kernel(body), tmp_path, _inputs(causal=True))
-    assert set(o[..., 0].flatten().tolist()) == {1.0 / math.sqrt(16)}
-    assert set(o[..., 1].flatten().tolist()) == {1.0}
-
-
-@pytest.mark.parametrize(("plan", "label"), [(None, None), ("fused", "flash@fused"), ("standard", "standard")], ids=str)
-def test_a_kernel_declares_the_plan_that_it_is_given_and_no_other(
-    sound_file: Path, plan: str | None, label: str | None
-) -> None:
-    kernel = external_kernel(f"{sound_file}:sound", plan)
-    assert kernel.external
-    assert (kernel.declaration and kernel.declaration.label) == label
-
-
-@pytest.mark.parametrize(
-    ("inputs", "reason"),
-    [
-        (_inputs(), None),
-        (_inputs(padded=True), "sound takes no key padding mask"),
-        (_inputs(groups=2), None),  # it is tried
-    ],
-    ids=["plain", "padded", "grouped"],
-)
-def test_what_the_signature_cannot_say_is_refused(
-    sound_file: Path, inputs: AttentionInputs, reason: str | None
-) -> None:
-    refusal = external_kernel(f"{sound_file}:sound").refusal(inputs)
-    assert refusal is None if reason is None else reason in str(refusal)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +116,11 @@ def test_what_the_signature_cannot_say_is_refused(
         ("raise SystemExit(3)", "called sys.exit(3)"),
         ("return {'o': q}", "returned dict, not a tensor"),
         ("return q[..., :8]", "returned shape (2, 4, 8, 8), expected (2, 4, 8, 16)"),
-        ("return q.transpose(1, 2)", "returned shape (2, 8, 4, 16), expected (2, 4, 8, 16)"),
         ("return q.float()", "returned torch.float32, expected torch.bfloat16"),
-        ("return q.half()", "returned torch.float16, expected torch.bfloat16"),
         ("return q.to('meta')", "returned a tensor on meta, expected cpu"),
         ("q *= 2; return q.clone()", "changed its input q"),
         ("k[0, 0, 0, 0] += 1; return q.clone()", "changed its input k"),
         ("v[-1, -1, -1, -1] = 0; return q.clone()", "changed its input v"),
-        ("v.neg_(); return q.clone()", "changed its input v"),
         ("k[0, 0, 0, 0] = torch.nan; return q.clone()", "changed its input k"),
     ],
     ids=lambda text: text if text.startswith(("returned", "changed", "called")) else "",
@@ -228,11 +168,6 @@ def test_a_kernel_cannot_change_the_inputs_of_the_next(tmp_path: Path) -> None:
     with pytest.raises(CannotRunError, match="changed its input q"):
         _run(_kernel("q.zero_(); return v.clone()"), tmp_path, inputs)
     assert torch.equal(inputs.q, before)
-
-
-def test_what_a_kernel_raises_comes_through(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="out of luck"):
-        _run(_kernel("raise RuntimeError('out of luck')"), tmp_path)
 
 
 def test_a_kernel_that_tracks_gradients_is_detached(tmp_path: Path) -> None:

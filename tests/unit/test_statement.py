@@ -324,7 +324,8 @@ def test_an_edited_record_with_a_digest_of_its_own_is_found_out(
 
 
 SEEDS = 12  # over which every scripted case has its turn
-OF_RUNS = [case for case in SCRIPTED if not case.on_request]
+# The 16384 keys of decode_equal_keys take as long as all other cases together.
+OF_RUNS = [case for case in SCRIPTED if not case.on_request and case.name != "decode_equal_keys"]
 NAN_OF_TWO_SIGNS = (9, 10, 12)  # seeds at which they came of nan_in_q
 
 

@@ -20,7 +20,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch, timed_out
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, TIMED_OUT, Run
+from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, MEASURED, TIMED_OUT, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -36,7 +36,7 @@ import torch
 def mine(q, k, v, *, causal=False, scale=None):
     if q.shape[2] == 7:
         ctypes.PyDLL(None).sleep(60)
-    if q.shape[2] == 48:
+    if causal:
         os.kill(os.getpid(), 11)
     return (q.float() @ k.float().mT * scale).softmax(-1).matmul(v.float()).to(q.dtype)
 
@@ -77,18 +77,29 @@ def mine(pytester: pytest.Pytester) -> str:
 def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_record(
     matrix: MatrixRun, kept: Kept, mine: str
 ) -> None:
-    cases = (*CASES, "--plan", "fp32_inside")
+    cases = ("--cases", "random,random_odd,random_causal,random_causal_chunk", "--heads", "16", "--plan", "fp32_inside")
     Path("mine.py").write_text(f"from tiebreak.matrix import watch\nwatch._WALL = 1{KERNEL}")  # sleeping takes no CPU
-    assert matrix("--kernel", mine, *cases, "--cell-timeout", "4", "-n", "1").ret == 1
-    records = {record.case: record for record in kept().records}
-    assert {case: record.outcome for case, record in records.items()} == {
+    options = ("--kernel", mine, "--backend", "cpu", "--kernels", "standard", *cases, "--cell-timeout", "4", "-n", "1")
+    result = matrix(*options)
+    assert result.ret == 1
+    assert result.stdout.str().count("replacing crashed worker") == 4, "one that hangs has a second try, no other"
+    run = kept()
+    assert run.complete
+    of_mine, others = ({record.case: record for record in run.records if record.kernel == name}
+                       for name in ("mine", "standard"))  # fmt: skip
+    assert {case: record.outcome for case, record in of_mine.items()} == {
         "random": HELD,
         "random_odd": TIMED_OUT,
         "random_causal": CRASHED,
+        "random_causal_chunk": CRASHED,
     }
-    assert records["random_odd"].met("in_time") is False
-    assert "twice: no result after 4 s; it was in mine (mine.py, line 9)" in records["random_odd"].reasons[0]
-    assert "its process died" in records["random_causal"].reasons[0]
+    assert others.keys() == of_mine.keys()
+    assert {record.outcome for record in others.values()} <= {HELD, MEASURED}
+    late = of_mine["random_odd"]
+    assert late.met("in_time") is False
+    assert "twice: no result after 4 s; it was in mine (mine.py, line 9)" in late.reasons[0]
+    died = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
+    assert {of_mine[case].reasons for case in ("random_causal", "random_causal_chunk")} == {(died,)}
 
 
 @pytest.fixture
