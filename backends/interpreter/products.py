@@ -72,7 +72,7 @@ class How:
 
 
 def _tensor(x: Array) -> torch.Tensor:
-    return torch.from_numpy(np.require(x, requirements="CW"))
+    return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
 
 def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array, tuple[str, str] | None]]:
