@@ -444,7 +444,7 @@ def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tens
 
     kernel = Kernel("vendors", partial(through_autograd, call), None, has_backward=True)
     cell = Cell(CPU, kernel, ASKED["invariance[memory]"], BF16)
-    asked = Session(cell, seed=1, heads=32, found=WithoutBias(declared=False))
+    asked = Session(cell, seed=1, heads=32, found=WithoutBias())
     inputs = asked.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
     assert len(asked.place(inputs, Places.all(placing)).backward(torch.empty(0))) == 3
 
