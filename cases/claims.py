@@ -198,7 +198,7 @@ def predicted(difference: Interval) -> bool | None:
 
 
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
-    """Whether a bias is there because O itself ties: no deterministic cast of O is without it.
+    """Whether a bias is there because O itself ties: every deterministic cast of O then has it.
 
     That is so where a correctly rounded O on the same heads, whose bias is `rounded`, is biased to the same side, and
     by no less beyond the margin.

@@ -42,7 +42,7 @@ class Findings(NamedTuple):
 
 
 @contextmanager
-def aside(device: torch.device) -> Iterator[None]:
+def measuring(device: torch.device) -> Iterator[None]:
     """Compute beside a model: no graph, no autocast, no narrowed products; no random numbers are drawn."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
         yield

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
 from tiebreak.cases.capture.folder import MB, CaptureError, Folder
-from tiebreak.cases.capture.interest import Candidate, Findings, aside, candidate
+from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
 from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
@@ -156,7 +156,7 @@ class Capture:
             attention_call = call()
             if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
-            with aside(out.device):
+            with measuring(out.device):
                 size, turn = (self._heads, self._tokens), self._number // self._every
                 copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *size, turn)
         except NotHeldError as reason:
@@ -166,7 +166,7 @@ class Capture:
         self._candidates.append(copied)
 
         def hook(gradient: Tensor) -> None:
-            with aside(gradient.device):
+            with measuring(gradient.device):
                 copied.take(to_heads(gradient.detach()))
 
         out.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -178,7 +178,7 @@ class Capture:
         self.calls["without a gradient of O"] += len(self._candidates) - len(ended)
         if not ended:
             return
-        with aside(ended[0].o.device):
+        with measuring(ended[0].o.device):
             summaries = [part.summary() for part in ended]
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
         good: list[tuple[float, Candidate]] = []

@@ -259,7 +259,7 @@ def on(case: str, heads: int, plan: str = "flash@paper") -> dict[str, Answer]:
 
 
 def test_what_a_rule_sees_and_what_it_does_not() -> None:
-    """The disease passes rules of size, as do both of their benchmarks; the cure's larger errors fail one of them."""
+    """The biased output passes rules of size, as do both of their benchmarks; the larger errors of the fix fail one."""
     ill, cured = (on("tied_maxima[k=2]", 1024, plan) for plan in ("flash@paper", "stabilized@paper"))
     blind = ("flash_attention_2", "flash_attention_3", "aiter", "ascend_l2", "ascend_community", "torch_assert_close")
     assert all(ill[name].passed for name in blind)
