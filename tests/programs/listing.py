@@ -1,7 +1,6 @@
 """`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
@@ -20,7 +19,7 @@ from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, unknown
 
-_Listed = Case | Snippet | Question[Any]
+_Listed = Case | Snippet | Question
 _INDENT = "  "
 _FAILURE = "!"  # before the line of a failure input
 _INPUT = "; a failure input"

@@ -25,7 +25,8 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.candidates import tilings
-from tiebreak.matrix.checks import accuracy, ask_all, contract, repeatable
+from tiebreak.matrix.checks import accuracy, ask_all, contract
+from tiebreak.matrix.checks.agreement import REPEATABLE
 from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
@@ -265,7 +266,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
         claims=tuple(_claims(judged, case)),
         prediction=_prediction(record, declared.label) if judged.predicted and declared is not None else None,
         backward_error=backward.why if backward is not None and raised else None,
-        repeatable=None if cell.backend.repeats(cell.kernel) else record.met(repeatable.CHECK.name) is True,
+        repeatable=None if cell.backend.repeats(cell.kernel) else record.met(REPEATABLE.name) is True,
         failure=case.failure,
         contract=cell.kernel.external,
         leaks=None if kept is None or kept.met else kept.why,

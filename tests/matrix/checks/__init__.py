@@ -57,22 +57,3 @@ def numbers(result: Result, *names: str) -> tuple[float, ...] | None:
 def without_number(asked: str, *names: str) -> Answer:
     """The answer where there is no number to tell from."""
     return Answer(False, asked, f"there is no number for {' or '.join(names)}")
-
-
-def at_most(result: Result, measure: str, limit: float, asked: str, why: str) -> Answer | None:
-    """The answer to whether a measure is at most a limit; a number that is missing is not.
-
-    Args:
-        result: what has the measure; one that knows none of that name is asked nothing.
-        measure: its name.
-        limit: the most that it may be.
-        asked: what has to hold.
-        why: what to say if it does not; {} stands for the number.
-    """
-    if measure not in result.measures:
-        return None
-    measured = numbers(result, measure)
-    if measured is None:
-        return without_number(asked, measure)
-    (number,) = measured
-    return Answer(True, asked) if number <= limit else Answer(False, asked, why.format(f"{number:.3g}"))

@@ -55,21 +55,17 @@ class TrainingRun(Experiment):
 
     @property
     def name(self) -> str:
-        """As `Experiment.name`."""
         return self.snippet.name
 
     @property
     def version(self) -> int:
-        """As `Experiment.version`."""
         return self.snippet.version
 
     @property
     def tags(self) -> frozenset[str]:
-        """As `Experiment.tags`."""
         return frozenset({"training"})
 
     def described(self) -> records.CaseRecord:
-        """As `Experiment.described`."""
         snippet = self.snippet
         return records.CaseRecord(
             snippet.about,
@@ -82,21 +78,20 @@ class TrainingRun(Experiment):
         )
 
     def formats(self) -> Sequence[Format]:
-        """As `Experiment.formats`."""
         return (BF16,)
 
     def input_kind(self, fmt: Format) -> str | None:
-        """As `Experiment.input_kind`: none where S is in a format that no device has."""
+        """None where S is in a format that no device has."""
         del fmt
         return None if self.snippet.amplified else "training runs"
 
     def cost(self, backend: Backend) -> float:
-        """As `Experiment.cost`: a layer that writes nothing is free, and without emulation it is 16 times as fast."""
+        """A layer that writes nothing is free, and without emulation it is 16 times as fast."""
         layers = 1 if self.snippet.silent_before else 2
         return self.snippet.steps * layers * (1.0 if backend.predicts else 1 / 16)
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """As `Experiment.pairs`: its roster, or what of it is named; any kernel where the snippet is named too."""
+        """Its roster, or what of it is named; any kernel where the snippet is named too."""
         if asked.fmt != BF16:
             return []
         roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
@@ -125,7 +120,6 @@ class TrainingRun(Experiment):
         return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """As `Experiment.refusal`."""
         del bench
         if cell.kernel.external and (why := _untrainable(cell.kernel)) is not None:
             return why
@@ -136,7 +130,6 @@ class TrainingRun(Experiment):
         return None if cell.kernel.composed else f"the kernel can't be told to keep S in {self.snippet.scores.name}"
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """As `Experiment.run`."""
         snippet, settings = self.snippet, bench.settings
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
@@ -218,7 +211,7 @@ class _TrainingRuns(Kind):
     """The snippets."""
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """As `Kind.kernels`: the variants."""
+        """The variants."""
         return {name: trained_kernel(variant) for name, variant in VARIANTS.items()} if backend.composed else {}
 
 

@@ -22,12 +22,10 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn
-from tiebreak.matrix.questions import session as sessions
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
 from tiebreak.matrix.questions.materials import cancelling
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
-from tiebreak.matrix.questions.session import SHARE
-from tiebreak.matrix.questions.without_bias import WithoutBias
+from tiebreak.matrix.questions.session import SHARE, Question, Session
 
 GROUP = "a call compared with itself"
 _KEYS = 128  # where no other number matters more
@@ -43,8 +41,6 @@ _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
 _LONG = 8  # where rows are as many as keys, one in so many heads is drawn
 _SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
 _CALLS = 100
-Session = sessions.Session[WithoutBias]
-Question = sessions.Question[WithoutBias]
 
 
 def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> AttentionInputs:
@@ -288,7 +284,7 @@ def decode(session: Session) -> None:
             for whole in _prefills(session, inputs)[-1 if draws else 0 :]:
                 if _in_pieces(session, whole, pieces, Cut(rows=slice(-rows, None))):
                     break
-        if session.found.comparisons:
+        if not session.found.nothing:
             break
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from numpy.random import Generator, Philox, SeedSequence
@@ -21,23 +21,22 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.answers import Answers, named
+from tiebreak.matrix.questions.comparison import Comparison
 from tiebreak.matrix.questions.materials import MATERIALS, Material
-from tiebreak.matrix.questions.within_error import BATCH, HEADS, WithinError
-from tiebreak.matrix.questions.without_bias import WithoutBias
+from tiebreak.matrix.questions.within_error import BATCH, HEADS
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
-_Found = TypeVar("_Found", WithinError, WithoutBias)
 
 
 @dataclass(frozen=True)
-class Question(Generic[_Found]):
+class Question:
     """A row of a table."""
 
     name: str  # of its cells
     about: str  # one line
-    ask: Callable[["Session[_Found]"], None]  # makes the calls of one batch and has them compared
+    ask: Callable[["Session"], None]  # makes the calls of one batch and has them compared
     source: str = "this suite"
     version: int = 1  # raised when the calls change: records of other versions are not comparable
 
@@ -85,12 +84,10 @@ class DeviceCall:
         return self.backend.run(self.kernel, replace(self.inputs, q=q, k=k, v=v, do=placed.do), gradients=gradients)
 
     def returned(self, placed: Placed) -> tuple[Tensor | None, ...]:
-        """As `Call.returned`."""
         output = self._run(placed, gradients=False)
         return output.o, output.lse
 
     def forward(self, placed: Placed) -> Tensor:
-        """As `Call.forward`."""
         return self._run(placed, gradients=False).o
 
     def backward(self, placed: Placed, o: Tensor) -> Made | None:
@@ -99,7 +96,6 @@ class DeviceCall:
         return _gradients(self._run(placed, gradients=True)) if self.kernel.has_backward else None
 
     def restored(self, x: Tensor) -> Tensor:
-        """As `Call.restored`."""
         return x.detach().float()
 
 
@@ -107,7 +103,7 @@ class DeviceCall:
 class PlacedCall:
     """A call whose arguments lie where they do in memory, to be made step by step."""
 
-    session: "Session[Any]"
+    session: "Session"
     call: Call | DeviceCall
     placed: Placed
     gradients: bool  # whether they are wanted
@@ -145,13 +141,13 @@ def _drawn(entropy: tuple[int, ...], material: Material, shape: Shape, heads: in
 
 
 @dataclass
-class Session(Generic[_Found]):
+class Session:
     """A cell whose question is asked."""
 
     cell: Cell
     seed: int
     heads: int  # of a batch of large calls
-    found: _Found  # compares the answers
+    found: Comparison
     index: int = 0  # of the batch
     refused: dict[str, None] = field(default_factory=dict)  # reasons why calls were left out
     held: list[Placed] = field(default_factory=list)  # arguments of all calls: freed ones would lend their addresses
@@ -161,7 +157,6 @@ class Session(Generic[_Found]):
 
     @property
     def kernel(self) -> Kernel:
-        """As the cell has it."""
         return self.cell.kernel
 
     @property

@@ -13,12 +13,11 @@ from tiebreak.kernels.external.call import FULL, Call, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.questions import session as sessions
 from tiebreak.matrix.questions.answers import Answers, Cut, O
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.questions.session import CallShape
-from tiebreak.matrix.questions.within_error import BATCH, WithinError
+from tiebreak.matrix.questions.session import CallShape, Question, Session
+from tiebreak.matrix.questions.within_error import BATCH
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -27,8 +26,6 @@ _SQUARE = 64  # queries and keys of a call with a mask, or more
 _BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
 _FEW = 16  # queries and keys of such a call
 _HIDDEN = 12  # keys at the end that padding hides
-Session = sessions.Session[WithinError]
-Question = sessions.Question[WithinError]
 
 
 def strided_views(session: Session) -> None:
@@ -42,7 +39,7 @@ def strided_views(session: Session) -> None:
         "k alone transposed": Places(k=transposed),
     }
     _same_in(session, views, plain, inputs)
-    if session.has_gradients and session.found.asked:
+    if session.has_gradients and not session.found.nothing:
         ones = replace(inputs, do=torch.ones_like(inputs.do))
         _same_in(session, {"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
 

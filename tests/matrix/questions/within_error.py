@@ -19,7 +19,8 @@ from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.questions.answers import WHOLE, Answers, Cut, O, exact
+from tiebreak.matrix.questions.answers import Cut, exact
+from tiebreak.matrix.questions.comparison import Comparison
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer, Shown
 
@@ -59,67 +60,42 @@ class Difference:
         return f"{self.what} differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
 
 
-@dataclass
-class WithinError:
-    """What came of comparing answers that must be one."""
+@dataclass(kw_only=True)
+class WithinError(Comparison):
+    """Answers that must be one."""
 
     fmt: Format  # of O and the gradients
-    asked: dict[str, str] = field(default_factory=dict)  # what must be so, and what is so instead, empty if it is
     differences: list[Difference] = field(default_factory=list)
-    measures: dict[str, float] = field(default_factory=dict)  # in place of those of the differences
-    unit: str = ""  # behind the number that tables show
+    wrong: dict[str, list[Difference]] = field(default_factory=dict)  # that should not be, by what must be so
 
-    def compare(
-        self,
-        words: str,
-        plain: Answers,
-        other: Answers,
-        inputs: AttentionInputs,
-        cut: Cut = WHOLE,
-        again: Answers | None = None,
+    def take(
+        self, words: str, part: str, plain: Tensor, other: Tensor, inputs: AttentionInputs, cut: Cut, to_the_bit: bool
     ) -> None:
-        """Take down whether two answers are the same.
+        if equal_bits(other, plain) == 1.0:
+            return
+        differs = difference(part, plain, other, cut({part: exact(inputs, part)})[part], self.fmt)
+        self.differences.append(differs)
+        if to_the_bit or not differs.harmless:
+            self.wrong.setdefault(words, []).append(differs)
 
-        Args:
-            words: what must be so; goes on `: dQ differs in ...` where it is not.
-            plain: of the call that must be agreed with.
-            other: of the call in question.
-            inputs: of the plain call.
-            cut: the part of all that is compared.
-            again: of one more plain call: if O has its bits, it must have them in `other` too. Gradients need not:
-                where they are added up by atomics, two calls agree by chance.
-        """
-        repeats = again is not None and torch.equal(again[O], plain[O])
-        plain, other = cut(plain), cut(other)
-        differing = [
-            difference(part, x, other[part], cut({part: exact(inputs, part)})[part], self.fmt)
-            for part, x in plain.items()
-            if part in other and equal_bits(other[part], x) < 1.0
-        ]
-        wrong = [each for each in differing if (repeats and each.what == O) or not each.harmless]
-        self.differences += differing
+    def _why(self, words: str) -> str:
+        """Return what is so instead of what must be."""
+        wrong = self.wrong.get(words, [])
         others = f" ({', '.join(each.what for each in wrong[1:])} too)" if wrong[1:] else ""
-        self.asked[words] = f"{words}: {wrong[0].text}{others}" if wrong else ""
-
-    @property
-    def nothing(self) -> bool:
-        """Whether no answers have been compared."""
-        return not (self.asked or self.measures)
+        return f"{words}: {wrong[0].text}{others}" if wrong else self.asked[words]
 
     @property
     def settled(self) -> bool:
-        """Whether more heads would tell nothing more: a few always tell."""
-        return True
+        return True  # a few heads always tell
 
     @property
     def result(self) -> Result:
-        """What the cell measures, what tables show first, and whether all is as it must be, if anything must."""
         measures = self.measures or {
             "other_bits": max((each.share for each in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
             "error_ratio": max((each.worse for each in self.differences), default=1.0),
         }
-        name, why = next(iter(measures)), [text for text in self.asked.values() if text]
+        name, why = next(iter(measures)), [text for text in map(self._why, self.asked) if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
         answer = Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "")
         return Result(

@@ -17,7 +17,8 @@ from tiebreak.cases.measures import Measure
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
+from tiebreak.matrix.questions.answers import OF_QUERIES, Cut, O, exact, units
+from tiebreak.matrix.questions.comparison import Comparison
 from tiebreak.matrix.questions.within_error import WORSE
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
@@ -62,7 +63,7 @@ def _mean(of_heads: Tensor) -> Interval:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedErrors:
     """One part of both answers on all heads drawn so far."""
 
     same: tuple[float, ...]  # share of elements that have the same bits, batch by batch
@@ -70,10 +71,10 @@ class Comparison:
     before: Tensor  # errors of the plain call, (2, heads)
     after: Tensor  # of the changed one
 
-    def and_of(self, others: "Comparison") -> "Comparison":
+    def and_of(self, others: "PairedErrors") -> "PairedErrors":
         """Return both answers on more heads."""
         sides = torch.cat([self.before, others.before], 1), torch.cat([self.after, others.after], 1)
-        return Comparison((*self.same, *others.same), self.lost + others.lost, *sides)
+        return PairedErrors((*self.same, *others.same), self.lost + others.lost, *sides)
 
     @property
     def difference(self) -> Interval:
@@ -106,47 +107,29 @@ class Comparison:
         )
 
 
-@dataclass
-class WithoutBias:
-    """What came of comparing answers that must not differ in a bias."""
+@dataclass(kw_only=True)
+class WithoutBias(Comparison):
+    """Answers that must not differ in a bias."""
 
-    declared: bool  # whether the kernel says that the change alters no bit
-    comparisons: dict[str, Comparison] = field(default_factory=dict)  # by what was changed, and of what
-    controls: dict[str, float] = field(default_factory=dict)  # what must change O, and the share of it that it did
+    declared: bool = False  # whether the kernel says that the change alters no bit
+    errors: dict[str, PairedErrors] = field(default_factory=dict)  # by what was changed, and of what
 
-    def compare(self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE) -> None:
-        """Take down what one batch of two answers differs in, of the parts that both have.
-
-        Args:
-            words: what was changed, and what was put in.
-            plain: of the plain call.
-            other: of the changed one.
-            inputs: of the plain call.
-            cut: the part of all that is compared.
-        """
-        plain, other = cut(plain), cut(other)
-        for part in (part for part in plain if part in other):
-            truth, unit = (cut({part: x(inputs, part)})[part] for x in (exact, units))
-            groups = inputs.groups if part in OF_QUERIES else 1
-            before, same = _errors(plain[part], truth, unit, groups), equal_bits(plain[part], other[part])
-            after = before if same == 1.0 else _errors(other[part], truth, unit, groups)
-            lost = int((torch.isfinite(plain[part]) != torch.isfinite(other[part])).sum())
-            compared, name = Comparison((same,), lost, before, after), words if part == O else f"{words}, {part}"
-            self.comparisons[name] = self.comparisons[name].and_of(compared) if name in self.comparisons else compared
-
-    def control(self, words: str, before: Tensor, after: Tensor) -> None:
-        """Take down whether what must change an answer has; the first batch tells."""
-        self.controls.setdefault(words, 1.0 - equal_bits(before, after))
+    def take(
+        self, words: str, part: str, plain: Tensor, other: Tensor, inputs: AttentionInputs, cut: Cut, to_the_bit: bool
+    ) -> None:
+        del to_the_bit  # other bits are what is looked at here
+        truth, unit = (cut({part: x(inputs, part)})[part] for x in (exact, units))
+        groups = inputs.groups if part in OF_QUERIES else 1
+        before, same = _errors(plain, truth, unit, groups), equal_bits(plain, other)
+        after = before if same == 1.0 else _errors(other, truth, unit, groups)
+        lost = int((torch.isfinite(plain) != torch.isfinite(other)).sum())
+        paired, name = PairedErrors((same,), lost, before, after), words if part == O else f"{words}, {part}"
+        self.errors[name] = self.errors[name].and_of(paired) if name in self.errors else paired
 
     @property
     def changes(self) -> Mapping[str, ChangeRecord]:
         """As records have them."""
-        return {name: each.record for name, each in self.comparisons.items()}
-
-    @property
-    def nothing(self) -> bool:
-        """Whether no answers have been compared."""
-        return not self.comparisons
+        return {name: each.record for name, each in self.errors.items()}
 
     @property
     def _dead(self) -> list[str]:
@@ -155,15 +138,14 @@ class WithoutBias:
 
     @property
     def settled(self) -> bool:
-        """Whether more heads would tell nothing more."""
         return bool(self._dead) or not any(map(_unknown, self.changes.values()))
 
     @property
     def result(self) -> Result:
-        """What the cell measures; it shows the farthest mean, or the share, 0, where no bit differs."""
+        # Tables show the farthest mean, or the share, 0, where no bit differs.
         changes = self.changes
         name = worst(changes)
-        at, change = self.comparisons[name], changes[name]
+        at, change = self.errors[name], changes[name]
         shown = Shown.of(_DIFFERENCE, at.difference.mean, verdict=change.verdict, spec="+.3f")
         before, after = at.biases
         heads = at.before.shape[1]
