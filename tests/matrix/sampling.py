@@ -157,7 +157,7 @@ def sampled(cell: Cell, bench: CaseBench) -> Sample:
         exhausted = not bench.has(len(sample.draws))
         out_of_time = limit is not None and _SHARE * (process_time() - began) > limit
         if sample.settled or exhausted or out_of_time:
-            return replace(sample, exhausted=exhausted, out_of_time=out_of_time and not sample.settled)
+            return replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
     return sample
 
 

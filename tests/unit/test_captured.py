@@ -242,6 +242,9 @@ class TestLooks:
         case = only_case(tmp_path, layer)
         assert sampled(case, composed_kernel("flash@paper"), 1).remedy.endswith("would do, about")
         assert sampled(case, composed_kernel("flash@paper"), 256).remedy.startswith("the case has no more")
+        short_of_time = Workbench(Settings(heads=256, cell_timeout=1e-9)).case(case, BF16)
+        none_left = sampling.sampled(Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16), short_of_time)
+        assert none_left.remedy.startswith("the case has no more")  # more time would draw no more heads
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625
         cancelling = only_case(tmp_path / "gone", opposed)
