@@ -80,7 +80,6 @@ class Experiment(ABC):
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """None, or why a cell can't run, in one line; by default running it tells."""
-        del cell, bench
         return None
 
     @abstractmethod
@@ -97,7 +96,6 @@ class Experiment(ABC):
         Args:
             words: as `tiebreak.cases.added_features` takes them.
         """
-        del words
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -106,7 +104,6 @@ class Experiment(ABC):
 
     def input_kind(self, fmt: Format) -> str | None:
         """What a kernel that is not the suite's must take to be held to it by a profile; None: no profile does."""
-        del fmt
         return None
 
     def check(self, fmt: Format) -> None:
@@ -119,13 +116,7 @@ class Experiment(ABC):
 
     def group(self, fmt: Format) -> str | None:
         """What cells share that are best run on one worker, one after the other; None: nothing."""
-        del fmt
         return None
-
-    @property
-    def early(self) -> bool:
-        """Whether it is run before the longer ones: shows in a short time whether both passes of a kernel end."""
-        return False
 
     def cost(self, backend: Backend) -> float:
         """How long a cell takes, about, in steps of a training run with attention in one layer."""
@@ -159,7 +150,7 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """Return the experiments of a run.
+        """The experiments of a run.
 
         Args:
             captured: folder of captured tensors, which run alone unless cases are named.
@@ -171,10 +162,9 @@ class Kind:
         return () if captured is not None and not cases_named else self.experiments
 
     def measures(self) -> Mapping[str, Measure]:
-        """Return what its results measure, by name."""
+        """What its results measure, by name."""
         return {measure.name: measure for measure in self.measured}
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """Return kernels by name that it has beside the backend's own, and that --kernels takes."""
-        del backend
+        """Kernels by name that it has beside the backend's own, and that --kernels takes."""
         return {}

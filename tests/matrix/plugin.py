@@ -67,7 +67,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _number(config: pytest.Config, name: str, pattern: str, expected: str) -> str | None:
-    """Return what an option says, which has to be a number of some kind; None without it."""
+    """What an option says, which has to be a number of some kind; None without it."""
     text: str | None = config.getoption(name)
     if text is not None and not re.fullmatch(pattern, str(text)):
         _refuse(f"--{name.replace('_', '-')} {text}: expected {expected}")
@@ -75,7 +75,7 @@ def _number(config: pytest.Config, name: str, pattern: str, expected: str) -> st
 
 
 def _limits(config: pytest.Config) -> tuple[float | None, float | None]:
-    """Return the seconds that a cell may take, and those that the whole run may."""
+    """The seconds that a cell may take, and those that the whole run may."""
     cell = _number(config, "cell_timeout", r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")
     text = config.getoption("budget")
     whole = None if text is None else budget.seconds_of(str(text))
@@ -109,11 +109,15 @@ def _where(config: pytest.Config) -> tuple[str, ...]:
 
 def _selection(config: pytest.Config) -> Selection:
     alike = ("kernels", "cases", "plan", "captured", "experiments", "features")
-    fields: dict[str, Any] = {name: config.getoption(name) for name in alike}
-    fields |= {name: tuple(config.getoption(name)) for name in ("kernel", "declare")}
-    backends, formats, card = (config.getoption(name) for name in ("backend", "dtype", "as"))
-    emulated = config.getoption("backward") == "emulated"
-    return Selection(backends=backends, formats=formats, card=card, emulated_backward=emulated, **fields)
+    return Selection(
+        backends=config.getoption("backend"),
+        formats=config.getoption("dtype"),
+        kernel=tuple(config.getoption("kernel")),
+        declare=tuple(config.getoption("declare")),
+        card=config.getoption("as"),
+        emulated_backward=config.getoption("backward") == "emulated",
+        **{name: config.getoption(name) for name in alike},
+    )
 
 
 def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
@@ -179,25 +183,17 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     _check_path(config, collector.file.path)
     config.pluginmanager.register(collector, "tiebreak-collector")
     config.pluginmanager.register(Gatekeeper(config, collector), "tiebreak-gatekeeper")
-    _heed_sigterm(config)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else somebody handles it
+        signal.signal(signal.SIGTERM, _interrupt)
+        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
 
 
-def _heed_sigterm(config: pytest.Config) -> None:
-    """Make SIGTERM, which CI systems and schedulers send to end a job, an interruption, unless somebody handles it."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(_let_sigterm_end)
-
-
-def _let_sigterm_end() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM, which CI systems and schedulers send to end a job, is an interruption."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second shall not cost the records
     raise KeyboardInterrupt("SIGTERM")
 
@@ -237,8 +233,8 @@ def pytest_configure_node(node: Any) -> None:
     worker = int(number[0]) if number else 0
     spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells].values())]
     node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
-    node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-collector").watched(node.gateway.id)
-    node.workerinput |= node.config.stash[WATCH].budget.worker_input
+    collector = node.config.pluginmanager.get_plugin("tiebreak-collector")
+    node.workerinput |= collector.watched(node.gateway.id, node.config.stash[WATCH])
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

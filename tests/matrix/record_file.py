@@ -29,11 +29,7 @@ class RecordFile:
         self._written, self._pause = monotonic(), _EVERY
 
     def now_and_then(self, run: Callable[[], Run]) -> None:
-        """Keep what is done, if that was long ago: not even a killed process or a full disk shall cost hours of work.
-
-        Args:
-            run: makes what there is.
-        """
+        """Keep what is done, if that was long ago: not even a killed process shall cost hours of work."""
         began = monotonic()
         if began - self._written < self._pause:
             return

@@ -47,29 +47,23 @@ class SharedArithmetic:
         return self._arithmetic.has_fp64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """As `Arithmetic.cast`."""
         if random is not None or not cast.narrows:
             return self._arithmetic.cast(x, cast, random)
         return self._once((x,), cast, lambda: self._arithmetic.cast(x, cast))
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.matmul`."""
         return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """As `Arithmetic.exp`."""
         return self._like(x, exponential, lambda: self._arithmetic.exp(x, exponential))
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """As `Arithmetic.exp_of_fma`."""
         return self._arithmetic.exp_of_fma(x, factor, addend, exponential)
 
     def tanh(self, x: Tensor) -> Tensor:
-        """As `Arithmetic.tanh`."""
         return self._arithmetic.tanh(x)
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.row_sum`."""
         return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))
 
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -119,7 +113,6 @@ class SharedEmulation(SharedArithmetic):
     """The emulation's, whose products have a value before their cast."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
-        """As `SharedArithmetic`."""
         super().__init__(EmulatedArithmetic(), inputs)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:

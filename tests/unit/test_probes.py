@@ -25,7 +25,6 @@ from tiebreak.kernels.kernel import run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.candidates import candidates, on_device
-from tiebreak.matrix.fits import fits
 from tiebreak.matrix.workbench import SharedBatch
 from tiebreak.reports.records.record import FOLLOWED
 
@@ -205,7 +204,7 @@ def test_plans_are_tried_that_say_what_a_device_does_to_its_products() -> None:
     (case,) = (case for case in SCRIPTED if case.name == "faint_tail")
     batch = SharedBatch(inputs := case.make(1, 0, 32, BF16), reference(inputs))
     o = run_forward(tried[paper], inputs, EMULATION.arithmetic).o
-    shares = fits(o, batch, {plan: tried[plan] for plan in (paper, "flash@paper")})
+    shares = batch.fits(o, {plan: tried[plan] for plan in (paper, "flash@paper")})
     assert shares[paper].bits == 1.0
     assert shares["flash@paper"].bits < FOLLOWED
 
