@@ -59,11 +59,6 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
     that plan there.
 
-    Args:
-        sample: of the kernel.
-        found: as `attributed` has it.
-        known: what the known plans have in common with the kernel.
-
     Returns:
         None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
     """

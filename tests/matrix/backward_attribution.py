@@ -74,11 +74,7 @@ def backward_held_to(
 
 
 def find_backward_pass(known: KnownPlans) -> None:
-    """Find the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it.
-
-    Args:
-        known: of the kernel; what is found is kept there.
-    """
+    """Keep the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it."""
     asked = known.asked
     if known.followed is None or not asked.kernel.has_backward:
         return

@@ -33,11 +33,9 @@ class SelectionContext:
 
 
 def time_limit(cell: "Cell", given: float | None) -> float | None:
-    """Seconds that a cell may take, None: as many as it needs.
+    """Seconds that a cell may take, given what --cell-timeout says; None: as many as it needs.
 
-    Args:
-        cell: of a user's kernel, or of the suite's own, which is known to end.
-        given: what --cell-timeout says.
+    The suite's own kernels are known to end.
     """
     if given is not None or not cell.kernel.external:
         return given
@@ -84,18 +82,10 @@ class Experiment(ABC):
 
     @abstractmethod
     def run(self, cell: "Cell", bench: Workbench) -> Result:
-        """Run one cell.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run one cell; whatever the kernel raises is raised."""
 
     def with_features(self, words: Sequence[str]) -> "Experiment | None":
-        """The same with further features of inputs; None where it has no inputs to add them to.
-
-        Args:
-            words: as `tiebreak.cases.added_features` takes them.
-        """
+        """The same with further features of inputs, in words; None where it has no inputs to add them to."""
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -107,11 +97,7 @@ class Experiment(ABC):
         return None
 
     def check(self, fmt: Format) -> None:
-        """Make sure, before any work, that its data can be read.
-
-        Raises:
-            UnusableExperimentError: they can't.
-        """
+        """Raise an `UnusableExperimentError`, before any work, if its data can't be read."""
         del fmt
 
     def group(self, fmt: Format) -> str | None:

@@ -24,10 +24,6 @@ class Gatekeeper:
     def __init__(self, config: pytest.Config, collector: RecordCollector) -> None:
         """Read the baseline.
 
-        Args:
-            config: pytest's.
-            collector: knows what is to run, and gives the run when the session has ended.
-
         Raises:
             UsageError: a baseline that tells nothing about this run, or that is where the run's own records go.
             tiebreak.reports.records.store.UnreadableRecordsError: the baseline can't be read.

@@ -20,15 +20,7 @@ from tiebreak.reports.records.record import Answer, Estimate, Record, outcome_of
 
 
 def run_cell(cell: Cell, bench: Workbench) -> Record:
-    """Run one cell to its record. A kernel that raises crashes its own cell alone.
-
-    Args:
-        cell: what to run.
-        bench: inputs and predictions shared with the other cells of its case.
-
-    Returns:
-        The record, whatever happened.
-    """
+    """Run one cell to its record, whatever happens: a kernel that raises crashes its own cell alone."""
     settings = bench.settings
     try:
         with own_randomness(settings.seed):
@@ -86,14 +78,9 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
 
 
 def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: bool | None = False) -> Record:
-    """The record of a cell that gave no result: it did not run to its end, or not in time.
+    """The record of a cell that gave no result: by the check that it does not meet, of its end or of its time.
 
-    Args:
-        cell: what was run.
-        settings: of the run.
-        check: which of the two it does not meet.
-        why: in one line.
-        met: None where that tells nothing of the kernel.
+    `met` is None where that tells nothing of the kernel.
     """
     answers = {check: Answer(met, checks()[check].about, why)}
     return blank_record(cell, settings, outcome_of(answers, judging()), answers)

@@ -142,10 +142,6 @@ def sampled(cell: Cell, bench: CaseBench) -> Sample:
     """Look at ever more heads until all is settled, there are no more or the cap is reached.
 
     A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
-
-    Args:
-        cell: whose kernel is run.
-        bench: of its case, in its format.
     """
     began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
     output = _output(cell, bench, 0)

@@ -11,7 +11,7 @@ from tiebreak.backends.registry import BACKENDS, COMMONLY
 from tiebreak.cases.added_features import ADDED, added_features
 from tiebreak.cases.case import JOINED
 from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
-from tiebreak.kernels.formats import FP32, Format
+from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError

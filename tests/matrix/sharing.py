@@ -25,12 +25,7 @@ class SharedArithmetic:
     """
 
     def __init__(self, arithmetic: Arithmetic, inputs: AttentionInputs) -> None:
-        """Share nothing yet.
-
-        Args:
-            arithmetic: what computes; its results may depend on its operands alone.
-            inputs: must outlive it.
-        """
+        """Of an arithmetic whose results depend on its operands alone, and inputs that outlive it."""
         self._arithmetic = arithmetic
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
@@ -73,7 +68,7 @@ class SharedArithmetic:
         """
         if not self._knows(operands):
             return make()
-        key = how, *map(place, operands)
+        key = how, *map(_place, operands)
         if key in self._results:
             result, version = self._results[key]
             return result if result._version == version else make()
@@ -116,7 +111,7 @@ class SharedEmulation(SharedArithmetic):
         super().__init__(EmulatedArithmetic(), inputs)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
+        """The cast comes after the product: plans of several casts share one."""
         if cast.every:  # which has no value before its cast
             return super().matmul(a, b, cast, accumulator)
 
@@ -137,6 +132,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def place(x: Tensor) -> tuple[Hashable, ...]:
+def _place(x: Tensor) -> tuple[Hashable, ...]:
     """What tells a part of a tensor from any other, and from itself once someone has written to it."""
     return x.data_ptr(), x.shape, x.stride(), x._version
