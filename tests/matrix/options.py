@@ -1,5 +1,6 @@
 """The options of the matrix: how they are parsed and refused, kept, and given again by the command of one cell."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Option:
     repeats: bool = False  # whether it may stand several times, each adding to the others
     needs: str | None = None  # the option without which it means nothing
     narrows: tuple[str, ...] = ()  # fields of a record by which it leaves cells out of a run
+    form: tuple[str, str] = ("(?s).*", "")  # what its value matches, and that in words
 
     @property
     def flag(self) -> str:
@@ -62,6 +64,7 @@ class Option:
         return [word for pair in pairs for word in pair]
 
 
+_POSITIVE = ("0*[1-9][0-9]{0,17}", "a positive integer")
 OPTIONS = {option.name: option for option in (
     Option("backend", "NAMES",
            f"backends to run, of {', '.join(BACKENDS)} (default: all that can; with --kernel: cpu)",
@@ -113,19 +116,22 @@ OPTIONS = {option.name: option for option in (
            f" {', '.join(name for name, kind in kinds().items() if kind.on_request)})", narrows=("experiment",)),
     Option("dtype", "NAMES", "formats of q, k, v and O: bf16, fp16 (default: bf16)", default="bf16",
            narrows=("format",)),
-    Option("seed", "N", "seed of all inputs (default: 1)", default="1"),
-    Option("heads", "N", "heads a cell draws at first; up to 8 times as many (default: 256)", default="256"),
+    Option("seed", "N", "seed of all inputs (default: 1)", default="1", form=_POSITIVE),
+    Option("heads", "N", "heads a cell draws at first; up to 8 times as many (default: 256)", default="256",
+           form=_POSITIVE),
     Option("cell-timeout", "S",
            "seconds of CPU time that the kernel of a cell may take before its process is ended, with -n, and ten times"
            " that by the clock (default: 60 for a cell of your own, 600 for a training run of it; 15 times that in the"
-           " interpreter); a look at more heads for which the time is too short is left out"),
+           " interpreter); a look at more heads for which the time is too short is left out",
+           form=(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")),
     Option("budget", "TIME",
            "time for the whole run, such as 60s or 5m: the cases that tell most come first, and what is left out is"
            " named (docs/your-kernel.md)"),
     Option("expected", "FILE",
            "TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
            " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)"),
-    Option("save", "NAME", "keep the records as OUT/NAME.json"),
+    Option("save", "NAME", "keep the records as OUT/NAME.json",
+           form=(r"[^./\\][^/\\]*", "a plain name such as main; its folder is --out")),
     Option("out", "DIR", "folder for records (default: out)", default="out"),
     Option("baseline", "FILE", "compare with these records and fail if a cell is worse (docs/ci.md)"),
     Option("fail", "LIMITS", "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself",
@@ -162,13 +168,17 @@ def refuse_twice(words: Sequence[str]) -> None:
             raise UsageError(f"{option.flag}: {times}; give it once, lists are comma-separated")
 
 
-def refuse_lonely(value_of: Values) -> None:
-    """Refuse an option without the one that it is about, and a budget for what is compared with a baseline.
+def refuse_wrong(value_of: Values) -> None:
+    """Refuse a value of another form, an option without the one that it is about, and a budget beside a baseline.
 
     Raises:
-        UsageError: there is one; names both.
+        UsageError: there is one; names it.
     """
     given = _given(value_of)
+    for option in OPTIONS.values():
+        text, (pattern, words) = value_of(option.dest), option.form
+        if isinstance(text, str) and not re.fullmatch(pattern, text):
+            raise UsageError(f"{option.flag} {text}: expected {words}")
     for option in given:
         if option.needs is not None and (needed := OPTIONS[option.needs]) not in given:
             raise UsageError(f"{option.flag} means nothing alone: it needs {needed.flag} {needed.metavar}")
