@@ -27,8 +27,8 @@ from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
 
 rounded = source("rounding").rounded
-absorb = source("noise").absorb
-row_state = source("noise").row_state
+absorb = source("rounding").absorb
+row_state = source("rounding").row_state
 SIZE = 4096
 
 

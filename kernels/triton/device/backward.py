@@ -27,7 +27,7 @@ def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
     first = tl.program_id(0) * C.block.queries
     row = down(first, C.block.queries, C)
     do = load(DO, head, row, queries, C)
-    if C.delta_from_o:
+    if C.plan.delta_from.name == "OUTPUT":
         total = row_sum(do.to(tl.float32) * load(O, head, row, queries, C).to(tl.float32))
     else:
         q = load(Q, head, row, queries, C)
@@ -39,7 +39,7 @@ def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
             v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
             s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
             p = probabilities(s, lse, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
-            if C.delta_from_p:
+            if C.plan.delta_from.name == "PROBABILITIES":
                 total += row_sum(p * upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C))
             else:
                 pv = dot(p, v, zeros(C.block.queries, C.block_d, C))
