@@ -404,9 +404,9 @@ NOT_KEPT = {
         point: (replace(FUSED, **{point: PAPER.p_bar}), f"do not round {point}")  # type: ignore[arg-type]
         for point in ("scale", "divisor", "q", "qk", "shifted", "exp")
     },
-    "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "exponential of 0 is 1"),
+    "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "know no fast exponential"),
     "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
-    "backward": (replace(FUSED, delta_from=DeltaSource.UNNORMALISED), "backward pass is not autograd's"),
+    "backward": (replace(FUSED, delta_from=DeltaSource.UNNORMALISED), "have no backward pass of autograd.s"),
     "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO)), "do not round o zero"),
 }
 
