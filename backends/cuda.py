@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tiebreak.backends.backend import Backend, unusable
 from tiebreak.backends.platform import GIB, read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.flash_attn import flash_attn
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -82,7 +83,10 @@ def _without_bf16(device: int) -> str | None:
 def cuda_kernels() -> tuple[Kernel, ...]:
     """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
     generated = (*triton_kernels(interpreted=False), flex())
-    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), varlen(), flash_attn())
+    packaged = external_kernel("flash_attn", "flash@fused_contracted,tile=128")
+    # Where the package is missing no training run has it.
+    flash_attn = replace(packaged, external=False, has_backward=find_spec("flash_attn") is not None)
+    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), varlen(), flash_attn)
 
 
 def compiled_once(kernel: Kernel) -> Kernel:

@@ -155,46 +155,32 @@ def measure_exp_at_zero(scores: int = 64) -> float:
     return math.exp(lse[0, 0, 0].item()) / scores
 
 
-def _is_fast(measured: float) -> bool:
-    return abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0)
-
-
-def _lanes() -> int:
-    """How many keys the fast exponential takes at a time: with fewer, all have the exact one."""
-    return next(keys for keys in (1, 2, 4, 8, 16, 32, 64) if _is_fast(measure_exp_at_zero(keys)))
+def _kernel(name: str, implementation: Implementation, declaration: Declaration) -> Kernel:
+    takes, lacking = implementation.takes, implementation.missing_requirement
+    return Kernel(name, implementation, declaration, takes=takes, missing_requirement=lacking)
 
 
 def cpu_sdpa_flash() -> Kernel:
     """PyTorch's CPU flash kernel: `fused` in every point but the exponential, which its build for the CPU decides."""
     plan = FUSED
-    if _is_fast(measure_exp_at_zero()):
-        plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
-    declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    lacking = CPU_FLASH.missing_requirement
-    return Kernel("sdpa_flash", CPU_FLASH, declaration, takes=CPU_FLASH.takes, missing_requirement=lacking)
+    for lanes in (1, 2, 4, 8, 16, 32, 64):  # the keys that it takes at a time: with fewer, all have the exact one
+        measured = measure_exp_at_zero(lanes)
+        if abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0):
+            plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=lanes))
+            break
+    return _kernel("sdpa_flash", CPU_FLASH, Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK))
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
-    declaration = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-    return Kernel("sdpa_math", MATH, declaration, takes=MATH.takes)
+    return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    fused = (
-        ("sdpa_flash", CUDA_FLASH, FLASH_2_BLOCK),
-        ("sdpa_cudnn", CUDA_CUDNN, BLOCK),
-        ("sdpa_efficient", CUDA_EFFICIENT, _EFFICIENT_BLOCK),
+    return (
+        _kernel("sdpa_flash", CUDA_FLASH, fused_on_gpu(FLASH_2_BLOCK)),
+        _kernel("sdpa_cudnn", CUDA_CUDNN, fused_on_gpu(BLOCK)),
+        _kernel("sdpa_efficient", CUDA_EFFICIENT, fused_on_gpu(_EFFICIENT_BLOCK)),
+        sdpa_math(),
     )
-    kernels = (
-        Kernel(
-            name,
-            implementation,
-            fused_on_gpu(block),
-            takes=implementation.takes,
-            missing_requirement=implementation.missing_requirement,
-        )
-        for name, implementation, block in fused
-    )
-    return (*kernels, sdpa_math())

@@ -145,9 +145,9 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(
     compiled = []
 
     def compile_only(call: launch.Call, part: str, kernel: str, grid: object, *args: object, **kwargs: object) -> None:
-        function = getattr(loading.source(part), kernel)
+        function, options = getattr(loading.source(part), kernel), launch.options(call.config.d)
         tensors = (call.q, call.k, call.v, call.padding)
-        compiled.append(function.warmup(*tensors, *args, C=kwargs["config"], grid=grid, **launch.options(call.config.d)))
+        compiled.append(function.warmup(*tensors, *args, C=kwargs["config"], grid=grid, **options))
 
     monkeypatch.setattr(launch.Call, "launch", compile_only)
     for _ in range(2):
