@@ -105,7 +105,10 @@ def _shared(x: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-_TEXT = re.compile(r"(?P<fmt>\w+)/(?P<scaling>[a-z]+)(?P<size>\d*)(:(?P<mode>\w+))?(?P<scaled>\+scale)?")
+_TEXT = re.compile(
+    rf"(?P<fmt>\w+)/(?P<scaling>{'|'.join(scaling.value for scaling in Scaling)})(?P<size>\d*)"
+    rf"(:(?P<mode>{'|'.join(_MODES)}))?(?P<scaled>\+scale)?"
+)
 
 
 def parse_quantization(text: str) -> Quantization:
@@ -115,15 +118,11 @@ def parse_quantization(text: str) -> Quantization:
         ValueError: it names none; one line.
     """
     match = _TEXT.fullmatch(text)
-    known = {scaling.value: scaling for scaling in Scaling}
-    mode = match["mode"] if match else None
-    if match is None or match["scaling"] not in known or (mode is not None and mode not in _MODES):
+    if match is None:
         raise ValueError(
             f"{text!r}: expected FORMAT/SCALES such as fp8_e4m3/head, int8/block64:away or fp8_e4m3/micro32;"
-            f" scales go by {', '.join(known)}"
+            f" scales go by {', '.join(scaling.value for scaling in Scaling)}"
         )
     fmt = INT8 if match["fmt"] == INT8.name else parse_format(match["fmt"])
-    rounding = _MODES[mode] if mode is not None else Rounding.TO_EVEN
-    return Quantization(
-        fmt, known[match["scaling"]], int(match["size"] or 0), rounding, takes_scale=match["scaled"] is not None
-    )
+    rounding, scaled = _MODES[match["mode"] or Rounding.TO_EVEN.value], match["scaled"] is not None
+    return Quantization(fmt, Scaling(match["scaling"]), int(match["size"] or 0), rounding, takes_scale=scaled)

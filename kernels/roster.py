@@ -13,12 +13,10 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 _FLASH_PLANS: Mapping[str, RoundingPlan] = {name: plan for name, plan in PLANS.items() if name != STANDARD.name}
 
 
-def _standard() -> Kernel:
-    return composed("standard", Declaration(STANDARD_ATTENTION, STANDARD, SHIFT_RULES["safe"]))
-
-
-def _fair() -> Kernel:
-    return composed("fair", Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
+_NAMED = {
+    "standard": Declaration(STANDARD_ATTENTION, STANDARD, SHIFT_RULES["safe"]),
+    "fair": Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]),
+}
 
 
 def rule_names() -> tuple[str, ...]:
@@ -34,10 +32,8 @@ def composed_kernel(name: str) -> Kernel:
     Raises:
         ValueError: no such rule or plan; the message lists those there are.
     """
-    if name == "standard":
-        return _standard()
-    if name == "fair":
-        return _fair()
+    if name in _NAMED:
+        return composed(name, _NAMED[name])
     rule_name, _, plan_name = name.partition("@")
     rule = SHIFT_RULES.get("safe" if rule_name in TILED else rule_name)
     plan = _FLASH_PLANS.get(plan_name)
