@@ -107,13 +107,9 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
 
 
 def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
-    """The backward passes that may follow a forward pass: those known, and what its plan says, if that is none of them.
+    """The backward passes that may follow a forward pass, by name: its plan's, if that is another, and those known.
 
-    Args:
-        forward: of a kernel that returns its gradients in the format of its output.
-
-    Returns:
-        By name, the plan's own first. A plan that rounds nothing in the backward pass, as most, says nothing of it.
+    A plan that rounds nothing in the backward pass, as most, says nothing of it. Gradients are in the format of O.
     """
     plan = forward.plan
     own = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}

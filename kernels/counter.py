@@ -23,7 +23,7 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
             matters. With the one of most elements last, the work on the others is done once, not once an element.
 
     Returns:
-        int64 tensor of the counters' common shape and device, with values in [0, 2**32).
+        int64 tensor of the counters' common shape and device.
 
     Raises:
         ValueError: seed is out of range.

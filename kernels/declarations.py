@@ -9,7 +9,7 @@ from functools import cache
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
-from tiebreak.kernels.kernel import PLAIN, Declaration
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
     ISOLATION,
@@ -143,7 +143,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
 @cache
 def _named(head: str) -> Declaration:
     """The declaration of a kernel, or of plain flash attention at a plan."""
-    name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{PLAIN}@{head}"
+    name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{FLASH_ATTENTION.name}@{head}"
     for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential
         if kernel.declaration is not None and kernel.declaration.label == name:
             return kernel.declaration

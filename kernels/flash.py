@@ -348,8 +348,7 @@ def backward(
     Args:
         inputs: q, k, v, dO and masks.
         output: what the forward pass returned, its log-sum-exp included, and its tiles where it had the same block.
-        plan: where and how to round; `delta_from` is what delta is computed from, which is all that separates
-            standard attention's backward pass from flash attention's.
+        plan: where and how to round; `delta_from` is all that separates standard attention's from flash attention's.
         arithmetic: the device's operations.
         block: tile sizes.
         wanted: which of dQ, dK and dV to compute; NaN stands for the others.

@@ -30,11 +30,6 @@ _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
 _TAKES = COMMON | MASKS | {VALUE_DIM, SOFTCAP, SINK, BIAS}
 _OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two places, in one sequence
 
-# (batch, head, query, key) -> whether the key is seen
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# (score, batch, head, query, key) -> what softmax is of
-Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
@@ -69,8 +64,8 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)  # type: ignore[no-any-return, unused-ignore]
 
 
-def _mask(inputs: AttentionInputs) -> Mask | None:
-    """The mask as a function; None where every key is seen. What is no matter of distance is looked up."""
+def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """Whether a key is seen, of (batch, head, query, key); None where all are. What is not a distance is looked up."""
     masks = inputs.masks()
     if not masks:
         return None
@@ -95,8 +90,8 @@ def _at(x: Tensor, *places: Tensor) -> Tensor:
     return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
 
 
-def _score(inputs: AttentionInputs) -> Score | None:
-    """What is made of a score before softmax, as a function; None for nothing."""
+def _score(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
+    """What is made of a score before softmax, of (score, batch, head, query, key); None for nothing."""
     cap, bias = inputs.softcap, inputs.bias
 
     def changed(score: Tensor, *places: Tensor) -> Tensor:

@@ -2,11 +2,31 @@
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 
-from tiebreak.kernels.hashing import hashed_once
+_T = TypeVar("_T")
+
+
+def hashed_once(data_class: type[_T]) -> type[_T]:
+    """A frozen data class whose objects keep their hash: declarations and their parts are keys of what is shared."""
+    generated: Any = data_class.__hash__
+
+    def hashed(self: Any) -> int:
+        kept = self.__dict__
+        if "_hash" not in kept:
+            kept["_hash"] = generated(self)
+        return int(kept["_hash"])
+
+    def fields_alone(self: Any) -> dict[str, Any]:
+        # Another process hashes names otherwise.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    data_class.__hash__ = hashed  # type: ignore[method-assign]
+    data_class.__getstate__ = fields_alone  # type: ignore[method-assign]
+    return data_class
 
 
 class Rounding(enum.Enum):

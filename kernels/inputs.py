@@ -41,11 +41,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
     """Bool (1, 1, queries, keys): True where a window hides a key; made once for all steps of a training.
 
-    Args:
-        queries: rows; the last one's own key is the last.
-        keys: columns.
-        sides: causal attention is a window of all keys before and of none behind.
-        lengths: of packed sequences, each a call of its own.
+    The last row's own key is the last, in each of packed sequences. Causal attention has no keys behind.
     """
     hidden = torch.ones(queries, keys, dtype=torch.bool)
     for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
@@ -136,11 +132,9 @@ class AttentionInputs:
         return tuple(feature for feature, needed in needed.items() if needed)
 
     def value_of(self, feature: Feature, keyword: str) -> object:
-        """What a kernel is given of a feature that goes by a value.
+        """What a kernel is given of a feature under one of its keywords.
 
-        Args:
-            feature: has this keyword.
-            keyword: one of the common ones; a sliding window is a number of keys, the row's own among them.
+        `sliding_window` is a number of keys, the row's own among them.
         """
         if feature in (features.LENGTHS, features.PAGES):
             return self._of_sequences(feature, keyword)

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
+from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Wanted, backward
-from tiebreak.kernels.formats import Formats
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
-
-PLAIN = FLASH_ATTENTION.name  # what tables call flash attention with the shift rule `safe`
 
 
 @hashed_once

@@ -225,12 +225,8 @@ def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """The vendor's kernels of a default run.
 
-    Args:
-        operators: where the operators come from.
-
-    Returns:
-        npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators,
-        forward only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
+    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators, forward
+    only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
     """
     training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
     training += [_training(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]

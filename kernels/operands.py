@@ -80,14 +80,7 @@ class Operands:
     def from_call(
         cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
     ) -> "Operands":
-        """Those of a call.
-
-        Args:
-            inputs: q, K, V, dO and masks.
-            plan: what of them is put into 8 bits, and how S is rounded.
-            arithmetic: the device's operations.
-            tiles: of an earlier pass over the same call.
-        """
+        """Those of a call; `tiles` are of an earlier pass over it."""
         k_held, v_held = (
             Scaled(inputs.expanded(x), None if factors is None else inputs.expanded(factors[..., None, None]))
             for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
@@ -159,12 +152,7 @@ class Operands:
         return ds * (1.0 - (s if folds_scale(self.plan) else s / self.softcap).square())
 
     def with_sink(self, s: Tensor, logit: float) -> Tensor:
-        """Scores of some rows and, behind them, the sink as one more, where there is one.
-
-        Args:
-            s: (batch, heads, rows, keys).
-            logit: what 1 of a logit is in their unit.
-        """
+        """Scores of some rows and, behind them, the sink as one more, if there is one; 1 is `logit` in their unit."""
         if self.sink is None:
             return s
         return torch.cat([s, (self.sink * logit).expand(*s.shape[:-1], 1)], -1)

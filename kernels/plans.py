@@ -5,8 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding, hashed_once
 from tiebreak.kernels.quantization import Quantization, Scaling
 
 

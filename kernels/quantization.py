@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.formats import INT8, Format, Rounding, parse_format
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import INT8, Format, Rounding, hashed_once, parse_format
 
 _MODES = {rounding.value: rounding for rounding in Rounding if rounding is not Rounding.STOCHASTIC}
 _TAKES_SCALE = "+scale"
@@ -24,10 +23,8 @@ class Scaling(enum.Enum):
     BLOCK = "block"  # those of so many rows (queries or keys) of a head
     MICRO = "micro"  # so many along the product's inner dimension; the scale is a power of two (OCP MX 1.0, 6.3)
 
-    @property
-    def sized(self) -> bool:
-        """Whether it takes a size."""
-        return self in (Scaling.BLOCK, Scaling.MICRO)
+
+SIZED = (Scaling.BLOCK, Scaling.MICRO)  # what takes a size
 
 
 @hashed_once
@@ -46,8 +43,8 @@ class Quantization:
     takes_scale: bool = False  # q alone: whether it is multiplied by alpha first, in base two by log2 e too
 
     def __post_init__(self) -> None:
-        if self.scaling.sized != (self.size > 0):
-            raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling.sized else 'take no'} size")
+        if (self.scaling in SIZED) != (self.size > 0):
+            raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling in SIZED else 'take no'} size")
 
     def __str__(self) -> str:
         """As declarations have it: `fp8_e4m3/head`, `int8/block128:away+scale`."""
@@ -73,14 +70,9 @@ class Quantization:
         return max(self.fmt.unit_roundoff, beyond)
 
     def scales(self, x: Tensor, inner: int) -> Tensor:
-        """The scale of every number, in fp32.
+        """The scale of every number of x (batch, heads, rows, columns), fp32, broadcastable to it; 1 where all is 0.
 
-        Args:
-            x: (batch, heads, rows, columns), fp32.
-            inner: the dimension that the product sums over, -1 or -2.
-
-        Returns:
-            Positive, broadcastable to x; all 1 where what shares a scale is 0.
+        `inner` is the dimension that the product sums over, -1 or -2.
         """
         match self.scaling:
             case Scaling.TENSOR:

@@ -57,11 +57,7 @@ class Implementation:
         return _WITH_MASK if _MASK_ARGUMENTS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
 
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """Compute attention by it: `Compute` of a kernel.
-
-        Raises:
-            RuntimeError: another implementation ran, or PyTorch has none to run: the forced one can't take the inputs.
-        """
+        """Compute attention by it; RuntimeError where PyTorch ran another, or none: it can't take the inputs."""
         return through_autograd(self._o, inputs, arithmetic, gradients)
 
     def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
@@ -97,8 +93,8 @@ class Implementation:
         The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
         between releases and cards. Nothing is computed.
         """
-        if (nothing := empty(inputs)) is not None:
-            return nothing
+        if (reason := empty(inputs)) is not None:
+            return reason
         arguments, dtype = self._arguments(inputs), TORCH_DTYPES[inputs.formats.inputs]
         # As for a backward pass: some implementations take more without one.
         q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
@@ -107,7 +103,11 @@ class Implementation:
             try:
                 chosen = torch._fused_sdp_choice(q, k, v, **arguments)
             except RuntimeError as error:
-                return f"{self.backend.name}: {_reason([str(warning.message) for warning in caught], error)}"
+                # The warning about the implementation that was left on, or else the error.
+                of_others = ("kernel not used because", "runtime disabled")
+                warned = (str(warning.message) for warning in caught)
+                text = next((text for text in warned if not any(part in text for part in of_others)), str(error))
+                return f"{self.backend.name}: {' '.join(text.partition('(Triggered internally')[0].split())}"
         if chosen == self.backend.value:
             return None
         return f"{self.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
@@ -138,17 +138,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         return func(*args, **(kwargs or {}))
 
 
-def _reason(messages: list[str], error: RuntimeError) -> str:
-    """Of PyTorch's warnings the one that is about the implementation that was left on, or else its error."""
-    reasons = [text for text in messages if "kernel not used because" not in text and "runtime disabled" not in text]
-    text = (reasons or [str(error)])[0]
-    return " ".join(text.partition("(Triggered internally")[0].split())
-
-
 def measure_exp_at_zero(scores: int = 64) -> float:
-    """exp(0) as PyTorch's CPU flash kernel computes it, from the log-sum-exp of equal scores.
+    """exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
 
-    Its log-sum-exp of n zeros is log(n exp(0)), exp(0) being a mean where a fast exponential takes some scores alone.
+    That is a mean where a fast exponential takes some scores alone.
     """
     zeros = torch.zeros(1, 1, scores, 16, dtype=torch.bfloat16)
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(zeros, zeros, zeros)

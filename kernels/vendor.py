@@ -31,19 +31,10 @@ def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declarati
 
 
 def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """Call a kernel that torch can differentiate.
+    """O of a kernel that torch can differentiate, in the inputs' format, and if asked for the gradients.
 
-    Args:
-        call: the kernel.
-        inputs: q, k, v and dO on the device; in their format already, they reach the kernel as they lie.
-        arithmetic: not used: the kernel brings its own.
-        gradients: whether to run the backward pass too.
-
-    Returns:
-        O in the inputs' format and, if asked for, the gradients.
-
-    Raises:
-        Exception: whatever the kernel raises.
+    q, k, v and dO are on the device; in their format already, they reach the kernel as they lie. The kernel brings its
+    own arithmetic, and whatever it raises is raised.
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]

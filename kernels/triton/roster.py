@@ -12,7 +12,7 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import PLANS, STANDARD, Exponential, RoundingPlan
+from tiebreak.kernels.plans import PLANS, STANDARD, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.launch import (
@@ -86,7 +86,6 @@ class Compilation:
 
 
 _BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", "query_gradient"))
-_POINTERS = {"O": "o", "DQ": "gradients", "DK": "gradients", "DV": "gradients"}  # to what a cast of the plan leaves
 _TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 
 
@@ -99,23 +98,14 @@ def compilations() -> Iterator[Compilation]:
     d, formats = 64, Formats.of(BF16)
     for name, declaration in DECLARATIONS.items():
         plan = declaration.plan.in_formats(formats)
+        pointers = {**dict.fromkeys(("Q", "K", "DO"), formats.inputs), "V": format_of_v(plan, formats)}
+        pointers |= {"O": plan.o.fmt, **dict.fromkeys(("DQ", "DK", "DV"), plan.gradients.fmt)}
         for part, function in (("forward", FORWARD[declaration.algorithm.name]), *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
-            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted = getattr(source(part), function)
-            types = {
-                argument: "constexpr" if argument in constants else _type(argument, plan, formats)
-                for argument in jitted.arg_names
-            }
+            names: list[str] = jitted.arg_names
+            types = {word: _TYPES[pointers.get(word, FP32).name] if word.isupper() else "i32" for word in names}
+            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
+            types |= dict.fromkeys(constants, "constexpr")
             yield Compilation(f"{name}/{function}", jitted, types, constants, options(d))
-
-
-def _type(argument: str, plan: RoundingPlan, formats: Formats) -> str:
-    if argument == "V":
-        return _TYPES[format_of_v(plan, formats).name]
-    if argument in ("Q", "K", "DO"):
-        return _TYPES[formats.inputs.name]
-    if argument in _POINTERS:
-        return _TYPES[getattr(plan, _POINTERS[argument]).fmt.name]
-    return _TYPES[FP32.name] if argument.isupper() else "i32"

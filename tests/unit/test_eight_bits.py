@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import run_backward, run_forward
 from tiebreak.kernels.operands import Operands
 from tiebreak.kernels.plans import FUSED, PLANS, Cast
-from tiebreak.kernels.quantization import Quantization, Scaling, parse_quantization
+from tiebreak.kernels.quantization import SIZED, Quantization, Scaling, parse_quantization
 from tiebreak.kernels.reference import reference
 
 ARITHMETIC = EmulatedArithmetic()
@@ -262,7 +262,7 @@ def test_a_quantization_is_taken_back_from_its_text() -> None:
     for fmt in (FP8_E4M3, FP8_E5M2, INT8):
         for scaling in Scaling:
             for rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY):
-                how = Quantization(fmt, scaling, 32 if scaling.sized else 0, rounding, takes_scale=True)
+                how = Quantization(fmt, scaling, 32 if scaling in SIZED else 0, rounding, takes_scale=True)
                 assert parse_quantization(str(how)) == how
 
 

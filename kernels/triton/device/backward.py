@@ -16,12 +16,7 @@ from .tiles import across, dot, down, first_head, load, load_rows, row_sum, stor
 def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
     """The row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
 
-    Grid: (blocks of queries, batch x query heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, O, LSE, queries, keys, C: as for `forward`, O and LSE as it stored them.
-        DO: upstream gradient, in the shape of Q.
-        DELTA: fp32 (batch x heads, queries).
+    Grid and arguments as of `forward`, O and LSE as it stored them; DO in the shape of Q, DELTA in that of LSE.
     """
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries
@@ -67,11 +62,7 @@ def upstream_of_p(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constex
 def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl.constexpr):
     """DK and dV of one block of keys, summed over the query heads that share the key head. Tiles are (keys, queries).
 
-    Grid: (blocks of keys, batch x key heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
-        DK, DV: in the shape of K.
+    Grid: (blocks of keys, batch x key heads / C.heads). Arguments as of `delta`; DK and DV in the shape of K.
     """
     key_head = first_head(1, C)
     first = tl.program_id(0) * C.block.keys
@@ -106,14 +97,7 @@ def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl
 
 @triton.jit
 def query_gradient(Q, K, V, PADDING, DO, LSE, DELTA, DQ, queries, keys, C: tl.constexpr):
-    """DQ of one block of queries.
-
-    Grid: (blocks of queries, batch x query heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
-        DQ: in the shape of Q.
-    """
+    """DQ of one block of queries, in the shape of Q. Grid and arguments as of `delta`."""
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries
     row = down(first, C.block.queries, C)

@@ -6,11 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def narrow(x, C: tl.constexpr):
-    """`x` as a cast to nearest leaves it, in the format's own type.
+    """`x`, fp32, as a cast to nearest leaves it, in the format's own type; a stochastic cast is made before.
 
-    Args:
-        x: fp32; already rounded where the cast is stochastic.
-        C: `Cast`, from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
+    `C` is a `Cast` from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
     """
     FMT: tl.constexpr = C.fmt
     if not C.narrows:
@@ -88,12 +86,7 @@ def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def absorb(state, counter):
-    """The state of `tiebreak.kernels.counter` after one more counter; with all of them, the random bits.
-
-    Args:
-        state: uint32.
-        counter: of an integer type, not negative; broadcasts to the state.
-    """
+    """The state of `tiebreak.kernels.counter`, uint32, after one more counter; with all of them, the random bits."""
     return _mix(tl.add(_mix(counter.to(tl.uint32)), state, sanitize_overflow=False))
 
 
@@ -108,13 +101,6 @@ def _mix(x):
 
 @triton.jit
 def row_state(start, head, row, C: tl.constexpr):
-    """The state after (batch, head, row).
-
-    Args:
-        start: int32 that holds the bits of the state after (seed, stream).
-        head: index over batch and query heads.
-        row: index of the query.
-        C: `Config`.
-    """
+    """The state after (batch, head, row), from the bits of that after (seed, stream) as int32."""
     state = absorb(start.to(tl.uint32, bitcast=True), head // C.query_heads)
     return absorb(absorb(state, head % C.query_heads), row)
