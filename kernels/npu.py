@@ -225,7 +225,7 @@ def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """The vendor's kernels of a default run.
 
-    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators, forward
+    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the inference operators, forward
     only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
     """
     training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
