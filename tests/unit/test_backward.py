@@ -57,7 +57,7 @@ def test_the_equations_tell_the_error_of_dq_and_of_the_query_weights_gradient() 
     bound = roundings * FP32.unit_roundoff * inputs.scale * (ds @ inputs.expanded_k().double().abs())
     x = inputs.q.double()
     of_weights = [weight_gradient(tensor, by) for tensor, by in ((error, x), (predicted, x), (bound, x.abs()))]
-    measures = equation_cosines(on_tied("flash@paper"), error, inputs, ref)
+    measures = equation_cosines(on_tied("flash@paper"), -error, inputs, ref)
     for (wrong, told, allowed), reported in zip(((error, predicted, bound), of_weights), measures, strict=True):
         assert ((wrong - told).abs() <= allowed).all()
         # The bound as a share of what is predicted: not a guess, and well below 1.
