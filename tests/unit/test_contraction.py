@@ -154,7 +154,6 @@ def test_where_s_is_cast_its_scale_comes_before() -> None:
         ("fixed_offset", "growing_maximum"),
         ("dithered", "growing_maximum"),
         ("lazy", "growing_maximum"),
-        ("always_scaled", "growing_maximum"),
         ("gamma", "repeated_negative"),
         ("stabilized", "near_tie_inside"),
     ],

@@ -16,6 +16,7 @@ itself with every term's magnitude in its place.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -30,24 +31,7 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Formats, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration, run_declared
-from tiebreak.kernels.plans import (
-    FP32_PLAN,
-    FUSED,
-    FUSED_CONTRACTED,
-    FUSED_FP8,
-    FUSED_FP8_CLAMPED,
-    FUSED_FP8_FAIR,
-    FUSED_FP8_OFFSET,
-    FUSED_P_BAR_AWAY,
-    FUSED_P_BAR_O_AWAY,
-    PAPER,
-    PRESETS,
-    Cast,
-    DeltaSource,
-    Exponential,
-    RoundingPlan,
-    SumOf,
-)
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, PLANS, PRESETS, Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.launch import Call, run
@@ -235,26 +219,16 @@ PREDICTED = [
 ROSTER = [name for name, declared in DECLARATIONS.items() if declared.plan.p_bar.fmt != FP8_E4M3]
 
 
-@pytest.mark.parametrize("case", PREDICTED)
-@pytest.mark.parametrize("kernel", ROSTER)
-def test_every_kernel_does_what_it_declares(kernel: str, case: str) -> None:
-    _assert_as_declared(_made(case), DECLARATIONS[kernel])
-
-
-@pytest.mark.parametrize("kernel", ["triton_flash", "triton_fair", "triton_standard"])
-def test_fp16_is_rounded_as_declared(kernel: str) -> None:
-    for case in ("tied_maxima[k=2]", "random_causal"):
-        _assert_as_declared(_made(case, FP16), DECLARATIONS[kernel])
-
-
-def test_fp8_is_rounded_as_declared() -> None:
-    declaration = DECLARATIONS["triton_fp8"]
-    inputs = _made("tied_maxima[k=2]")
-    with pytest.raises(ValueError, match="a V in fp8_e4m3, not in bf16"):
-        _run(inputs, declaration)
-    rounded = replace(inputs, v=round_to(inputs.v, FP8_E4M3), formats=Formats.of(BF16, v=FP8_E4M3))
-    for made in (rounded, _made("fp8_ties"), _made("fp8_flat_tail")):
-        _assert_as_declared(made, declaration)
+@pytest.mark.parametrize(
+    ("kernel", "case", "fmt"),
+    [
+        *product(ROSTER, PREDICTED, [BF16]),
+        *product(["triton_flash", "triton_fair", "triton_standard"], ["tied_maxima[k=2]", "random_causal"], [FP16]),
+        *(("triton_fp8", case, BF16) for case in ("fp8_ties", "fp8_flat_tail")),
+    ],
+)
+def test_every_kernel_does_what_it_declares(kernel: str, case: str, fmt: Format) -> None:
+    _assert_as_declared(_made(case, fmt), DECLARATIONS[kernel])
 
 
 def test_most_bits_are_settled_and_the_rest_are_few() -> None:
@@ -277,7 +251,12 @@ def test_every_shift_rule_is_the_suites(rule: str, base_two: bool) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [*PRESETS, FUSED_P_BAR_AWAY, FUSED_P_BAR_O_AWAY, replace(FUSED, name="l_rounded", row_sum_of=SumOf.ROUNDED)],
+    [
+        *PRESETS,
+        PLANS["fused_p_bar_away"],
+        PLANS["fused_p_bar_o_away"],
+        replace(FUSED, name="l_rounded", row_sum_of=SumOf.ROUNDED),
+    ],
     ids=lambda p: p.name,
 )
 def test_every_plan_is_kept(plan: RoundingPlan) -> None:
@@ -286,20 +265,13 @@ def test_every_plan_is_kept(plan: RoundingPlan) -> None:
 
 
 @pytest.mark.parametrize("rule", ["safe", "lazy_4"])
-@pytest.mark.parametrize("plan", [FUSED_FP8_OFFSET, FUSED_FP8_CLAMPED, FUSED_FP8_FAIR], ids=lambda p: p.name)
-def test_eight_bits_are_kept_where_they_saturate_too(plan: RoundingPlan, rule: str) -> None:
-    inputs, declared = _made("fp8_stale_maximum"), _declared(plan, rule)
+@pytest.mark.parametrize("plan", ["fused_fp8_offset", "fused_fp8_clamped", "fused_fp8_fair"])
+def test_eight_bits_are_kept_where_they_saturate_too(plan: str, rule: str) -> None:
+    inputs, declared = _made("fp8_stale_maximum"), _declared(PLANS[plan], rule)
     _assert_as_declared(inputs, declared)
     left = (_run(inputs, declared).o.double().abs().sum() / reference(inputs).o.abs().sum()).item()
-    assert (left < 0.9) is (rule == "lazy_4" and plan is FUSED_FP8_OFFSET)
-
-
-def test_the_log_sum_exp_does_not_show_the_offset() -> None:
-    inputs = _made("fp8_ties")
-    lifted, plain = (_run(inputs, _declared(plan)).lse for plan in (FUSED_FP8_OFFSET, FUSED_FP8))
-    assert lifted is not None
-    assert plain is not None
-    assert (lifted - plain).abs().max() < 1e-5
+    assert (left < 0.9) is (rule == "lazy_4" and plan == "fused_fp8_offset")
+    _assert_rows(_made("fp8_ties"), _run(_made("fp8_ties"), declared))  # whose log-sum-exp does not show the offset
 
 
 def test_the_authors_floor_is_under_every_block_of_keys_masked_ones_too() -> None:
@@ -325,19 +297,24 @@ def _normal(
     return AttentionInputs(q, k, v, do, Formats.of(fmt), causal=causal, noise_seed=2**32 - 3)
 
 
+def _assert_rows(inputs: AttentionInputs, output: AttentionOutput) -> None:
+    """The log-sum-exp is right, and rows that see no key are 0."""
+    s, hidden = reference(inputs).s, inputs.hidden()
+    exact = torch.logsumexp(s if hidden is None else s.masked_fill(hidden, -torch.inf), -1, keepdim=True)
+    blind = exact == -torch.inf
+    assert output.lse is not None
+    assert torch.equal(output.lse == -torch.inf, blind)
+    assert (output.o[blind.expand_as(output.o)] == 0).all()
+    # Sums of d and of n terms at their worst; |S| stays below 64. A dither moves m, and log l the other way.
+    error = (output.lse.double() - exact).abs()[~blind]
+    assert (error <= (sum(inputs.k.shape[2:]) + 8) * U * 64).all()
+
+
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
 def test_every_shape_is_right(kernel: str, attention_shape: Shape) -> None:
     inputs = _normal(*attention_shape)
     _assert_as_declared(inputs, DECLARATIONS[kernel])
-    output, s, hidden = _run(inputs, DECLARATIONS[kernel]), reference(inputs).s, inputs.hidden()
-    exact = torch.logsumexp(s if hidden is None else s.masked_fill(hidden, -torch.inf), -1, keepdim=True)
-    blind = exact == -torch.inf
-    assert output.lse is not None
-    assert (output.lse[blind] == -torch.inf).all()
-    assert (output.o[blind.expand_as(output.o)] == 0).all()
-    # Sums of d and of n terms at their worst; |S| stays below 64. The dither moves m, and log l the other way.
-    error = (output.lse.double() - exact).abs()[~blind]
-    assert (error <= (sum(inputs.k.shape[2:]) + 8) * U * 64).all()
+    _assert_rows(inputs, _run(inputs, DECLARATIONS[kernel]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -345,18 +322,11 @@ def test_every_shape_is_right(kernel: str, attention_shape: Shape) -> None:
 @pytest.mark.parametrize("first", [40, 150])
 def test_padding_is_not_seen(first: int, kernel: str, causal: bool) -> None:
     """One batch entry with holes, one padded on the left: of its first rows, or of all, there is nothing to see."""
-    inputs = _normal(33, 150, 16, 4, 2, causal)
     key = torch.arange(150)
-    inputs = replace(inputs, key_padding=torch.stack([key * 7919 % 5 > 1, key >= first]))
+    padding = torch.stack([key * 7919 % 5 > 1, key >= first])
+    inputs = replace(_normal(33, 150, 16, 4, 2, causal), key_padding=padding)
     _assert_as_declared(inputs, DECLARATIONS[kernel])
-    hidden = inputs.hidden()
-    assert hidden is not None
-    blind = hidden.all(-1)[..., None].expand(2, 4, 33, 1)
-    output = _run(inputs, DECLARATIONS[kernel])
-    assert output.lse is not None
-    assert torch.equal(output.lse == -torch.inf, blind)
-    assert (output.o.masked_select(blind) == 0).all()
-    assert (output.o.masked_select(~blind) != 0).any() or blind.all()
+    _assert_rows(inputs, _run(inputs, DECLARATIONS[kernel]))
 
 
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_paper", "triton_standard"])
@@ -385,8 +355,8 @@ def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
 
 
 NOT_KEPT = {
-    "point": (replace(FUSED, qk=PAPER.p_bar), "do not round qk"),
-    "contracted": (FUSED_CONTRACTED, "contraction off"),
+    "point": (replace(FUSED, qk=Cast(BF16)), "do not round qk"),
+    "contracted": (PLANS["fused_contracted"], "contraction off"),
     "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "know no fast exponential"),
     "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
     "backward": (replace(FUSED, delta_from=DeltaSource.UNNORMALISED), "have no backward pass of autograd.s"),
@@ -410,7 +380,7 @@ def _refused(**changes: object) -> str | None:
     return reason
 
 
-def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line() -> None:
+def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 2, 4, 16)
     assert _refused() is None
     assert _refused(formats=Formats.of(FP8_E4M3)) == "the Triton kernels take bf16, fp16, fp32, not fp8_e4m3"
@@ -420,12 +390,9 @@ def test_inputs_that_the_kernels_cannot_take_are_refused_in_one_line() -> None:
     assert _refused(q=wide, k=wide, v=wide, do=wide) == "head dimension 257 is above 256"
     with pytest.raises(ValueError, match="powers of two, not 48 x 64"):
         _run(_made("random"), _declared(FUSED, block=Block(48, 64)))
-
-
-def test_the_compiled_kernels_refuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="run on a GPU, not on cpu"):
-        run(_made("random"), DECLARATIONS["triton_flash"], gradients=False)
+        _run(_made("random"), DECLARATIONS["triton_flash"])
 
 
 def test_strides_do_not_matter() -> None:
