@@ -141,17 +141,6 @@ def test_what_a_call_asks_more_an_operator_is_told(backend: Ascend, kernel: str,
     assert_gradients(output.gradients, inputs, ref)
 
 
-def test_a_window_is_a_band_and_packed_sequences_have_a_layout(backend: Ascend) -> None:
-    recorder = Recorder(backend.npu.operators)
-    kernel = FusionAttention("SBH", 0, recorder)
-    for asked in ("causal window", "packed, a window"):
-        kernel(ASKED[asked], backend.arithmetic, True)
-    band, of_sequences = (recorder.calls[at][1] for at in (0, 2))
-    assert (band["sparse_mode"], band["pre_tockens"], band["next_tockens"]) == (4, 3, 0)
-    assert (of_sequences["actual_seq_qlen"], of_sequences["actual_seq_kvlen"]) == ([4, 9], [6, 14])
-    assert [call for _, call in recorder.calls[1::2] if call["sparse_mode"] != 4] == []
-
-
 def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> None:
     inputs = replace(longer(5, 9), sink=torch.tensor([0.5, -1.0, 2.0, 0.0]))
     kernel, ref = backend.kernel("npu_fusion_bnsd_p0"), reference(inputs)
@@ -213,14 +202,18 @@ class Recorder:
         return noted
 
 
-@pytest.mark.parametrize("precise", INNER_PRECISE)
-def test_the_precision_in_the_name_goes_to_both_operators(backend: Ascend, precise: int) -> None:
+def test_both_operators_are_told_the_precision_the_band_of_a_window_and_where_sequences_end(backend: Ascend) -> None:
     recorder = Recorder(backend.npu.operators)
-    FusionAttention("BNSD", precise, recorder)(drawn("random"), backend.arithmetic, True)
-    assert [(name, call["inner_precise"]) for name, call in recorder.calls] == [
-        ("npu_fusion_attention", precise),
-        ("npu_fusion_attention_grad", precise),
+    for precise, asked in enumerate(("causal window", "packed, a window")):
+        FusionAttention("SBH", precise, recorder)(ASKED[asked], backend.arithmetic, True)
+    names = ["npu_fusion_attention", "npu_fusion_attention_grad"]
+    assert [(name, told["inner_precise"]) for name, told in recorder.calls] == [
+        *((name, at) for at in (0, 1) for name in names)
     ]
+    band, _, of_sequences, _ = (told for _, told in recorder.calls)
+    assert (band["pre_tockens"], band["next_tockens"]) == (3, 0)
+    assert (of_sequences["actual_seq_qlen"], of_sequences["actual_seq_kvlen"]) == ([4, 9], [6, 14])
+    assert {told["sparse_mode"] for _, told in recorder.calls} == {4}
 
 
 @pytest.mark.parametrize("kernel", npu_kernels(lambda name: None), ids=lambda kernel: kernel.name)

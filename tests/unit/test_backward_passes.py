@@ -115,9 +115,7 @@ class Coarse(torch.autograd.Function):
         return torch.ldexp((mantissa * 8).round() / 8, exponent).to(gradients[0].dtype)
 
 
-def _coarse(x: Tensor) -> Tensor:
-    coarse: Tensor = Coarse.apply(x)  # type: ignore[no-untyped-call]
-    return coarse
+_coarse: Callable[[Tensor], Tensor] = Coarse.apply
 
 
 def coarse_dk(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
