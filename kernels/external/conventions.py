@@ -52,7 +52,7 @@ class Convention:
     @property
     def causal(self) -> str | None:
         """Keyword of the causal mask; None: it has none."""
-        return self._first(_CAUSAL) or (_CAUSAL[0] if self.anything else None)
+        return self._first(*_CAUSAL) or (_CAUSAL[0] if self.anything else None)
 
     @property
     def out(self) -> str | None:
@@ -62,20 +62,20 @@ class Convention:
     @property
     def mask(self) -> str | None:
         """Keyword of a mask of the scores."""
-        return self._first((_MASK,))
+        return self._first(_MASK)
 
     @property
     def splits(self) -> str | None:
         """Keyword of the number of splits that a row's keys are computed in."""
-        return self._first(_SPLITS)
+        return self._first(*_SPLITS)
 
-    def _first(self, names: tuple[str, ...]) -> str | None:
+    def _first(self, *names: str) -> str | None:
         return next((name for name in names if name in self.parameters), None)
 
     @cached_property
     def values(self) -> Mapping[str, Feature]:
         """Its keywords of features that go by a value, such as the scores' scale, and the features."""
-        scale = self._first(OWN_SCALE.keywords) or (OWN_SCALE.keywords[0] if self.anything else None)
+        scale = self._first(*OWN_SCALE.keywords) or (OWN_SCALE.keywords[0] if self.anything else None)
         others = (feature for feature in FEATURES if feature is not OWN_SCALE)
         named = {word: feature for feature in others for word in feature.keywords if word in self.parameters}
         return named if scale is None else {scale: OWN_SCALE, **named}
@@ -123,7 +123,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
         options: of its author; they take precedence over the signature.
 
     Raises:
-        LoadError: the signature has a parameter that no option explains, or an option names one that it lacks.
+        LoadError: no signature of (q, k, v, ...), a parameter that nothing explains, or an option that it lacks.
     """
     called = _read(function, options)
     if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor
@@ -146,11 +146,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
 
 
 def _read(function: Callable[..., Any], options: KernelOptions) -> Convention:
-    """What Python knows of a function.
-
-    Raises:
-        LoadError: no signature, or fewer than three parameters that go by position.
-    """
+    """What Python knows of a function."""
     if function in _BUILTIN:
         return Convention(options, dict.fromkeys(_BUILTIN[function]))
     # A class whose `apply` the function is: it takes nothing by keyword, and its signature is that of `forward`.

@@ -1,17 +1,23 @@
-"""The state of a process that a kernel under test may change: kept, looked at, and put back.
+"""What a kernel under test may do to its process: the state that it changes is put back, its CPU time is limited.
 
 A kernel that turns a switch of torch's would else take other kernels' cells with it, and the suite's own arithmetic.
 """
 
+import faulthandler
+import importlib
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
+
+_SDPA = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+_IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its first dO: seconds that are not a kernel's
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,6 @@ def _put_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-
-
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _put_autocast(before: tuple[bool, torch.dtype]) -> None:
@@ -69,13 +71,6 @@ def _put_precision(before: tuple[str | None, ...]) -> None:
             place.fp32_precision = value
 
 
-_SDPA = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-
-
-def _sdpa() -> tuple[bool, ...]:
-    return tuple(getattr(torch.backends.cuda, f"{name}_enabled")() for name in _SDPA)
-
-
 def _put_sdpa(before: tuple[bool, ...]) -> None:
     for name, enabled in zip(_SDPA, before, strict=True):
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
@@ -92,10 +87,18 @@ _SWITCHES = (
     ),
     _Switch("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
     _Switch("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    _Switch("torch's autocast", _autocast, _put_autocast),
+    _Switch(
+        "torch's autocast",
+        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        _put_autocast,
+    ),
     _Switch("torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _Switch("torch's precision of fp32 products", _precision, _put_precision),
-    _Switch("torch's choice of attention kernels", _sdpa, _put_sdpa),
+    _Switch(
+        "torch's choice of attention kernels",
+        lambda: tuple(getattr(torch.backends.cuda, f"{name}_enabled")() for name in _SDPA),
+        _put_sdpa,
+    ),
     # Libraries set variables of their own as they are imported.
     _Switch("the environment", lambda: dict(os.environ), _put_environment, lambda old, new: old.items() <= new.items()),
     _Switch("the working directory", os.getcwd, os.chdir),
@@ -135,3 +138,44 @@ def own_randomness(seed: int) -> Iterator[None]:
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+class Clock:
+    """Counts the CPU time of this process while a user's code runs, not while the suite does.
+
+    A signal of the kernel's ends what passes the limit: a user's code may hold Python's lock for ever.
+    """
+
+    def __init__(self) -> None:
+        self.left: float | None = None  # seconds of CPU time until the limit; None: there is none
+        self._running = False
+
+    @contextmanager
+    def limited(self, seconds: float, file: TextIO) -> Iterator[None]:
+        """Give all calls within so much CPU time together; where it is spent, dump all stacks and end the process."""
+        with suppress(ImportError):
+            importlib.import_module(_IMPORTED_BY_AUTOGRAD)
+        faulthandler.register(signal.SIGPROF, file=file, chain=True)
+        self.left = seconds
+        try:
+            yield
+        finally:
+            self.left = None
+            faulthandler.unregister(signal.SIGPROF)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A user's code runs within, and perhaps more of it within that."""
+        if self.left is None or self._running:
+            yield
+            return
+        self._running = True
+        signal.setitimer(signal.ITIMER_PROF, self.left)
+        try:
+            yield
+        finally:
+            self.left = max(signal.setitimer(signal.ITIMER_PROF, 0.0)[0], 1e-3)
+            self._running = False
+
+
+CLOCK = Clock()  # of this process

@@ -1,10 +1,8 @@
-"""Options of a kernel, given by its author: by a decorator, in a TOML file or by flags, all with the same words."""
+"""Options of a kernel, given by its author: by a decorator or by flags, with the same words."""
 
 import ast
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tiebreak.kernels.external.errors import LoadError
@@ -59,11 +57,7 @@ class KernelOptions:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense.
-
-        Raises:
-            LoadError: one line that names the word and what it may be.
-        """
+        """Refuse values that make no sense, by a LoadError of one line."""
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
         for option, known in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
@@ -119,7 +113,7 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    declared = mapped_options(options, "@kernel")
+    declared = _with_values(KernelOptions(), options, "@kernel")
 
     def mark(function: _F) -> _F:
         setattr(function, _ATTRIBUTE, declared)
@@ -128,51 +122,42 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
     return mark
 
 
-def decorator_options(function: object) -> KernelOptions:
-    """The options that the decorator gave a function; the default ones where it has none."""
-    options = getattr(function, _ATTRIBUTE, None)
-    return options if isinstance(options, KernelOptions) else KernelOptions()
-
-
-def mapped_options(values: Mapping[str, Any], where: str, base: KernelOptions | None = None) -> KernelOptions:
-    """The options that a mapping holds, in the place of those of `base`.
+def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptions:
+    """The options that the decorator and then flags give a function.
 
     Args:
-        values: attributes of `KernelOptions`, by name.
-        where: the place of the mapping, for messages.
-        base: the options so far; None: the default ones.
+        function: with or without the decorator.
+        flags: WORD=VALUE each; `options.NAME=VALUE` is one more keyword.
 
     Raises:
-        LoadError: a word that is unknown, or a value that it can't have.
+        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
     """
+    declared = getattr(function, _ATTRIBUTE, None)
+    options = declared if isinstance(declared, KernelOptions) else KernelOptions()
+    values: dict[str, Any] = {}
+    for text in flags:
+        word, separator, value = text.partition("=")
+        if not separator:
+            raise LoadError(f"--declare {text}: expected WORD=VALUE, such as layout=bnhd")
+        if word.startswith("options."):
+            keyword = word.removeprefix("options.")
+            values["options"] = {**options.options, **values.get("options", {}), keyword: _literal(value)}
+        else:
+            values[word] = value if _TYPES.get(word) == (str,) else _literal(value)
+    return _with_values(options, values, "--declare")
+
+
+def _with_values(base: KernelOptions, values: Mapping[str, Any], where: str) -> KernelOptions:
+    """The same options with other values, by word; LoadError, one line with where they stand: they make no sense."""
     for word, value in values.items():
         if word not in _TYPES:
             raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(_TYPES)}")
         if not isinstance(value, _TYPES[word]) and not (word == "backward" and callable(value)):
             raise LoadError(f"{where}: {word} = {value!r}: expected {_TYPES[word][0].__name__}")
     try:
-        return replace(base or KernelOptions(), **values)
+        return replace(base, **values)
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
-
-
-def flag_options(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
-    """The options that `--declare WORD=VALUE` gives; `options.NAME=VALUE` is one more keyword.
-
-    Raises:
-        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
-    """
-    values: dict[str, Any] = {}
-    for text in words:
-        word, separator, value = text.partition("=")
-        if not separator:
-            raise LoadError(f"--declare {text}: expected WORD=VALUE, such as layout=bnhd")
-        outer, dot, inner = word.partition(".")
-        if outer == "options" and dot:
-            values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
-        else:
-            values[word] = value if _TYPES.get(word) == (str,) else _literal(value)
-    return mapped_options(values, "--declare", base)
 
 
 def _literal(text: str) -> Any:
@@ -181,32 +166,3 @@ def _literal(text: str) -> Any:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
         return text
-
-
-def read_toml(path: Path) -> dict[str, dict[str, Any]]:
-    """The kernels that a TOML file declares: a table [NAME] each, with `target` and the words of `KernelOptions`.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The words of every table, by its name; `name` is among them.
-
-    Raises:
-        LoadError: no such file, no TOML, a table without a target, or an unknown word.
-    """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LoadError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path}: no TOML: {error}") from error
-    kernels: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():
-        if not isinstance(table, dict) or not isinstance(table.get("target"), str):
-            raise LoadError(f'{path}: [{name}] has no target = "FILE.py:FUNCTION"')
-        kernels[name] = {"name": name, **table}
-        mapped_options({word: value for word, value in kernels[name].items() if word != "target"}, f"{path}: [{name}]")
-    if not kernels:
-        raise LoadError(f'{path}: no kernel in it: expected a table such as [mine] with target = "FILE.py:FUNCTION"')
-    return kernels

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU
-from tiebreak.kernels.external import LoadError, external_kernel, external_kernels
-from tiebreak.kernels.external.kernels import KernelTarget
+from tiebreak.kernels.external import LoadError, external_kernel
 from tiebreak.kernels.features import (
     BLIND_ROWS,
     BLOCK_MASK,
@@ -307,6 +306,7 @@ def test_the_pages_wrapper_makes_a_kernel_that_is_always_causal_one_of_all_calls
         ("f = plain", ("options.size=1",), "it has no parameter 'size'; after q, k and v it has causal, scale"),
         ("f = plain", ("plan=best",), "plan best: unknown"),
         ("f = kernel(mood='good')(plain)", (), "@kernel: unknown word 'mood'"),
+        ("f = plain", ("takes=softcap",), "takes 'softcap': it has no parameter softcap or logits_soft_cap"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_met_is_told_in_one_line(
@@ -324,41 +324,6 @@ def test_options_are_passed_as_they_are(loaded: Callable[..., Kernel]) -> None:
     )
     kernel = loaded(source, "options.blocks=64", "options.mode=fast")
     assert_right(run(kernel, inputs()), inputs())
-
-
-def test_a_toml_file_declares_kernels(tmp_path: Path) -> None:
-    (tmp_path / "written.py").write_text(FILE)
-    file = tmp_path / "kernels.toml"
-    target = "written.py"  # from where the file lies, wherever pytest was called
-    file.write_text(
-        f'[old]\ntarget = "{target}:plain"\nplan = "paper"\n[new]\ntarget = "{target}:plain"\nhead_dims = [16]\n'
-    )
-    old, new = external_kernels(KernelTarget(str(file)))
-    assert (old.name, new.name) == ("old", "new")
-    assert old.declaration is not None
-    assert old.declaration.label == "flash@paper"
-    assert_right(run(new, inputs()), inputs())
-    (alone,) = external_kernels(KernelTarget(f"{file}:new"))
-    assert alone.origin == ("--kernel", f"{file}:new")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[a]\n", '[a] has no target = "FILE.py:FUNCTION"'),
-        ("", "no kernel in it"),
-        ("[a\n", "no TOML: "),
-        ("a = 3\n", '[a] has no target = "FILE.py:FUNCTION"'),
-        ('[a]\ntarget = "x.py:f"\nlayot = "bnhd"\n', "[a]: unknown word 'layot'; known are layout"),
-    ],
-)
-def test_a_toml_file_that_says_nothing_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "kernels.toml"
-    file.write_text(text)
-    with pytest.raises(LoadError, match=re.escape(message)):
-        external_kernels(KernelTarget(str(file)))
-    with pytest.raises(LoadError, match=r"cannot read .*absent\.toml"):
-        external_kernels(KernelTarget(str(tmp_path / "absent.toml")))
 
 
 def test_modules_beside_a_file_and_packages_are_found(tmp_path: Path) -> None:
@@ -381,11 +346,3 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
     file.write_text(FILE + "def other(q, k, v): pass\n")
     with pytest.raises(LoadError, match=r"name the function, as in .*two\.py:NAME; it has other, plain"):
         external_kernel(str(file))
-
-
-def test_a_feature_that_no_parameter_tells_is_not_taken_by_word(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(q, k, v, sinks=None):\n    return q\n")
-    spec = f"{tmp_path / 'mine.py'}:f"
-    assert external_kernels(KernelTarget(spec, flags=("takes=sink gqa",)))
-    with pytest.raises(LoadError, match=r"takes 'softcap': it has no parameter softcap or logits_soft_cap"):
-        external_kernels(KernelTarget(spec, flags=("takes=softcap",)))

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiebreak
-from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.conventions import convention
+from tiebreak.kernels.external import users_kernel
 from tiebreak.kernels.external.loading import load
-from tiebreak.kernels.external.options import decorator_options, flag_options
+from tiebreak.kernels.external.options import declared_options
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
@@ -45,11 +44,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     def check(function: Kernel | str, *, device: object, declare: tuple[str, ...] = (), **options: Any) -> Asked:
         assert options["budget"] == "60s"
         function = load(function) if isinstance(function, str) else function
-        called = convention(function, flag_options(tuple(declare), decorator_options(function)))
+        caller = users_kernel("given", function, declared_options(function, declare)).caller
         generator = torch.Generator().manual_seed(1)
         q, k, v, do = (torch.randn(2, 4, 8, 16, generator=generator).bfloat16().float() for _ in range(4))
-        inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=called.causal is not None)
-        o = Caller(function, called).started(inputs, gradients=False).o
+        inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=caller.convention.causal is not None)
+        o = caller.started(inputs, gradients=False).o
         verdicts.append(Asked(bool((o - reference(inputs).o).abs().max() < 0.05), str(device)))
         return verdicts[-1]
 
