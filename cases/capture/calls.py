@@ -1,7 +1,8 @@
 """A model's call of attention in the captured format's words; or why the format can't hold it."""
 
 import math
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,14 +67,10 @@ def _causal(mask: Tensor, queries: int, keys: int) -> bool | None:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
         plain = ((mask == 0) | hidden).all()
     later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(keys - queries + 1)
-    try:
-        as_causal = (hidden == later).all()
-    except RuntimeError:  # of a shape that does not go with the scores: packed, or of blocks
-        return None
-    zeros, nothing, causal = torch.stack([plain, ~hidden.any(), as_causal]).tolist()
-    if not zeros:
-        return None
-    return False if nothing else (True if causal else None)
+    zeros = nothing = causal = False
+    with suppress(RuntimeError):  # of a shape that does not go with the scores: packed, or of blocks
+        zeros, nothing, causal = torch.stack([plain, ~hidden.any(), (hidden == later).all()]).tolist()
+    return not nothing if zeros and (nothing or causal) else None
 
 
 def sdpa_call(
@@ -94,13 +91,12 @@ def sdpa_call(
         raise NotHeldError(f"{', '.join(more)}")
     if dropout_p > 0:
         raise NotHeldError("dropout")
-    q, k, v = _tensors(query, key, value)
-    causal = is_causal
+    q, k, v = _as_the_kernel_takes(query, key, value)
     if attn_mask is not None:
-        causal = masks.causal(attn_mask, q.shape[2], k.shape[2])
+        is_causal = masks.causal(attn_mask, q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-    return replace(_call(q, k, v, causal, scale), sure=True)
+    return plain_call(q, k, v, is_causal, scale, sure=True)
 
 
 def hugging_face_call(
@@ -125,45 +121,27 @@ def hugging_face_call(
             raise NotHeldError(reason)
     if dropout > 0:
         raise NotHeldError("dropout")
-    q, k, v = _tensors(query, key, value)
-    window = more.get("sliding_window")
+    q, k, v = _as_the_kernel_takes(query, key, value)
+    window, mask = more.get("sliding_window"), attention_mask
     if name != "eager" and window is not None and window < k.shape[2]:
         raise NotHeldError("a sliding window")
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        raise NotHeldError(f"a {type(attention_mask).__name__}")
-    if attention_mask is not None and (name == "eager" or attention_mask.dim() != 2):
-        causal = masks.causal(attention_mask, q.shape[2], k.shape[2])
-    elif attention_mask is not None and not bool(attention_mask.all()):
+    if mask is not None and not isinstance(mask, Tensor):
+        raise NotHeldError(f"a {type(mask).__name__}")
+    if mask is not None and (name == "eager" or mask.dim() != 2):
+        causal = masks.causal(mask, q.shape[2], k.shape[2])
+    elif mask is not None and not bool(mask.all()):
         raise NotHeldError("padding")
     else:
         flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = name != "eager" and bool(flag)
-    return _call(q, k, v, causal, scaling)
+    return plain_call(q, k, v, causal, scaling)
 
 
-def plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> AttentionCall:
-    """A call whose tensors, (batch, heads, tokens, d), and mask are known; NotHeldError: the format can't hold it."""
-    return _call(*_tensors(q, k, v), causal, scale)
-
-
-def _tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three as the kernel takes them: under autocast, in its format."""
-    for tensor in (q, k, v):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
-            raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
-        if tensor.dim() not in (3, 4):
-            raise NotHeldError(f"tensors of {tensor.dim()} dimensions")
-    tensors = [tensor.detach() for tensor in (q, k, v)]
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype not in _DTYPES:
-        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in tensors)}")
-    ours, keys, values = (tensor if tensor.dim() == 4 else tensor[:, None] for tensor in tensors)
-    return ours, keys, values
-
-
-def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> AttentionCall:
+def plain_call(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, sure: bool = False
+) -> AttentionCall:
+    """A call whose mask is known, tensors (batch, heads, tokens, d); NotHeldError: the format can't hold it."""
+    q, k, v = _as_the_kernel_takes(q, k, v)
     if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise NotHeldError("V of another shape than K" if k.shape != v.shape else "K of another width than Q")
     if q.shape[0] != k.shape[0] or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape or 0 in k.shape:
@@ -175,5 +153,20 @@ def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) ->
     ratio = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
     power = 2.0 ** round(math.log2(ratio))
     if abs(ratio / power - 1) < _AS_DEFAULT:
-        return AttentionCall(q, k, v, causal, None, power)  # exact in q, so that every kernel can run it
-    return AttentionCall(q, k, v, causal, scale)
+        return AttentionCall(q, k, v, causal, None, power, sure)  # exact in q, so that every kernel can run it
+    return AttentionCall(q, k, v, causal, scale, sure=sure)
+
+
+def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
+    """q, k and v, detached; under autocast in its format."""
+    for tensor in given:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+            raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
+        if tensor.dim() not in (3, 4):
+            raise NotHeldError(f"tensors of {tensor.dim()} dimensions")
+    tensors, device = [tensor.detach() for tensor in given], given[0].device.type
+    if torch.is_autocast_enabled(device):
+        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype not in _DTYPES:
+        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in tensors)}")
+    return [tensor if tensor.dim() == 4 else tensor[:, None] for tensor in tensors]

@@ -56,20 +56,17 @@ class Folder:
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
             sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
-        others = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        ours = {
-            file: Kept(size, telling)
-            for file, size in sizes.items()
-            if (telling := _telling(file)) is not None and _rank(file) in others
-        }
-        foreign = sum(size for file, size in sizes.items() if file not in ours)
+        ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
+        found = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
+        of_this_run = {file: kept for file, kept in found.items() if _suffix(file) in ours}
+        foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
             raise CaptureError(
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {file: kept for file, kept in ours.items() if _rank(file) == self._suffix}
+        self.kept = {file: kept for file, kept in of_this_run.items() if _suffix(file) == self._suffix}
         self._make_room(0)
 
     @property
@@ -87,31 +84,38 @@ class Folder:
         """How many layers of these sizes, the first, fit in the whole budget."""
         return sum(_HEADER + total <= self.budget for total in accumulate(sizes))
 
-    def wants(self, size: int, telling: float) -> bool:
-        """Whether a capture of this size is more telling than what has to give way to it."""
-        weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
-        return self.bytes - weaker + size + _HEADER <= self.budget
-
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write a capture, then let others give way; None where there is a file of this name, which stays.
+        """Write a capture, and let less telling ones give way.
+
+        Args:
+            step: that it is of.
+            layers: with dO and findings, the most telling first.
+
+        Returns:
+            The file; None where it would have to give way itself.
 
         Raises:
             CaptureError: it can't be written; what was there stays.
+            FileExistsError: there is a file of this name, which stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
-        if path.exists():
+        telling = max(layer.findings.telling for layer in layers if layer.findings is not None)
+        weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
+        if self.bytes - weaker + sum(layer.bytes for layer in layers) + _HEADER > self.budget:
             return None
+        if path.exists():
+            raise FileExistsError(path)
         partial = path.with_name(f".{path.stem}.partial")
         tensors, metadata = _content(step, layers)
         with _write_errors(self.path):
             try:
-                self._save(tensors, partial, metadata)
+                self._save(tensors, partial, {**metadata, "telling": f"{telling:.6g}"})
                 size = partial.stat().st_size
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
         self._make_room(size)
-        self.kept[path] = Kept(size, _most_telling(layers))
+        self.kept[path] = Kept(size, telling)
         return path
 
     def _make_room(self, size: int) -> None:
@@ -130,10 +134,9 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _rank(path: Path) -> str:
+def _suffix(path: Path) -> str:
     match = FILE.fullmatch(path.name)
-    assert match is not None
-    return "" if match[2] is None else f"-rank{match[2]}"
+    return "" if match is None or match[2] is None else f"-rank{match[2]}"
 
 
 def _telling(path: Path) -> float | None:
@@ -149,10 +152,9 @@ def _telling(path: Path) -> float | None:
 def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
-    details: dict[str, str] = {}
+    details = {"step": str(step), "causal": str(all(layer.call.causal for layer in layers)).lower()}
     for layer in layers:
         assert layer.do is not None
-        assert layer.findings is not None
         key, call = f"layer{layer.layer}", layer.call
         parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, "do": layer.do}
         host = {name: part.cpu().contiguous() for name, part in parts.items()}
@@ -162,9 +164,4 @@ def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor],
         details[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
         for name in ("telling", "repeated", "delta_bias", "largest"):
             details[f"{key}.{name}"] = f"{getattr(layer.findings, name):.6g}"
-    causal = str(all(layer.call.causal for layer in layers)).lower()
-    return tensors, {"step": str(step), "telling": f"{_most_telling(layers):.6g}", "causal": causal} | details
-
-
-def _most_telling(layers: Sequence[Candidate]) -> float:
-    return max(layer.findings.telling for layer in layers if layer.findings is not None)
+    return tensors, details

@@ -83,14 +83,9 @@ class Capture:
         self._model, self._path, self._start, self._patterns, self._quiet = model, Path(folder), start, modules, quiet
         self._every, self._heads, self._most, self._tokens = every, heads, layers, tokens
         self._budget, self._memory = int(budget_mb * MB), int(memory_mb * MB)
-        self._number = 0  # of the step that is running
         self._undo = ExitStack()
         self._layers: dict[Place, int] = {}  # numbers, by the order of the first forward pass
-        self._done: set[Place] = set()  # calls of this step that were looked at
-        self._candidates: list[Candidate] = []
-        self._held = 0  # bytes on the device
         self._first = 0  # the layer from which on a step looks
-        self._left: list[int] = []  # layers that this step had no memory for
         self.steps = 0  # in all
         self.looked = 0  # steps that were looked at
         self.calls: Counter[str] = Counter()  # by what became of them
@@ -105,7 +100,7 @@ class Capture:
         named = named_modules(self._model, self._patterns)
         self._folder = Folder(self._path, self._budget, *_ranks())
         last = self._folder.last_step
-        self._number = (0 if last is None else last + 1) if self._start is None else self._start
+        self._number = (0 if last is None else last + 1) if self._start is None else self._start  # of the running step
         self._watch = Watch(self._model, named, self._seen)
         self._undo.enter_context(self._watch.installed())
         self._begin()
@@ -130,10 +125,9 @@ class Capture:
         self._begin()
 
     def _begin(self) -> None:
-        self._done.clear()
-        self._candidates.clear()
-        self._left.clear()
-        self._held = 0
+        self._done: set[Place] = set()  # calls of this step that were looked at
+        self._candidates: list[Candidate] = []
+        self._left: list[int] = []  # layers that this step had no memory for
         looking = self._number % self._every == 0
         if looking or self._watch.looking:
             self._watch.look(looking)
@@ -147,9 +141,10 @@ class Capture:
         if place in self._done or not out.requires_grad:
             return
         self._done.add(place)
-        if self._held > self._memory:
+        full = sum(copied.bytes for copied in self._candidates) > self._memory
+        if full:
             self._left.append(layer)
-        if layer < self._first or self._held > self._memory:
+        if full or layer < self._first:
             self.calls["left for another step (memory_mb)"] += 1
             return
         try:
@@ -162,7 +157,6 @@ class Capture:
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
             return
-        self._held += copied.bytes
         self._candidates.append(copied)
 
         def hook(gradient: Tensor) -> None:
@@ -192,18 +186,16 @@ class Capture:
             else:
                 good.append((found.telling, part))
         good.sort(key=lambda each: -each[0])
-        if good:
-            self._write([part for _, part in good[: self._most]], good[0][0])
-
-    def _write(self, layers: list[Candidate], telling: float) -> None:
-        fitting = self._folder.fits([layer.bytes for layer in layers])
-        chosen = layers[:fitting] or [self._narrowed(layers[0])]
-        if self._folder.wants(sum(layer.bytes for layer in chosen), telling):
+        if not good:
+            return
+        layers = [part for _, part in good[: self._most]]
+        chosen = layers[: self._folder.fits([layer.bytes for layer in layers])] or [self._narrowed(layers[0])]
+        try:
             path = self._folder.write(self._number, chosen)
-            if path is None:
-                self.calls["of a step that the folder has already"] += len(chosen)
-            else:
-                self.written.append(path)
+        except FileExistsError:
+            self.calls["of a step that the folder has already"] += len(chosen)
+        else:
+            self.written += [] if path is None else [path]
 
     def _narrowed(self, chosen: Candidate) -> Candidate:
         """Fewer heads of a layer that does not fit whole."""

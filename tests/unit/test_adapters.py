@@ -221,8 +221,8 @@ STAND_INS = {
     "aiter": StandIn(  # aiter 0.1.20, aiter/ops/mha.py, e404860
         "aiter:flash_attn_func",
         "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1, 0), bias=None,"
-        " alibi_slopes=None, deterministic=True, return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1, cu_seqlens_q=None,"
-        " cu_seqlens_kv=None, sink_ptr=None, num_splits=0",
+        " alibi_slopes=None, deterministic=True, return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1,"
+        " cu_seqlens_q=None, cu_seqlens_kv=None, sink_ptr=None, num_splits=0",
         aiter,
         {"deterministic": True, "how_v3_bf16_cvt": 1},
         {"aiter.ops.mha:ENABLE_CK": True},
