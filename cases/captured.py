@@ -57,7 +57,7 @@ class _Layer:
     keys: int  # keys used, the first: all that these queries see
     made: bool = False  # whether nothing in it is taken for a mistake of its writer
     padded: bool = False  # whether it says which keys take part
-    order: str = _ORDERS[0]  # of the dimensions in memory, as a kernel gets them
+    order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
 
     def key(self, part: str) -> str:
         """The file's key of q, k, v or do."""
@@ -158,42 +158,40 @@ def _layers(path: Path) -> list[_Layer]:
 
 
 def _layer(path: Path, file: Any, number: str) -> _Layer:
-    metadata: Mapping[str, str] = file.metadata() or {}
-    own = {name: metadata.get(f"layer{number}.{name}") for name in ("causal", "scale", "made", "crc32", "order")}
-    causal, made = own["causal"] or metadata.get("causal", "missing"), own["made"] == "true"
+    common: Mapping[str, str] = file.metadata() or {}
+    words = {**common, **{word.removeprefix(f"layer{number}."): text for word, text in common.items()}}
+    keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding")}
+    causal, scale = words.get("causal", "missing"), words.get("scale")
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    names = {part: f"layer{number}.{part}" for part in _PARTS}
-    if missing := sorted(set(names.values()) - set(file.keys())):
+    if scale is not None and not 0 < _number(scale) < math.inf:
+        raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
+    if missing := sorted({keys_of[part] for part in _PARTS} - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
-    slices = {part: file.get_slice(name) for part, name in names.items()}
-    fmt = _format(path, {names[part]: tensor.get_dtype() for part, tensor in slices.items()})
+    slices = {part: file.get_slice(keys_of[part]) for part in _PARTS}
+    fmt = _format(path, {keys_of[part]: tensor.get_dtype() for part, tensor in slices.items()})
     shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
+    made = words.get("made") == "true"
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, heads = heads // key_heads, batch * heads
-    common = path, number, causal == "true", _scale(path, own["scale"] or metadata.get("scale")), own["crc32"], fmt
+    known = path, number, causal == "true", None if scale is None else float(scale), words.get("crc32"), fmt, groups
     if not made:
-        return _Layer(*common, groups, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
-    order, padding = own["order"] or _ORDERS[0], f"layer{number}.key_padding"
+        return _Layer(*known, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
+    order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
     padded = padding in set(file.keys())
     if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
-    return _Layer(*common, groups, heads, queries, keys, made, padded, order)  # small, and all of it matters
+    return _Layer(*known, heads, queries, keys, made, padded, order)  # small, and all of it matters
 
 
-def _scale(path: Path, text: str | None) -> float | None:
-    if text is None:
-        return None
+def _number(text: str) -> float:
     try:
-        scale = float(text)
+        return float(text)
     except ValueError:
-        scale = math.nan
-    if not 0 < scale < math.inf:
-        raise CapturedError(f"{path}: metadata scale is {text}; expected a positive number, or none for 1/sqrt(d)")
-    return scale
+        return math.nan
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:

@@ -5,21 +5,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tiebreak.cases.capture.interest import Candidate
+from tiebreak.cases.capture.watch import CaptureError
 from tiebreak.cases.captured import FILE, layer_checksum
 
 _HEADER = 2**13  # of a file, about
 MB = 10**6
-
-
-class CaptureError(ValueError):
-    """Something that keeps a capture from being made; one line that names the argument or the file."""
 
 
 class Kept(NamedTuple):
@@ -80,9 +76,10 @@ class Folder:
         """Size of this process's files."""
         return sum(file.bytes for file in self.kept.values())
 
-    def fits(self, sizes: Sequence[int]) -> int:
-        """How many layers of these sizes, the first, fit in the whole budget."""
-        return sum(_HEADER + total <= self.budget for total in accumulate(sizes))
+    @property
+    def room(self) -> int:
+        """Bytes of tensors that fit in the whole budget."""
+        return self.budget - _HEADER
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
         """Write a capture, and let less telling ones give way.
@@ -99,7 +96,7 @@ class Folder:
             FileExistsError: there is a file of this name, which stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
-        telling = max(layer.findings.telling for layer in layers if layer.findings is not None)
+        telling = layers[0].findings.telling
         weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
         if self.bytes - weaker + sum(layer.bytes for layer in layers) + _HEADER > self.budget:
             return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiebreak.cases.capture.calls import AttentionCall
+from tiebreak.cases.capture.watch import AttentionCall
 from tiebreak.kernels.vendor import exact_products
 
 ROWS = 16  # of every query head, spread evenly
@@ -41,6 +41,9 @@ class Findings(NamedTuple):
         return self.repeated + delta + min(1.0, max(0.0, self.largest) / _HARMFUL_LOGIT)
 
 
+_UNKNOWN = Findings(*[math.nan] * 6)
+
+
 @contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
     """Compute beside a model: no graph, no autocast, no narrowed products; no random numbers are drawn."""
@@ -61,17 +64,19 @@ class Candidate:
     statistics: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
     error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
     do: Tensor | None = None  # as o
-    findings: Findings | None = None  # once its step has ended
+    findings: Findings = _UNKNOWN  # once its step has ended
 
     @property
     def bytes(self) -> int:
         """Its size, on the device or in a file."""
-        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o if self.do is None else self.do)
+        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o)  # dO is as O
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def narrowed(self) -> "Candidate":
-        """The half of the heads, at least one, that had most to tell before the backward pass."""
-        pairs = max(1, self.o.shape[0] // 2)
+    def within(self, size: int) -> "Candidate | None":
+        """As many heads as fit into this size, those that had most to tell before the backward pass; None: none fit."""
+        pairs = size * self.o.shape[0] // self.bytes
+        if pairs < 1:
+            return None
         q, k, v = (part[:pairs] for part in (self.call.q, self.call.k, self.call.v))
         do = None if self.do is None else self.do[:pairs]
         return replace(self, call=replace(self.call, q=q, k=k, v=v), o=self.o[:pairs], heads=self.heads[:pairs], do=do)

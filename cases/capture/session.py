@@ -4,16 +4,24 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
-from tiebreak.cases.capture.folder import MB, CaptureError, Folder
+from tiebreak.cases.capture.folder import MB, Folder
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
+from tiebreak.cases.capture.watch import (
+    AttentionCall,
+    AttentionModule,
+    CaptureError,
+    NotHeldError,
+    Place,
+    Watch,
+    named_modules,
+)
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _NOTHING: Mapping[str, AttentionModule] = {}
@@ -152,8 +160,8 @@ class Capture:
             if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
             with measuring(out.device):
-                size, turn = (self._heads, self._tokens), self._number // self._every
-                copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *size, turn)
+                how = (self._heads, self._tokens, self._number // self._every)
+                copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *how)
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
             return
@@ -175,7 +183,7 @@ class Capture:
         with measuring(ended[0].o.device):
             summaries = [part.summary() for part in ended]
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
-        good: list[tuple[float, Candidate]] = []
+        good: list[Candidate] = []
         for part, row in zip(ended, numbers, strict=True):
             part.findings = found = Findings(*row)
             self.calls["looked at"] += 1
@@ -184,12 +192,19 @@ class Capture:
             elif found.unlike > _UNLIKE and not part.call.sure:
                 self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
             else:
-                good.append((found.telling, part))
-        good.sort(key=lambda each: -each[0])
-        if not good:
-            return
-        layers = [part for _, part in good[: self._most]]
-        chosen = layers[: self._folder.fits([layer.bytes for layer in layers])] or [self._narrowed(layers[0])]
+                good.append(part)
+        if good:
+            self._write(sorted(good, key=lambda part: -part.findings.telling)[: self._most])
+
+    def _write(self, layers: list[Candidate]) -> None:
+        """Write the first of these layers, as many as fit; where none fits, heads of the very first."""
+        fitting = sum(total <= self._folder.room for total in accumulate(layer.bytes for layer in layers))
+        narrowed = layers[0].within(self._folder.room)
+        if narrowed is None:
+            size, budget = layers[0].bytes / layers[0].o.shape[0] / MB, self._folder.budget / MB
+            reason = f"one head of {layers[0].name} takes {size:.2f} MB, and the budget is {budget:.2f} MB"
+            raise CaptureError(f"budget_mb: {reason} of this process; raise it")
+        chosen = layers[:fitting] or [narrowed]
         try:
             path = self._folder.write(self._number, chosen)
         except FileExistsError:
@@ -197,21 +212,11 @@ class Capture:
         else:
             self.written += [] if path is None else [path]
 
-    def _narrowed(self, chosen: Candidate) -> Candidate:
-        """Fewer heads of a layer that does not fit whole."""
-        while not self._folder.fits([chosen.bytes]):
-            if chosen.o.shape[0] == 1:
-                reason = f"one head of {chosen.name} takes {chosen.bytes / MB:.2f} MB, and the budget is"
-                raise CaptureError(f"budget_mb: {reason} {self._folder.budget / MB:.2f} MB of this process; raise it")
-            chosen = chosen.narrowed()
-        return chosen
-
     def summary(self) -> str:
         """Counts of calls and files, and the command to run next; several lines."""
         folder = self._folder
-        lines = [
-            f"capture: looked at {self.looked} of {self.steps} steps, {self.calls['looked at']} calls of attention"
-        ]
+        looked = f"looked at {self.looked} of {self.steps} steps"
+        lines = [f"capture: {looked}, {self.calls['looked at']} calls of attention"]
         if not self._layers and self.looked:
             seen = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
             lines.append(f"no call was seen: {seen}")

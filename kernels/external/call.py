@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.external.conventions import Convention
-from tiebreak.kernels.external.options import AUTOGRAD
+from tiebreak.kernels.external.options import AUTOGRAD, Convention
 from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Whose
@@ -186,12 +185,20 @@ class Call:
             CannotRunError: what it returns are not these.
             Exception: whatever it raises.
         """
-        backward = self.convention.options.backward
+        backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:
-            gradients = self._by_autograd(placed, o)
+            leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
+            gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
+            names = zip(("q", "k", "v", "the sink"), gradients, strict=False)
+            if missing := [name for name, gradient in names if gradient is None]:
+                raise broken(f"has no gradient of {' and '.join(missing)}")
         elif callable(backward) and self._trains:
-            gradients = self._by_function(backward, placed, o)
-        else:
+            after, keywords = self.convention.arguments(self.keywords(self.inputs))
+            gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
+            if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
+                raise broken("returned no (dQ, dK, dV)")
+            gradients = tuple(gradients[: 3 if self.inputs.sink is None else 4])
+        if gradients is None:
             return None
         for name, gradient, leaf in zip("QKV", gradients[:3], placed.arguments, strict=True):
             if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
@@ -200,22 +207,6 @@ class Call:
             if gradient.dtype != leaf.dtype:
                 raise broken(f"returned {gradient.dtype} for d{name}, expected {leaf.dtype}")
         return gradients
-
-    def _by_autograd(self, placed: Placed, o: Tensor) -> Made:
-        leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
-        gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
-        names = ("q", "k", "v", "the sink")
-        missing = [name for name, gradient in zip(names, gradients, strict=False) if gradient is None]
-        if missing:
-            raise broken(f"has no gradient of {' and '.join(missing)}")
-        return gradients
-
-    def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> Made:
-        after, keywords = self.convention.arguments(self.keywords(self.inputs))
-        gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
-        if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
-            raise broken("returned no (dQ, dK, dV)")
-        return tuple(gradients[: 3 if self.inputs.sink is None else 4])
 
     def _checked(self, returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
         """O of what was returned: it, or the first of several, such as (O, log-sum-exp)."""

@@ -18,9 +18,8 @@ from torch.nn.functional import pad
 
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
-from tiebreak.kernels.external.conventions import Convention
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
-from tiebreak.kernels.external.options import AUTOGRAD, KernelOptions
+from tiebreak.kernels.external.options import AUTOGRAD, Convention, KernelOptions
 from tiebreak.kernels.features import OBLONG_CAUSAL, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Whose
@@ -72,7 +71,9 @@ class Caller:
     def undeclared(self, inputs: AttentionInputs) -> str | None:
         """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
-        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.features)  # a flag does not say how it is aligned
+        tried = self.convention.tried | (
+            {OBLONG_CAUSAL} - options.listed("takes")
+        )  # a flag does not say how it is aligned
         unusual = [feature.words for feature in inputs.asks() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")
@@ -123,21 +124,13 @@ class Caller:
         return Call(self.function, self.convention, inputs)
 
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """Call it: `Compute` of a kernel.
-
-        Args:
-            inputs: q, k, v, dO and masks, on the device; they are copied.
-            arithmetic: not used: the function brings its own.
-            gradients: whether its backward pass is wanted too.
-
-        Returns:
-            O in fp32 and, if wanted and if it has a backward pass, the gradients.
+        """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
 
         Raises:
             CannotRunError: the function broke its contract, raised NotImplementedError, or needs a GPU.
             Exception: whatever else the function raises.
         """
-        del arithmetic
+        del arithmetic  # it brings its own
         run = self.started(inputs, gradients=gradients)
         return run.finished() if gradients else AttentionOutput(run.o)
 
@@ -145,7 +138,7 @@ class Caller:
         """Its forward pass, as `compute` makes it; a backward pass may follow whenever it will, if `gradients`."""
         arranged = self.arranged(inputs)
         call = self.call(arranged.inputs)
-        with self._checking_state(gradients=gradients):
+        with self.held(gradients=gradients):
             placed = call.placed(gradients=gradients)
             copies = [tensor.detach().clone() for tensor in placed.arguments]
             try:
@@ -157,14 +150,6 @@ class Caller:
             started = StartedRun(self, inputs, arranged, call, placed, copies, returned)
             started.check_inputs()
         return started
-
-    @contextmanager
-    def _checking_state(self, *, gradients: bool) -> Iterator[None]:
-        """As `calling`; a call that changed the process breaks the contract."""
-        with self.calling(gradients=gradients) as changed:
-            yield
-        if changed:
-            raise broken(f"changed {', '.join(changed)}")
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
@@ -179,7 +164,7 @@ class Caller:
         Raises:
             CannotRunError: it called sys.exit, raised NotImplementedError, or needs a GPU.
         """
-        # Outside: that the kernel changes the grad mode is to be seen.
+        # The grad mode first: that the kernel changes it is to be seen.
         with (
             torch.set_grad_enabled(gradients and self.convention.options.backward == AUTOGRAD),
             kept_state() as changed,
@@ -197,6 +182,14 @@ class Caller:
                 raise
             except SystemExit as error:
                 raise broken(f"called sys.exit({error.code!r})") from error
+
+    @contextmanager
+    def held(self, *, gradients: bool) -> Iterator[None]:
+        """The same, for calls that break the contract where they change the process."""
+        with self.calling(gradients=gradients) as changed:
+            yield
+        if changed:
+            raise broken(f"changed {', '.join(changed)}")
 
 
 @dataclass(frozen=True)
@@ -217,15 +210,11 @@ class StartedRun:
         return self.call.restored(self.returned)[:, :, self.arranged.rows]
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
-        """O and, if it has a backward pass, the gradients; it raises what `Caller.compute` does.
-
-        Args:
-            do: another dO than that of the inputs.
-        """
+        """O and, if it has a backward pass, the gradients of this dO or the inputs'; it raises what `compute` does."""
         placed, made, failure = self.placed, None, None
         if do is not None:
             placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
-        with self.caller._checking_state(gradients=True):
+        with self.caller.held(gradients=True):
             # What is wrong with the backward pass is the gradients' matter: O stands.
             try:
                 made = self.call.backward(placed, self.returned)

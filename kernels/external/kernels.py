@@ -8,10 +8,8 @@ from typing import Any
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.adapters.foreign import needs_of
 from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.loading import load
-from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, declared_options
+from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, LoadError, convention, declared_options
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 
@@ -31,12 +29,7 @@ class UserKernel(Kernel):
 
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
-    """The kernel that a target names.
-
-    Args:
-        target: as `--kernel` takes it.
-        plan: the rounding plan that it declares; it goes before what its author says.
-        flags: WORD=VALUE each, as `--declare` takes them.
+    """The kernel that `--kernel`, `--plan`, which goes before what its author says, and `--declare` give.
 
     Raises:
         LoadError: it can't be found, imported or called as it is; one line that names the flag.
@@ -57,12 +50,7 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
 
 
 def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions) -> UserKernel:
-    """A user's function as a kernel of the matrix.
-
-    Args:
-        name: how tables call it.
-        function: of q, k, v and what its signature and its options say.
-        options: how it is called, and what it takes.
+    """A user's function as a kernel of the matrix, called and held to its contract as its options say.
 
     Raises:
         LoadError: it can't be called as it is, or its plan is none; one line.
@@ -98,14 +86,12 @@ def distinct_names(kernels: Sequence[Kernel]) -> list[Kernel]:
     Raises:
         LoadError: two are the same.
     """
-    names = [kernel.name for kernel in kernels]
-    longer = [f"{_stem(kernel)}.{kernel.name}" if names.count(kernel.name) > 1 else kernel.name for kernel in kernels]
-    for kernel, name in zip(kernels, longer, strict=True):
-        if longer.count(name) > 1:
+    names, distinct = [kernel.name for kernel in kernels], dict[str, Kernel]()
+    for kernel in kernels:
+        place, name = kernel.origin[1].rpartition(":")[0], kernel.name
+        if names.count(name) > 1:
+            name = f"{Path(place).stem if place.endswith('.py') else place.replace('.', '_')}.{name}"
+        if name in distinct:
             raise LoadError(f"--kernel {kernel.origin[1]}: there are two kernels called {name}; give one another name")
-    return [replace(kernel, name=name) for kernel, name in zip(kernels, longer, strict=True)]
-
-
-def _stem(kernel: Kernel) -> str:
-    place = kernel.origin[1].rpartition(":")[0]
-    return Path(place).stem if place.endswith(".py") else place.replace(".", "_")
+        distinct[name] = replace(kernel, name=name)
+    return list(distinct.values())

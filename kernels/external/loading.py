@@ -1,9 +1,11 @@
-"""Where a kernel that someone else wrote comes from: a file, a package, or an adapter by its name."""
+"""Where a kernel that someone else wrote comes from: a file, a package, or an adapter by its name; where it fails."""
 
 import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from tiebreak.kernels.external.adapters import adapter, is_adapter
-from tiebreak.kernels.external.errors import LoadError, place_of
+from tiebreak.kernels.external.options import LoadError
 
+# Where code stands that is not a user's: Python's own, other packages', and the suite's.
+_SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
+_NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values())
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
 
 
@@ -112,3 +117,23 @@ def package_of(path: Path) -> tuple[Path, str]:
 def _put_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def is_users(file: str) -> bool:
+    """Whether code in a file is neither installed nor the suite's."""
+    return not file.startswith(_NOT_THEIRS)
+
+
+def place_of(error: BaseException, file: str | None = None) -> str:
+    """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
+
+    Args:
+        error: what was raised.
+        file: the deepest line of this file, or where there is none the deepest of all; None: the deepest line that is
+            neither installed nor the suite's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    outside = [frame for frame in frames if is_users(frame.filename)]
+    chosen = (outside if file is None else own or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in chosen)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiebreak.backends.backend import Backend
-from tiebreak.kernels.external.errors import LoadError
 from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.identification.asking import Asked

@@ -315,7 +315,7 @@ class TestTheFolder:
 
     def test_what_does_not_fit_gives_up_heads_or_waits_for_its_turn(self, tmp_path: Path) -> None:
         captured = caught(tmp_path / "budget", Layer, budget_mb=0.013)
-        assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
+        assert len(read(captured.written[0])[0]["layer0.heads"]) == 2
         captured = caught(tmp_path / "memory", Layer, Layer, Layer, steps=3, memory_mb=0.01)
         assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
 

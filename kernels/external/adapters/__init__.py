@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.external.options import LoadError
 
 _BY_MODULE = {
     "devices": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger"

@@ -26,7 +26,7 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 _NUMPY = {2: "int16", 4: "int32"}
 
 
-def _module(q: Tensor, k: Tensor) -> SimpleNamespace:
+def _layer(q: Tensor, k: Tensor) -> SimpleNamespace:
     """What of a model's layer Hugging Face's functions look at."""
     return SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False, is_causal=False)
 
@@ -41,7 +41,7 @@ def hf_eager(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None
     added = None
     if attn_mask is not None:
         added = q.new_zeros(attn_mask.shape).masked_fill(~attn_mask, torch.finfo(q.dtype).min)
-    o, _ = HF_EAGER(_module(q, k), q, k, v, added, scaling=scaling)
+    o, _ = HF_EAGER(_layer(q, k), q, k, v, added, scaling=scaling)
     return o.transpose(1, 2)
 
 
@@ -51,7 +51,7 @@ def hf_sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scaling: float
 ) -> Any:
     """Hugging Face's SDPA attention, never its eager one. Which kernel of PyTorch's it ends in, PyTorch chooses."""
-    o, _ = HF_SDPA(_module(q, k), q, k, v, attn_mask, scaling=scaling, is_causal=is_causal)
+    o, _ = HF_SDPA(_layer(q, k), q, k, v, attn_mask, scaling=scaling, is_causal=is_causal)
     return o.transpose(1, 2)
 
 
