@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tiebreak.cases.capture.interest import Candidate
 from tiebreak.cases.capture.watch import CaptureError
-from tiebreak.cases.captured import FILE, layer_checksum
+from tiebreak.cases.captured import FILE
 
 _HEADER = 2**13  # of a file, about
 MB = 10**6
@@ -158,7 +158,6 @@ def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor],
         tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": layer.heads.cpu()}
         details |= {f"{key}.causal": str(call.causal).lower(), f"{key}.name": layer.name}
         details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
-        details[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
         for name in ("telling", "repeated", "delta_bias", "largest"):
             details[f"{key}.{name}"] = f"{getattr(layer.findings, name):.6g}"
     return tensors, details
