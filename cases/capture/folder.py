@@ -29,13 +29,9 @@ class Folder:
     """The files of one process in a folder that several may share: each has its own names and its own share."""
 
     def __init__(self, path: Path, budget: int, rank: int, ranks: int) -> None:
-        """Take stock of what earlier runs left.
+        """Make the folder if it is not there, and take stock of what earlier runs left.
 
-        Args:
-            path: of the folder; made if it is not there.
-            budget: of the whole folder, bytes; the ranks have equal shares.
-            rank: this process's number, from 0.
-            ranks: how many processes share the folder.
+        The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
 
         Raises:
             CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
@@ -82,18 +78,11 @@ class Folder:
         return self.budget - _HEADER
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write a capture, and let less telling ones give way.
-
-        Args:
-            step: that it is of.
-            layers: with dO and findings, the most telling first.
-
-        Returns:
-            The file; None where it would have to give way itself.
+        """Write layers, the most telling first, and let less telling files give way; None: it would give way itself.
 
         Raises:
             CaptureError: it can't be written; what was there stays.
-            FileExistsError: there is a file of this name, which stays.
+            FileExistsError: there is a file of this step, which stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
         telling = layers[0].findings.telling

@@ -103,13 +103,10 @@ class Candidate:
 
 
 def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
-    """Look at a call and copy the heads that have most to tell.
+    """Look at a call of a module, by its name and its number, and copy the heads that have most to tell.
 
     Args:
-        name: of the module that called.
-        layer: its number.
-        call: q, k, v as the kernel took them.
-        o: what it returned, (batch, heads, queries, d).
+        call, o: q, k, v as the kernel took them, and what it returned, (batch, heads, queries, d).
         pairs: key heads to keep, over all batch entries, each with its query heads.
         tokens: queries to keep, the first; under a causal mask their keys alone.
         turn: moves the sampled rows from step to step.
@@ -143,11 +140,7 @@ def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
 
 
 def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the sampled rows: the share that repeats its maximum and the largest score by key head, and O in fp32.
-
-    Returns:
-        (batch, key heads), (batch, key heads), (batch, heads, rows, d).
-    """
+    """Of the sampled rows, by key head, the share that repeats its maximum and the largest score; and O in fp32."""
     (batch, heads, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
     q = call.q[:, :, at].float()
     rows = q.shape[2]

@@ -153,10 +153,7 @@ class Caller:
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
-        """What its calls are made within: it may raise anything, and the process is put back as it was.
-
-        Args:
-            gradients: whether autograd is to follow.
+        """What its calls are made within, with autograd if it asks for `gradients`; the process is put back as it was.
 
         Yields:
             A list that holds, once all is done, the names of what the calls had changed.

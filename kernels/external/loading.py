@@ -127,10 +127,7 @@ def is_users(file: str) -> bool:
 def place_of(error: BaseException, file: str | None = None) -> str:
     """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
 
-    Args:
-        error: what was raised.
-        file: the deepest line of this file, or where there is none the deepest of all; None: the deepest line that is
-            neither installed nor the suite's.
+    It is the deepest line of this file, or of all where that has none; without a file, the deepest that is a user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]

@@ -45,12 +45,7 @@ class Foreign:
 
     @property
     def function(self) -> Any:
-        """The function.
-
-        Raises:
-            ImportError: no such package.
-            AttributeError: it has no such function.
-        """
+        """The function; ImportError, AttributeError: there is no such package, or it has none."""
         module, _, name = self.place.partition(":")
         return getattr(importlib.import_module(module), name)
 
