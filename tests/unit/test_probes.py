@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.accumulators import row_total
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.emulation.arm import arm_bf16_matmul
+from tiebreak.backends.emulation.instructions import bfmmla_matmul, vdpbf16_matmul
 from tiebreak.backends.emulation.rounding import flushed
-from tiebreak.backends.emulation.x86 import vdpbf16_matmul
 from tiebreak.backends.platform import cpu_features
 from tiebreak.backends.probes import accumulators_of, fingerprint
 from tiebreak.cases.scripted import SCRIPTED
@@ -154,7 +153,7 @@ def _two_terms_swapped(a: Tensor, b: Tensor) -> Tensor:
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "wide, away": _to_fp32_once,
     "fp32, backwards": lambda a, b: _chain(_products(a, b)[::-1]),
-    "fp32, a tree": lambda a, b: ACCUMULATIONS[Accumulator.AMPERE].total(torch.stack(_products(a, b), -1))[..., 0],
+    "fp32, a tree": lambda a, b: row_total(torch.stack(_products(a, b), -1), Accumulator.AMPERE)[..., 0],
     "vdpbf16, in another order": _two_terms_swapped,
     "vdpbf16, anew after 32": partial(_in_halves, vdpbf16_matmul),
     "vdpbf16, subnormals kept": lambda a, b: _chain(_swapped(_products(a, b))),
@@ -162,7 +161,7 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "vdpbf16, products flushed": lambda a, b: _chain(
         [flushed(term) for term in _swapped(_products(flushed(a), flushed(b)))], flushed
     ),
-    "bfmmla, anew after 32": partial(_in_halves, arm_bf16_matmul),
+    "bfmmla, anew after 32": partial(_in_halves, bfmmla_matmul),
     "exact, operands flushed": lambda a, b: (flushed(a).double() @ flushed(b).double()).float(),
     "exact, results flushed": lambda a, b: flushed((a.double() @ b.double()).float()),
 }

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation import tensor_cores
-from tiebreak.backends.emulation.targets import OPERANDS, TARGETS, core_of
-from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
+from tiebreak.backends.emulation.tensor_cores import OPERANDS, TARGETS, core_of, tensor_core_matmul
 
 Array = npt.NDArray[Any]
 
