@@ -73,12 +73,11 @@ def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
     """What of the visible GPUs and their software can change the bits of a result. It initialises CUDA.
 
     Args:
-        root: the file system's root, so that a test can hand in a made-up one.
+        root: the file system's root.
 
     Returns:
-        `gpu` and `gpu_arch`: model names, and what kernels are compiled for (sm_90, gfx942), each once; `gpu_driver`:
-        the version of the kernel's driver; `cuda` or `hip`: the one that PyTorch is built with; `cudnn`: the version of
-        cuDNN, of MIOpen with ROCm, as one number: 91002 is 9.10.2; `triton`. What a system does not tell is None.
+        Model names and what kernels are compiled for, each once; versions of the driver, of CUDA or HIP that PyTorch is
+        built with, of cuDNN or MIOpen as one number (91002 is 9.10.2), of Triton. What a system does not tell is None.
     """
     devices = range(torch.cuda.device_count())
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

@@ -43,12 +43,7 @@ class FaithfulBuilder(InterpreterBuilder):
         self.begin(Memory("", ()), contracts=False)
 
     def begin(self, memory: Memory, *, contracts: bool) -> None:
-        """Take up a launch.
-
-        Args:
-            memory: what it may touch.
-            contracts: whether it is compiled with contraction, which the card must do too.
-        """
+        """Take up a launch that may touch this memory, and is compiled with contraction or not."""
         self.memory = memory
         self.contracts = contracts and self.assumed.contracts
 

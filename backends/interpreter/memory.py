@@ -41,9 +41,6 @@ class Memory:
             size: of one element, in bytes.
             name: the argument; None where a pointer's origin is lost, and it must lie in one of them.
             verb: what is done there.
-
-        Raises:
-            OutOfBoundsError: some lie outside.
         """
         if name == ANYWHERE or not mask.any():
             return

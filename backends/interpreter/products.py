@@ -30,17 +30,14 @@ _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
 def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions) -> Array:
-    """a @ b + addend.
+    """a @ b + addend, as a kernel asks for it and a card adds up, in the type of the addend.
 
     Args:
         a: (..., m, k), of any type that `tl.dot` takes.
         b: (..., k, n), of the same; of fp8 it may be another one of 8 bits.
-        addend: (..., m, n), in the type of the result.
+        addend: (..., m, n).
         how: what the kernel asks for.
-        assumed: how a card adds up.
-
-    Returns:
-        In the type of the addend.
+        assumed: of the card.
 
     Raises:
         CannotRunError: the card has no such product.
