@@ -7,6 +7,7 @@ The bf16 instructions take values of bf16 and flush subnormal operands and sums.
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def _pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _zeros(a: Tensor, b: Tensor) -> Tensor:
-    heads = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    heads = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return torch.zeros(*heads, a.shape[-2], b.shape[-1], device=a.device)
 
 
