@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.cases.gpt2.claims import FROZEN, read_claims
-from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
+from tiebreak.cases.gpt2.snippets import DRIFT, FROZEN, SNIPPETS, read_claims
 from tiebreak.studies import spread as program
 from tiebreak.studies.bounds import (
     ALARMS,

@@ -1,8 +1,6 @@
 """The snippets' claims at one seed, what they rest on, and that they repeat to the bit."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2 import scripting, snippets
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.claims import SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
@@ -22,6 +19,7 @@ from tiebreak.cases.gpt2.snippets import (
     RUNAWAY,
     SNIPPETS,
     Snippet,
+    SnippetClaim,
     SnippetResult,
     run_snippet,
 )
@@ -35,18 +33,6 @@ from tiebreak.kernels.plans import SumOf
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
 RULES = {"flash": "safe", "stabilized": "stabilized", "dithered": "dithered"}
 OTHERS = ("o_fp32", "fair", "standard")
-
-_COMPILER = """
-import sys
-from dataclasses import replace
-from tiebreak.backends.backend import CPU
-from tiebreak.cases.gpt2.snippets import RUNAWAY, run_snippet
-from tiebreak.cases.gpt2.variants import Variant
-
-for kernel in CPU.vendor_kernels():
-    run_snippet(replace(RUNAWAY, steps=2), Variant(kernel.name, kernel), CPU.arithmetic, 0)
-assert "torch._dynamo" not in sys.modules
-"""
 
 
 def _run(
@@ -183,11 +169,6 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     assert (len(result.losses), result.measures["finite_steps"], fell(broken, result)) == (1, 0.0, [])
     sound = replace(SHORT, name="a test", own_claims=(claim,), steps=4)
     assert fell(sound, _run(sound, ROUNDED["o_fp32"])) == ["finite_steps < 3.5"]
-
-
-def test_no_run_loads_torchs_compiler() -> None:
-    """It takes seconds to load, in every worker."""
-    subprocess.run([sys.executable, "-c", _COMPILER], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
