@@ -40,43 +40,17 @@ class Compared:
     name: str = OUTPUT
 
     @cached_property
-    def rounded(self) -> Tensor:
-        """The reference in the output's format, as torch casts it."""
-        return self.exact.float().to(TORCH_DTYPES[self.fmt])
-
-    @cached_property
     def ref(self) -> Tensor:
-        """The same, fp64."""
-        return self.rounded.double()
+        """The reference in the output's format, as torch casts it."""
+        return self.exact.float().to(TORCH_DTYPES[self.fmt]).double()
 
-    @cached_property
-    def lacks(self) -> str | None:
-        """What no rule can do without, and is not here."""
+    def complete(self) -> None:
+        """LackingError: it has not what no rule can do without."""
         if self.fmt not in TORCH_DTYPES:
-            return f"an output that torch has a format for, not {self.fmt.name}"
+            raise LackingError(f"an output that torch has a format for, not {self.fmt.name}")
         for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
             if not _finite(tensor):
-                return f"a {what} of {self.name} without NaN and Inf"
-        return None
-
-    @cached_property
-    def small(self) -> Tensor:
-        """Where a value is small, as Ascend's standard has it."""
-        return self.exact.abs() < _limit_of(_SMALL, self.fmt)
-
-    @cached_property
-    def ratios(self) -> list[float]:
-        """MARE, MERE and RMSE to those of the benchmark, of values that are not small; NaN where O has NaN or Inf."""
-        return _ratios(self, (-1,)).tolist() if _finite(self.out) else [torch.nan] * 3
-
-    @cached_property
-    def small_errors(self) -> tuple[int, int]:
-        """Of small values, how many the kernel and the benchmark have too large an error in."""
-        limit = _limit_of(_SMALL_ERROR, self.fmt)
-        ours, theirs = (
-            int((self.small & ((each - self.exact).abs() > limit)).sum()) for each in (self.out, self.fused)
-        )
-        return ours, theirs
+                raise LackingError(f"a {what} of {self.name} without NaN and Inf")
 
 
 @dataclass(frozen=True)
@@ -121,8 +95,8 @@ class Rule:
     def ask(self, *tensors: Compared) -> Answer:
         """What it says of O, or of all gradients."""
         try:
-            if lacks := next(filter(None, (each.lacks for each in tensors)), None):
-                raise LackingError(lacks)
+            for each in tensors:
+                each.complete()
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
             return Answer(None, needs=str(lacking))
@@ -154,8 +128,8 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
 def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
     """The largest error is no more than so many times that of eager attention, with room below or beside."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
-    # In the output's own format, where adding 0.3 and taking it off again rounds.
-    limit += spare * _largest((x.rounded + 0.3 - 0.3 - x.rounded).double()) if spare else 0.0
+    rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
+    limit += spare * _largest((rounded + 0.3 - 0.3 - rounded).double())
     yield Reading(f"max error of {x.name}", _largest(x.out - x.ref), max(limit, floor))
 
 
@@ -179,8 +153,13 @@ def _absolute_or_relative(x: Compared, tolerance: float) -> Readings:
     yield Reading(f"max of the smaller error of {x.name}", _largest(least), tolerance)
 
 
-_SMALL = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-14}  # below it a value of Ascend's standard is small
-_SMALL_ERROR = {"fp16": 2.0**-16, "bf16": 2.0**-16, "fp32": 2.0**-30}  # that such a value may have
+def _by_format(fp16: float, bf16: float, fp32: float) -> Mapping[str, float]:
+    """Powers of two."""
+    return {"fp16": 2.0**fp16, "bf16": 2.0**bf16, "fp32": 2.0**fp32}
+
+
+_SMALL = _by_format(-11, -8, -14)  # below it a value of Ascend's standard is small
+_SMALL_ERROR = _by_format(-16, -16, -30)  # that such a value may have
 _METRICS = ("MARE", "MERE", "RMSE")
 
 
@@ -193,18 +172,22 @@ def _metrics(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
-    """Of the kernel's metrics to the benchmark's, of values that are not small, over the last dimension of a shape."""
-    normal = torch.where(x.small, torch.nan, x.exact).reshape(shape)
+    """The kernel's metrics over the benchmark's, of values that are not small, over the last dimension of a shape."""
+    small = x.exact.abs() < _limit_of(_SMALL, x.fmt)
+    normal = x.exact.masked_fill(small, torch.nan).reshape(shape)
     ours, theirs = (_metrics(each.reshape(shape), normal) for each in (x.out, x.fused))
     return ours / theirs
 
 
-def _double_benchmark(x: Compared, mare: float, mere: float, rmse: float) -> Readings:
-    if not (x.fused != x.exact)[~x.small].any():
+def _double_benchmark(x: Compared, **limits: float) -> Readings:
+    """Values that are not small by their metrics, small ones by how many have too large an error."""
+    small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
+    if not (x.fused != x.exact)[~small].any():
         raise LackingError(f"a benchmark of {x.name} whose error is not 0")
-    for what, ratio, limit in zip(_METRICS, x.ratios, (mare, mere, rmse), strict=True):
-        yield Reading(f"{what} of {x.name}", ratio, limit)
-    ours, theirs = x.small_errors
+    ratios = _ratios(x, (-1,)).tolist() if _finite(x.out) else [torch.nan] * 3
+    for what, ratio in zip(_METRICS, ratios, strict=True):
+        yield Reading(f"{what} of {x.name}", ratio, limits[what.lower()])
+    ours, theirs = (int((small & ((each - x.exact).abs() > most)).sum()) for each in (x.out, x.fused))
     yield Reading(f"small values of {x.name}", ours / max(theirs, 1), 2.0)
 
 
@@ -223,30 +206,21 @@ def _recheck(x: Compared) -> Readings:
         yield Reading(f"lower bound of the median ratio of {what}", bound, 1.0)
 
 
-_ECOSYSTEM = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-13}
-
-
 def _relative(x: Compared) -> Readings:
     largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
-    limit = _limit_of(_ECOSYSTEM, x.fmt)
+    limit = _limit_of(_by_format(-10, -7, -13), x.fmt)
     yield Reading("MERE", mean, limit, strict=True)
     yield Reading("MARE", largest, 10 * limit, strict=True)
 
 
-_RTOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-10}
-_ATOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-16}
-_HARD = {"fp16": 0.1, "bf16": 1.0, "fp32": 0.01}
-
-
 def _mixed(x: Compared) -> Readings:
     error = (x.out - x.exact).abs()
-    within = error <= _limit_of(_ATOL, x.fmt) + _limit_of(_RTOL, x.fmt) * x.exact.abs()
+    atol, rtol = _limit_of(_by_format(-9, -6, -16), x.fmt), _limit_of(_by_format(-9, -6, -10), x.fmt)
+    within = error <= atol + rtol * x.exact.abs()
     yield Reading("share beyond tolerance", 1 - within.double().mean().item(), 0.01)
-    limit = torch.clamp(32 * ulp(x.exact, x.fmt), min=_limit_of(_HARD, x.fmt))
+    hard = _limit_of({"fp16": 0.1, "bf16": 1.0, "fp32": 0.01}, x.fmt)
+    limit = torch.clamp(32 * ulp(x.exact, x.fmt), min=hard)
     yield Reading("max error over its limit", _largest(error / limit), 1.0)
-
-
-_BALANCE = {"fp16": 2.0**-20, "bf16": 2.0**-7, "fp32": 2.0**-14}
 
 
 def _balance(x: Compared) -> Readings:
@@ -254,7 +228,7 @@ def _balance(x: Compared) -> Readings:
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
     share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
-    yield Reading("balance", share, _limit_of(_BALANCE, x.fmt))
+    yield Reading("balance", share, _limit_of(_by_format(-20, -7, -14), x.fmt))
 
 
 def _cambricon(x: Compared) -> Readings:
