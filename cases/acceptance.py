@@ -78,7 +78,7 @@ class Answer:
 
 
 Readings = Iterator[Reading]
-_Limit = TypeVar("_Limit")
+_Limit = TypeVar("_Limit", float, tuple[float, float])
 
 
 @dataclass(frozen=True)
@@ -264,18 +264,6 @@ _CUDNN = dict.fromkeys(("fp16", "bf16"), (2e-2, 2e-2))
 _BENCH = {"fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2), "fp32": (1e-4, 1e-4)}
 
 
-def _ascend(level: str, mare: float, mere: float, rmse: float) -> Rule:
-    return Rule(
-        f"ascend_{level.lower()}",
-        f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact| below"
-        " 2^-8 (bf16) twice as many errors above 2^-16",
-        f"{_OPBASE}/commercial_standard.md 4.5, {level} ({_AT_COMMERCIAL})",
-        partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
-        gradients=True,
-        note=_SEVERAL,
-    )
-
-
 _RULES = (
     Rule(
         "flash_attention_2",
@@ -308,9 +296,18 @@ _RULES = (
         partial(_mostly_close, tolerance=0.01, most=0.05),
         note="it logs and returns the share; most callers assert nothing",
     ),
-    _ascend("L0", 10, 2, 2),
-    _ascend("L1", 5, 1.5, 1.5),
-    _ascend("L2", 2, 1.2, 1.2),
+    *(
+        Rule(
+            f"ascend_{level.lower()}",
+            f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact|"
+            " below 2^-8 (bf16) twice as many errors above 2^-16",
+            f"{_OPBASE}/commercial_standard.md 4.5, {level} ({_AT_COMMERCIAL})",
+            partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
+            gradients=True,
+            note=_SEVERAL,
+        )
+        for level, mare, mere, rmse in (("L0", 10, 2, 2), ("L1", 5, 1.5, 1.5), ("L2", 2, 1.2, 1.2))
+    ),
     Rule(
         "ascend_recheck",
         "the 95 % lower bound of the median ratio of MARE, MERE and RMSE, bootstrapped over 200 seeds and more, <= 1",
