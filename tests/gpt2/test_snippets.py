@@ -27,12 +27,8 @@ from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names, varia
 from tiebreak.cases.verdicts import Verdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import SumOf
 
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
-RULES = {"flash": "safe", "stabilized": "stabilized", "dithered": "dithered"}
-OTHERS = ("o_fp32", "fair", "standard")
 
 
 def _run(
@@ -142,23 +138,6 @@ def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to
     assert snippet.claims_about(ROUNDED["fair"]) == snippet.claims_about(own) == ()
     assert claim.held({"loss_rise": 0.0})
     assert not claim.held({"loss_rise": math.nan})
-
-
-@pytest.mark.parametrize("name", [*(f"{rule}{fused}" for rule in RULES for fused in ("", "_fused")), *OTHERS])
-def test_variants_are_what_their_names_say(name: str) -> None:
-    for table, rounded in ((ROUNDED, True), (UNROUNDED, False)):
-        declared = table[name].scripted
-        assert isinstance(declared, Declaration)
-        plan = declared.plan
-        assert declared.algorithm.name == ("standard" if name == "standard" else "flash")
-        rules = {**RULES, "fair": "dithered"}
-        assert declared.shift_rule.name == rules.get(name.removesuffix("_fused"), "safe")
-        assert plan.stochastic == (name == "fair")
-        assert plan.o_bar.narrows == (name in RULES)
-        assert (plan.row_sum_of is SumOf.ROUNDED) == (rounded and name != "standard")
-        assert plan.s.narrows
-        assert plan.p_bar.narrows
-        assert plan.o.narrows == (name != "o_fp32")
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
