@@ -66,24 +66,22 @@ def _sink(draw: Draw, height: float) -> AttentionInputs:
     return replace(inputs, k=draw.rounded(k), v=v)
 
 
-def _case(name: str, about: str, recipe: Recipe, *claims: Claim, source: str = OWN, **fields: Any) -> Case:
-    """A case of a recipe whose V is put into e4m3."""
+def _case(about: str, recipe: Recipe, *claims: Claim, source: str = OWN, **fields: Any) -> Case:
+    """A case of a recipe whose V is put into e4m3, which the table names."""
     in_e4m3 = partial(_in_e4m3, recipe=recipe)
-    return Case(name, about, source, in_e4m3, claims, formats=partial(Formats.of, v=FP8_E4M3), **fields)
+    return Case("", about, source, in_e4m3, claims, formats=partial(Formats.of, v=FP8_E4M3), **fields)
 
 
 #: The cases, in the order of tables.
-EIGHT_BITS = (
-    _case(
-        "fp8_ties",
+EIGHT_BITS = {
+    "fp8_ties": _case(
         "2 equal maxima, V in e4m3: O is exact, and nothing ties",
         scripted,
         claim(UNBIASED, f"{OWN}: 8 bits hold the sum of two numbers of 4", "safe lazy_4", f"{_16_BITS} {_P_BAR_ALONE}"),
         *(_CURE, _SHIFTED_ERRS, _WITHIN_SCALES, V1_IN_FP16, FAIR, OFFSET_HARMS),
         study=True,
     ),
-    _case(
-        "fp8_flat_tail",
+    "fp8_flat_tail": _case(
         "1 maximum, 127 keys 7 to 7.5 below it, V in e4m3: each is nothing in 8 bits, together they are a tenth",
         partial(scripted, scores=Scores(maxima=1, gap=(7.0, 7.5))),
         claim(BIASED_TOWARD, f"{OWN}: P-bar below 2^-10 is 0 in e4m3, and l has it all", plans="fused_fp8"),
@@ -103,8 +101,7 @@ EIGHT_BITS = (
     # Two maxima g above the first block's, 0.7 to 2.7: less than 4 in base two, so a lazy maximum stays. Times 2^8,
     # P-bar of the two is 256 e^g, from 516 to 3809, and e4m3 ends at 448. With the one key of the first block,
     # (2 448 + 256) / (512 e^g + 256) of a row's weight is left: from 0.895 down to 0.146.
-    _case(
-        "fp8_stale_maximum",
+    "fp8_stale_maximum": _case(
         "2 equal maxima 0.7 to 2.7 above the first block's: where m lags P-bar reaches 3809, and e4m3 ends at 448",
         partial(growing, growth=(0.7, 2.7)),
         claim(shrinks(0.14, 0.90), f"{_STALE}: l counts what saturates", "lazy_4", "fused_fp8_offset"),
@@ -121,8 +118,7 @@ EIGHT_BITS = (
     ),
     # Half of the other P-bar are 0 in e4m3 from a gap of 10 ln 2 + ln S - delta_k on, 5.9 where S = 1 and 11.4 where
     # S = 2^8; delta_k = 1.03 is how far the largest of four normal numbers lies above their mean (section 3.2).
-    _case(
-        "fp8_sink_collapse",
+    "fp8_sink_collapse": _case(
         "normal scores, those of 4 first keys 7 higher, with V near 0: most other P-bar are 0 in e4m3",
         partial(_sink, height=7.0),
         claim(BIASED_TOWARD, f"{_COLLAPSE}: P-bar collapses under a sink", plans="fused_fp8"),
@@ -132,8 +128,7 @@ EIGHT_BITS = (
         failure=True,
         unclaimed="a sink with V near 0 makes O of small P-bar: their casts are what O errs by",
     ),
-    _case(
-        "fp8_random",
+    "fp8_random": _case(
         "normal q and k, V about 1 in e4m3: the accuracy baseline in 8 bits",
         normal_numbers,
         claim(
@@ -146,4 +141,4 @@ EIGHT_BITS = (
         study=True,
         unclaimed="in 16 bits as the case random has it",
     ),
-)
+}

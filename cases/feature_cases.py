@@ -135,13 +135,13 @@ def _mla(draw: Draw) -> AttentionInputs:
     return replace(inputs, v=inputs.v[..., :128].contiguous(), do=inputs.do[..., :128].contiguous())
 
 
-def _case(name: str, about: str, recipe: Recipe, *claims: Claim, **fields: Any) -> Case:
-    return Case(name, about, OWN, recipe, claims, only_claimed=True, **fields)
+def _case(about: str, recipe: Recipe, *claims: Claim, **fields: Any) -> Case:
+    """A case that the table names."""
+    return Case("", about, OWN, recipe, claims, only_claimed=True, **fields)
 
 
-FEATURE_CASES = (
-    _case(
-        "sink_at_maximum",
+FEATURE_CASES = {
+    "sink_at_maximum": _case(
         "3 equal maxima and a learned sink as high: P-bar = 1 four times, V three times",
         _sink_at_maximum,
         claim(
@@ -153,14 +153,13 @@ FEATURE_CASES = (
         failure=True,
         gradients=True,
     ),
-    _case("window_cuts_tie", "a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
-    _case("block_mask_cuts", "a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
-    _case("padded_maximum", "padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
-    _case("packed_ties", "3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
-    _case("bias_makes_tie", "2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
-    _case("paged_ties", "2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
-    _case(
-        "negative_lse",
+    "window_cuts_tie": _case("a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
+    "block_mask_cuts": _case("a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
+    "padded_maximum": _case("padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
+    "packed_ties": _case("3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
+    "bias_makes_tie": _case("2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
+    "paged_ties": _case("2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
+    "negative_lse": _case(
         "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
         partial(scripted, scores=Scores(top=(-120.0, -100.0))),
         claim(
@@ -172,8 +171,7 @@ FEATURE_CASES = (
         *(_CLAMPED, *_AS_TIED),
         gradients=True,
     ),
-    _case(
-        "split_tie",
+    "split_tie": _case(
         "2 maxima on a sink in one split of the keys, a third in another",
         partial(
             scripted,
@@ -189,8 +187,7 @@ FEATURE_CASES = (
         ),
         claim(UNBIASED, f"{OWN}: of three maxima O is no tie", "safe split", FUSED),
     ),
-    _case(
-        "softcap_near_ties",
+    "softcap_near_ties": _case(
         "a soft cap near saturation: scores 2.3 apart come to lie 6e-5 apart, and both P-bar round to 1",
         _softcap_near_ties,
         claim(BIASED_AWAY, f"{OWN}: P-bar rounds up to 1, what l sums does not", "safe lazy", FUSED),
@@ -202,23 +199,21 @@ FEATURE_CASES = (
         ),
         _CLAMPED,
     ),
-    _case(
-        "decode_equal_keys",
+    "decode_equal_keys": _case(
         "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
         partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
         *(_STAGNATES, _CAST_ONCE),
         most_heads=16,
         study=True,
     ),
-    _case(
-        "decode_64k",
+    "decode_64k": _case(
         "1 query and 65,536 equal keys",
         partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
         *(_STAGNATES, _CAST_ONCE),
         most_heads=8,
         on_request=True,
     ),
-    _case("single_visible_key", "1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
-    _case("fp8_cache", "K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
-    _case("value_dim", "q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
-)
+    "single_visible_key": _case("1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
+    "fp8_cache": _case("K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
+    "value_dim": _case("q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
+}

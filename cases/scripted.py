@@ -93,12 +93,12 @@ _ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
 
 
-def _case(name: str, about: str, recipe: Recipe, claims: Sequence[Claim] = (), **fields: Any) -> Case:
-    return Case(name, about, recipe=recipe, claims=tuple(claims), **{"source": OWN, **fields})
+def _case(about: str, recipe: Recipe, claims: Sequence[Claim] = (), *, source: str = OWN, **fields: Any) -> Case:
+    """A case that a table names."""
+    return Case("", about, source, recipe, tuple(claims), **fields)
 
 
 def _scripted(
-    name: str,
     about: str,
     scores: Scores,
     claims: Sequence[Claim] = (),
@@ -109,18 +109,17 @@ def _scripted(
 ) -> Case:
     """Scripted rows, with further fields of their case; what holds of `fair` and of a fixed offset does of all."""
     recipe = partial(scripted, scores=scores, values=values, shape=shape)
-    return _case(name, about, recipe, (*claims, FAIR, OFFSET_HARMS), **fields)
+    return _case(about, recipe, (*claims, FAIR, OFFSET_HARMS), **fields)
 
 
-def _tied(name: str, about: str, scores: Scores, claims: Sequence[Claim], **fields: Any) -> Case:
+def _tied(about: str, scores: Scores, claims: Sequence[Claim], **fields: Any) -> Case:
     """A failure input of the paper's."""
-    return _scripted(name, about, scores, (*claims, _DITHERED), source=PAPER, failure=True, **fields)
+    return _scripted(about, scores, (*claims, _DITHERED), source=PAPER, failure=True, **fields)
 
 
 #: K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin.
-_EQUAL_MAXIMA = tuple(
-    _tied(
-        f"tied_maxima[k={k}]",
+_EQUAL_MAXIMA = {
+    f"tied_maxima[k={k}]": _tied(
         f"{k} equal maxima, V negative",
         Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0)),
         (*(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE), V1_IN_FP16),
@@ -130,27 +129,24 @@ _EQUAL_MAXIMA = tuple(
         family=("number of equal maxima", k),
     )
     for k in (2, 3, 4, 8, 16)
-)
+}
 
 _ON_A_SINK = Values(tail_mean=-0.1)
-_OTHER_V = (
-    _tied(
-        "tied_maxima_positive_v",
+_OTHER_V = {
+    "tied_maxima_positive_v": _tied(
         "2 equal maxima, V positive: the same bias, the other way",
         Scores(),
         (*_TIES_BREAK, V1_IN_FP16),
         values=Values(mean=2.4),
     ),
-    _tied(
-        "tied_maxima_unscaled",
+    "tied_maxima_unscaled": _tied(
         "2 equal maxima, alpha = 1: scores are not scaled, as in T5",
         Scores(),
         (*_TIES_BREAK, V1_IN_FP16),
         shape=Shape(scale=1.0),
         study=True,
     ),
-    _tied(
-        "sink_tie",
+    "sink_tie": _tied(
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
         (
@@ -161,8 +157,7 @@ _OTHER_V = (
         values=_ON_A_SINK,
         gradients=True,
     ),
-    _scripted(
-        "mixed_sign_v",
+    "mixed_sign_v": _scripted(
         "2 equal maxima, V of mixed sign (control): ties break both ways",
         Scores(),
         (
@@ -180,8 +175,7 @@ _OTHER_V = (
         source=PAPER,
         values=Values(mean=0.0, std=1.0),
     ),
-    _scripted(
-        "no_tail",
+    "no_tail": _scripted(
         "2 equal maxima and no remainder (control): exact ties go to even",
         Scores(gap=_NO_TAIL),
         (
@@ -191,18 +185,16 @@ _OTHER_V = (
         ),
         source=_COMMENTARY,
     ),
-)
+}
 
-_ONE_MAXIMUM = (
-    _scripted(
-        "single_maximum",
+_ONE_MAXIMUM = {
+    "single_maximum": _scripted(
         "1 maximum, the tail's V like the rest (control)",
         Scores(maxima=1, gap=(9.0, 15.0)),
         source=PAPER,
         unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
     ),
-    _scripted(
-        "single_maximum_sink",
+    "single_maximum_sink": _scripted(
         "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
         Scores(maxima=1, gap=(9.0, 15.0)),
         (
@@ -218,8 +210,7 @@ _ONE_MAXIMUM = (
         values=_ON_A_SINK,
         failure=True,
     ),
-    _scripted(
-        "single_maximum_large",
+    "single_maximum_large": _scripted(
         "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
         Scores(maxima=1, top=(105.0, 120.0)),
         (
@@ -228,11 +219,10 @@ _ONE_MAXIMUM = (
         ),
         source=f"{PAPER} v1, appendix C",
     ),
-)
+}
 
-_MAXIMA_NEAR_ZERO = (
-    _tied(
-        "repeated_zero",
+_MAXIMA_NEAR_ZERO = {
+    "repeated_zero": _tied(
         "repeated maximum exactly 0: neither branch of the fix applies",
         Scores(top=(0.0, 0.0)),
         (
@@ -241,8 +231,7 @@ _MAXIMA_NEAR_ZERO = (
             *_WITHOUT_A_FIX,
         ),
     ),
-    _tied(
-        "repeated_tiny",
+    "repeated_tiny": _tied(
         "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
         Scores(top=(0.001, 0.004)),
         (
@@ -254,8 +243,7 @@ _MAXIMA_NEAR_ZERO = (
         study=True,
         unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
     ),
-    _tied(
-        "repeated_negative",
+    "repeated_negative": _tied(
         "repeated maximum of -6 to -1: the fix's negative branch",
         Scores(top=(-6.0, -1.0)),
         (
@@ -264,10 +252,10 @@ _MAXIMA_NEAR_ZERO = (
             *_TIES_BREAK,
         ),
     ),
-)
+}
 
 
-def _large_maxima() -> tuple[Case, ...]:
+def _large_maxima() -> dict[str, Case]:
     """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
 
     The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
@@ -308,9 +296,8 @@ def _large_maxima() -> tuple[Case, ...]:
         " decides",
     }
     plain = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2", _PLAIN, "paper")
-    cases = tuple(
-        _tied(
-            f"repeated_large[r={r}]",
+    cases = {
+        f"repeated_large[r={r}]": _tied(
             f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
             Scores(top=(float(r), high)),
             (
@@ -324,11 +311,11 @@ def _large_maxima() -> tuple[Case, ...]:
             unclaimed=unclaimed.get(r),
         )
         for r, (high, claims) in rows.items()
-    )
-    return cases + _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
+    }
+    return cases | _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
 
 
-def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> tuple[Case, ...]:
+def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> dict[str, Case]:
     """Row maxima whose product with alpha log2 e is no fp32 number, and nothing that could break a tie but that.
 
     Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
@@ -349,9 +336,8 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> t
     }
     rounded = "times log2 e, which fp32 rounds, and no remainder"
     repeated, single = (
-        tuple(
-            _scripted(
-                f"inexact_{kind}[r={r}]",
+        {
+            f"inexact_{kind}[r={r}]": _scripted(
                 about.format(f"{r} {rounded}"),
                 Scores(maxima=maxima, top=top, gap=_NO_TAIL),
                 (*claims, *harm[maxima == 1]),
@@ -359,26 +345,24 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> t
                 unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
             )
             for r, (top, *harm) in rows.items()
-        )
+        }
         for kind, about, maxima, claims in (
             ("ties", "2 equal maxima of about {}", 2, (together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart)),
             ("single", "1 maximum of about {} (control): nothing ties", 1, (alone,)),
         )
     )
-    return repeated + single
+    return repeated | single
 
 
-_ACROSS_BLOCKS = (
-    _scripted(
-        "ties_across_blocks",
+_ACROSS_BLOCKS = {
+    "ties_across_blocks": _scripted(
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
         Scores(positions=(17, 145)),
         (_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE, _DITHERED),
         shape=Shape(keys=256),
         failure=True,
     ),
-    _scripted(
-        "ties_across_long_blocks",
+    "ties_across_long_blocks": _scripted(
         "4 equal maxima of 2,048 keys, 512 apart: a library that sums P V in bf16 between blocks errs in each",
         Scores(maxima=4, positions=(100, 700, 1300, 1900)),
         (_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE),
@@ -388,50 +372,46 @@ _ACROSS_BLOCKS = (
         study=True,
         unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
     ),
-    _scripted(
-        "overshooting_shift",
+    "overshooting_shift": _scripted(
         "a repeated maximum in the first block, scaled above the true maximum of the second",
         Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
         (V1_IN_FP16,),
         shape=Shape(keys=256),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     ),
-)
+}
 
 # Rows whose first key block ends below the maximum, but not by so much that lazy rescaling follows it. P-bar of the
 # maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O as long as l
 # sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
 _GROWN = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, V1_IN_FP16, FAIR, OFFSET_HARMS)
 _LAZY_RESCALING = f"{OWN}, FlashAttention-4's lazy rescaling"
-_GROWING_MAXIMUM = (
-    Case(
-        "growing_maximum",
+_GROWING_MAXIMUM = {
+    "growing_maximum": _case(
         "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
-        _LAZY_RESCALING,
         partial(growing, growth=(1.0, 5.0)),
         _GROWN,
+        source=_LAZY_RESCALING,
         failure=True,
     ),
-    Case(
-        "growing_maximum[by=4]",
+    "growing_maximum[by=4]": _case(
         "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
-        _LAZY_RESCALING,
         partial(growing, growth=(4.0, 4.0)),
         (
             claim(BIASED_TOWARD, f"{OWN}: e^4 rounds down", "lazy", "paper fused fused_stochastic"),
             *_GROWN,
             _STANDARD_IS_BIASED,
         ),
+        source=_LAZY_RESCALING,
         failure=True,
         gradients=True,
         study=True,
     ),
-)
+}
 
 _SUM_UNROUNDED = f"{OWN}: P-bar rounds up to 1, what l sums does not"
-_NEAR_TIES = (
-    _tied(
-        "near_tie_inside",
+_NEAR_TIES = {
+    "near_tie_inside": _tied(
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
         Scores(offsets=(0.0, -(2.0**-11))),
         (
@@ -441,8 +421,7 @@ _NEAR_TIES = (
             _STANDARD_IS_BIASED,
         ),
     ),
-    _tied(
-        "near_tie_outside",
+    "near_tie_outside": _tied(
         "2 maxima 1.5e-3 apart, outside the fix's tolerance: both P-bar still round to 1",
         Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
         (
@@ -453,7 +432,7 @@ _NEAR_TIES = (
         ),
         study=True,
     ),
-)
+}
 
 
 def _equal_keys(draw: Draw) -> AttentionInputs:
@@ -474,22 +453,19 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
     return AttentionInputs(q, k, v, draw.upstream(q.shape), draw.formats, noise_seed=inputs.noise_seed)
 
 
-_CONTROLS = (
-    _case(
-        "equal_keys",
+_CONTROLS = {
+    "equal_keys": _case(
         "duplicate tokens: ties exact in any arithmetic",
         _equal_keys,
         (*_TIES_BREAK, _DITHERED, V1_IN_FP16, FAIR, OFFSET_HARMS),
         failure=True,
     ),
-    _scripted(
-        "faint_tail",
+    "faint_tail": _scripted(
         "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
         Scores(gap=(20.5, 22.5)),
         (_TIES_GO_AWAY, V1_IN_FP16),
     ),
-    _case(
-        "tied_p_bar",
+    "tied_p_bar": _case(
         "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
         _tied_p_bar,
         (
@@ -498,38 +474,37 @@ _CONTROLS = (
         ),
         unclaimed="where S is in bf16 P-bar is no tie",
     ),
-    _case("random_mixed_v", "normal q, k, v: O cancels", partial(normal_numbers, v_mean=0.0, v_std=1.0), cancels=True),
-)
+    "random_mixed_v": _case("normal q, k, v: O cancels", partial(normal_numbers, v_mean=0.0, v_std=1.0), cancels=True),
+}
 
 
-def _random(name: str, about: str, shape: Shape = SHAPE, claims: Sequence[Claim] = (), *, causal: bool = False) -> Case:
+def _random(about: str, shape: Shape = SHAPE, claims: Sequence[Claim] = (), *, causal: bool = False) -> Case:
     """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
     # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
     coarse = claim(ACCURATE, f"{OWN}: accuracy in 8 bits", plans="fused_fp8", formats=_16_BITS)
     sound = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe standard dithered", formats=_16_BITS)
     moved = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"
     recipe = partial(normal_numbers, shape=shape, causal=causal)
-    return _case(name, about, recipe, (*claims, coarse, sound), gradients=True, normal=True, unclaimed=moved)
+    return _case(about, recipe, (*claims, coarse, sound), gradients=True, normal=True, unclaimed=moved)
 
 
 # r_m is 6 in the middle where alpha = 0.3, 11 at most: what is left of P-bar is then subnormal in fp16.
 _SCALED_P_BAR_IS_LOST = claim(
     INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", "always_scaled", formats="fp16"
 )
-_NORMAL_NUMBERS = (
-    _random("random", "normal q and k, V about 1: the accuracy baseline"),
-    _random("random_causal", "under a causal mask", Shape(queries=48, keys=48, d=32), causal=True),
-    _random(
-        "random_causal_chunk",
+_NORMAL_NUMBERS = {
+    "random": _random("normal q and k, V about 1: the accuracy baseline"),
+    "random_causal": _random("under a causal mask", Shape(queries=48, keys=48, d=32), causal=True),
+    "random_causal_chunk": _random(
         "under a causal mask, 16 queries at the end of 100 keys",
         Shape(queries=16, keys=100, d=32),
         causal=True,
     ),
-    _random("random_wide", "d = 128", Shape(d=128)),
-    _random("random_grouped", "grouped-query heads, 4 to a key head", Shape(groups=4)),
-    _random("random_odd", "7 queries, 100 keys, d = 40: no powers of two", Shape(queries=7, keys=100, d=40)),
-    _random("random_scaled", "alpha = 0.3, no power of two", Shape(scale=0.3), (_SCALED_P_BAR_IS_LOST,)),
-)
+    "random_wide": _random("d = 128", Shape(d=128)),
+    "random_grouped": _random("grouped-query heads, 4 to a key head", Shape(groups=4)),
+    "random_odd": _random("7 queries, 100 keys, d = 40: no powers of two", Shape(queries=7, keys=100, d=40)),
+    "random_scaled": _random("alpha = 0.3, no power of two", Shape(scale=0.3), (_SCALED_P_BAR_IS_LOST,)),
+}
 
 
 def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
@@ -568,29 +543,26 @@ _TIED_BY_CAST = _OF_AUTHORS(
 _SHIFT_CLAMPED = _OF_AUTHORS(
     BREAKS_DOWN, f"{OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16", formats="fp16"
 )
-_EDGES = (
-    _case("padded", "a key padding mask", partial(_padded, all_masked=False), gradients=True),
-    _case("wholly_masked", "rows without a visible key give zeros", partial(_padded, all_masked=True), gradients=True),
-    _case(
-        "low_logits",
+_EDGES = {
+    "padded": _case("a key padding mask", partial(_padded, all_masked=False), gradients=True),
+    "wholly_masked": _case("rows without a visible key give zeros", partial(_padded, all_masked=True), gradients=True),
+    "low_logits": _case(
         "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
         partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
         (_SCALED_BREAKS_DOWN, _CLAMPED, _SHIFT_CLAMPED, _TILE_OVERSHOOTS, OFFSET_HARMS),
         unclaimed="where S is in bf16, in steps of 256 here, every key ties",
         chaotic=True,
     ),
-    _case(
-        "huge_logits",
+    "huge_logits": _case(
         "scores of about 1e4: near one-hot rows",
         partial(normal_numbers, size=1e4),
         (_SCALED_BREAKS_DOWN, _CLAMPED, _TIED_BY_CAST, OFFSET_HARMS),
         unclaimed="where S is in bf16, in steps of 64 here, which key wins a row is chance",
         chaotic=True,
     ),
-    _case("inf_in_v", "one Inf in V: its column is lost, no other", partial(_poisoned, value=torch.inf, tensor="v")),
-    _case("nan_in_q", "a NaN in q: its row is lost, no other", partial(_poisoned, value=torch.nan, tensor="q")),
-    _case(
-        "subnormal_v",
+    "inf_in_v": _case("one Inf in V: its column is lost, no other", partial(_poisoned, value=torch.inf, tensor="v")),
+    "nan_in_q": _case("a NaN in q: its row is lost, no other", partial(_poisoned, value=torch.nan, tensor="q")),
+    "subnormal_v": _case(
         "V below the smallest normal value: exact, or flushed to zero",
         _subnormal,
         (
@@ -599,21 +571,25 @@ _EDGES = (
         ),
         chaotic=True,
     ),
-)
+}
 
-#: The scripted cases by what they are about.
-GROUPS: Mapping[str, tuple[Case, ...]] = {
+# The scripted cases by what they are about, and by name.
+_GROUPS = {
     "equal maxima": _EQUAL_MAXIMA,
     "equal maxima, other values of V": _OTHER_V,
     "one maximum": _ONE_MAXIMUM,
     "maxima near zero and below it": _MAXIMA_NEAR_ZERO,
     "large maxima": _large_maxima(),
-    "maxima in several key blocks": _ACROSS_BLOCKS + _GROWING_MAXIMUM,
+    "maxima in several key blocks": _ACROSS_BLOCKS | _GROWING_MAXIMUM,
     "maxima that differ by less than P-bar's rounding": _NEAR_TIES,
     "controls": _CONTROLS,
     "V in 8 bits": EIGHT_BITS,
     "normal numbers": _NORMAL_NUMBERS,
     "masks, NaN, Inf, subnormal and very large numbers": _EDGES,
     "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
+}
+#: The scripted cases by what they are about.
+GROUPS: Mapping[str, tuple[Case, ...]] = {
+    group: tuple(replace(case, name=name) for name, case in cases.items()) for group, cases in _GROUPS.items()
 }
 SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)
