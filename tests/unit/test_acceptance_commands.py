@@ -67,8 +67,8 @@ def test_records_verdict_table_and_page_say_what_rules_do_and_the_gate_takes_no_
 def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rules"]) == 0
     printed = capsys.readouterr().out
-    for rule in RULES.values():
-        assert all(text in printed for text in (rule.name, rule.formula, rule.source, rule.note))
+    for name, rule in RULES.items():
+        assert all(text in printed for text in (name, rule.formula, rule.source, rule.note))
     assert cli.main(["rules", "ascend_l*"]) == 0
     assert capsys.readouterr().out.count("commercial_standard.md") == 3
 
