@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if not files:
         if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
             raise UsageError(f"--{given}: it narrows what a file of records says; name one")
-        print("\n\n".join("\n".join(_lines(rule)) for rule in _named(options.what)))
+        print("\n\n".join("\n".join(_lines(name, RULES[name])) for name in _named(options.what)))
         return HELD
     if len(options.what) > 1:
         raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
@@ -40,16 +40,16 @@ def main(arguments: Sequence[str]) -> int:
     return HELD
 
 
-def _named(names: Sequence[str]) -> list[Rule]:
+def _named(names: Sequence[str]) -> list[str]:
     for name in names:
         if not matching(name, RULES):
             raise UsageError(unknown("rule", name, RULES, "`tiebreak rules` lists"))
     chosen = [match for name in names for match in matching(name, RULES)] or list(RULES)
-    return [RULES[name] for name in dict.fromkeys(chosen)]
+    return list(dict.fromkeys(chosen))
 
 
-def _lines(rule: Rule) -> Iterator[str]:
-    yield f"{rule.name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
+def _lines(name: str, rule: Rule) -> Iterator[str]:
+    yield f"{name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
     yield f"  {rule.formula}"
     yield f"  {rule.source}"
     if rule.note:

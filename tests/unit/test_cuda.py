@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import flex, varlen, vendor
-from tiebreak.kernels.formats import BF16, FP32, Formats
+from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry

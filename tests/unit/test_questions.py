@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.case import Shape
-from tiebreak.cases.recipes import normal_numbers
+from tiebreak.cases.case import Shape, normal_numbers
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import LoadError
 from tiebreak.kernels.external.call import Places

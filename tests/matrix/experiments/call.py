@@ -89,8 +89,8 @@ class Call(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        case, family = self.case, self.case.family
-        of, at = (None, None) if family is None else (family.of, family.at)
+        case = self.case
+        of, at = case.family or (None, None)
         return records.CaseRecord(
             case.about,
             case.source,
