@@ -22,13 +22,14 @@ _SHARE = "_share"  # behind a measure's name: how much worse it may get as a sha
 _T = TypeVar("_T")
 
 
-class Excuse(Data, frozen=True):
+class Expected(Data, frozen=True):
     """A check that some cells don't meet, and why that is excused."""
 
     cells: str  # pattern of ids
     check: str  # that they do not meet
     reason: str  # why that is accepted
     expires: date | None = None  # the last day on which it holds; None: it always does
+    where: str = ""  # file and number, for messages
 
     def concerns(self, cell: str) -> bool:
         """Whether a cell, by its id, is among its cells."""
@@ -40,20 +41,14 @@ class Excuse(Data, frozen=True):
 
     def excuses(self, record: Record) -> bool:
         """Whether the check is one that a record does not meet."""
-        return self.concerns(record.id) and self.check in unmet(record)
-
-
-class Excuses(Data, frozen=True):
-    """A file of excused failures."""
-
-    expected: tuple[Excuse, ...] = ()
+        return self.concerns(record.id) and self.check in record.unmet
 
 
 class Settings(Data, frozen=True):
     """The table [tool.tiebreak] of a pyproject.toml."""
 
     fail: Mapping[str, Limit] = {}  # how much worse measures may get, as --fail
-    expected: str | tuple[Excuse, ...] = ()  # excused failures, or the file that has them, as --expected
+    expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
 
 
 class _Tool(msgspec.Struct, frozen=True):
@@ -62,11 +57,6 @@ class _Tool(msgspec.Struct, frozen=True):
 
 class _Project(msgspec.Struct, frozen=True):
     tool: _Tool = _Tool()
-
-
-def unmet(record: Record) -> list[str]:
-    """Return the checks that a record does not meet, or of which the data do not tell."""
-    return [name for name, answer in record.answers.items() if answer.met is not True]
 
 
 def toml(path: Path, kind: type[_T], where: str) -> _T:
@@ -82,7 +72,7 @@ def toml(path: Path, kind: type[_T], where: str) -> _T:
     except ValueError as error:  # no TOML, no UTF-8
         raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
     try:
-        read: _T = convert(content, kind, "")
+        read: _T = convert(content, kind)
     except FieldError as error:
         raise UsageError(f"{path}: {error}") from error
     return read
@@ -114,11 +104,7 @@ class Limits:
         return replace(measure, limit=limit, share=share)
 
     def check(self, known: Mapping[str, MeasureRecord]) -> None:
-        """Make sure that every measure named is one that a gate holds.
-
-        Raises:
-            UsageError: one is not; lists those that are.
-        """
+        """Raise UsageError, with those that a gate holds, if a measure that is named is none of them."""
         held = [name for name, measure in known.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
@@ -140,7 +126,7 @@ def limits(flag: str | None, folder: Path) -> Limits:
     path, table = settings(folder)
     words = [word.partition(":") for word in split(flag or "")]
     try:
-        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit], "")
+        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
     except FieldError as error:
         raise UsageError(f"--fail: {error}") from None
     except ValueError:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import BIASED, FELL, SKIPPED, Run
-from tiebreak.reports.tables.compare import summary
-from tiebreak.reports.tables.comparison import Agreement, compare
+from tiebreak.reports.tables.compare import Agreement, compare, summary
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.verdict import FAILING, FAIR, TIED, Verdict, verdicts
 

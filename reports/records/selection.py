@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_match(parser: argparse.ArgumentParser) -> None:
-    """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.comparison`."""
+    """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.compare`."""
     parser.add_argument(
         "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
     )
@@ -29,8 +29,7 @@ def add_match(parser: argparse.ArgumentParser) -> None:
 def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
     """Return the runs, each with those records alone that the filters select; `only` is an outcome.
 
-    Raises:
-        UsageError: a name fits no record of any run.
+    A name that fits no record of any run is a UsageError.
     """
     records = chosen = [record for run in runs for record in run.records]
     for flag, field in FILTERS.items():
@@ -42,7 +41,7 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
 
 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
-    """Return the known names that a comma list of names and globs selects.
+    """Return the known names that a flag's comma list of names and globs selects.
 
     Args:
         flag: of the command line.

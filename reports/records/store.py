@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, decode, encode
 from tiebreak.reports.records.record import Run
 
@@ -30,20 +31,16 @@ _PARTS = ("schema", "run", "complete", "platform", "options", "narrowing", "unav
 _D = TypeVar("_D", bound=Data)
 
 
-class UnreadableRecordsError(Exception):
+class UnreadableRecordsError(UsageError):
     """A file of records that cannot be read; the message names the file and what is wrong with it."""
 
 
-class UnwritableFolderError(Exception):
+class UnwritableFolderError(UsageError):
     """A folder that records cannot be written to; the message names it."""
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure, before hours of work, that a file can be written to `folder`; creates it.
-
-    Raises:
-        UnwritableFolderError: it can't.
-    """
+    """Raise UnwritableFolderError, before hours of work, unless a file can be written to `folder`; creates it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
@@ -77,10 +74,10 @@ def _lines(part: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file through a temporary one beside it: a reader never sees half of it.
+    """Write a file through a temporary one beside it: a reader never sees half of it, and an older one stays.
 
     Raises:
-        UnwritableFolderError: the folder can't be written to; an older file at `path` is left as it was.
+        UnwritableFolderError: the folder can't be written to.
     """
     check_writable(path.parent)
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
@@ -93,11 +90,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def read(path: Path) -> Run:
-    """Read a run.
-
-    Raises:
-        UnreadableRecordsError: as `load`.
-    """
+    """Read a run; raises as `load`."""
     return load(path, Run)
 
 
@@ -122,11 +115,7 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
-    """Make sure that no two files hold the same run, as its name tells where it has one, or the same data.
-
-    Raises:
-        UnreadableRecordsError: two do.
-    """
+    """Raise UnreadableRecordsError if two files hold the same run, by its name where it has one, or the same data."""
     earlier: list[tuple[Path, Any]] = []
     for path, data in files:
         name = data.run if isinstance(data, Run) and data.run is not None else data
@@ -147,10 +136,8 @@ def content_of(path: Path) -> bytes:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableRecordsError(f"{path}: not a regular file")
             content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UnreadableRecordsError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # a name with a null byte
-        raise UnreadableRecordsError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a name with a null byte is no value
+        raise UnreadableRecordsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if content.startswith(_GZIP):
         try:
             with gzip.open(io.BytesIO(content)) as unpacked:

@@ -8,7 +8,7 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import CaseRecord, Record, Run
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
+from tiebreak.reports.tables.texts import EXCUSED, mark_of, marked, plain_text
 
 _WORST_FIRST = (records.FELL, records.CRASHED, records.TIMED_OUT, records.INCONCLUSIVE, EXCUSED, records.MEASURED,
                 records.HELD, records.SKIPPED)  # fmt: skip

@@ -13,7 +13,7 @@ from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.selection import cells_of
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.statement.folder import Profile
+from tiebreak.reports.statement import Profile
 
 _MAIN = ("standard", "flash@paper", "flash@fused", "stabilized@paper", "dithered@fused", "fair")
 

@@ -5,11 +5,10 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import Call, record, run, skip
-from tiebreak.reports.records.order import case_places, kernel_places
+from tiebreak.reports.records.order import cases_of, kernel_places
 from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record
 from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.compare import DIFFERING, cell_texts, parts
-from tiebreak.reports.tables.comparison import Agreement, Row, compare, platform_labels
+from tiebreak.reports.tables.compare import DIFFERING, Agreement, Row, cell_texts, compare, parts, platform_labels
 
 
 def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
@@ -120,7 +119,7 @@ def test_cases_stand_group_after_group_and_those_of_none_last() -> None:
     ours, old = (replace(case, cases={name: case.cases[name] for name in order})
                  for case, order in ((ours, cases), (old, ("older", "zebra"))))  # fmt: skip
     order = ["zebra", "yak", "ant", "odd", "older"]
-    assert sorted(case_places([old, ours]), key=case_places([old, ours]).__getitem__) == order
+    assert list(cases_of([old, ours])) == order
     assert [row.record.case for row in compare([old, ours], ["x", "y"]).rows] == order
 
 

@@ -11,7 +11,7 @@ from tiebreak.defects.made_up import Call, fallen, record, run
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import OUTCOMES, CaseRecord, Run
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.terminal import runnable
 
 
 @pytest.fixture

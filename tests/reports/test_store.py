@@ -22,8 +22,7 @@ from tiebreak.reports.records.record import OUTCOMES, Estimate, FitRecord, Recor
 from tiebreak.reports.records.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
 from tiebreak.reports.schemas import FILES, schema_of
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.compare import parts
-from tiebreak.reports.tables.comparison import Agreement, compare, platform_labels
+from tiebreak.reports.tables.compare import Agreement, compare, parts, platform_labels
 from tiebreak.reports.tables.show import csv_grid
 
 
@@ -56,7 +55,7 @@ def test_what_is_written_is_read_again_and_fits_the_schema(
 
 def test_a_number_that_is_none_stays_none_and_an_integer_an_integer() -> None:
     measures = {"bias": Estimate.of(float("nan"), float("inf")), "gain": None, "elements": 65536, "rms_ulps": 0.5}
-    fits = {"flash@paper": FitRecord.measured(0.5, float("nan"), 0.1)}
+    fits = {"flash@paper": FitRecord(None, 0.1, 0.5)}
     made = record(measures=measures, evidence={"fits": fits, "other": [{"x": 1}]})
     assert decode(encode(made), Record) == made
     text = encode(made)
@@ -129,17 +128,17 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["platform"], ..., "Object missing required field `platform`"),
         (["platform", "cpu"], ..., "platform.cpu: Expected `str`, got `null`"),
         (["platform", "fingerprint"], [], "platform.fingerprint: Expected `object`, got `array`"),
-        (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint.cpu.a: Expected `int | float | str`"),
+        (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint[...][...]: Expected `int | "),
         (["records", 0, "verdict"], "fine", "records[0].verdict: Expected `str` matching regex '^(unbiased|"),
         (["records", 0, "outcome"], "held\n", "records[0].outcome: Expected `str` matching regex '^(held|"),
         (["records", 0, "colour"], "red", "records[0]: Object contains unknown field `colour`"),
         (["records", 0, "heads"], -1, "records[0].heads: Expected `int` >= 0"),
-        (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures.bias.half_width: Expected `floa"),
-        (["records", 0, "measures", "gain"], 10**400, "records[0].measures.gain: Expected `int` <= 922337203685477580"),
-        (["records", 0, "measures", "a.b[0]"], {"mean": "x"}, "records[0].measures.a.b[0]"),
+        (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures[...].half_width: Expected"),
+        (["records", 0, "measures", "gain"], 10**400, "records[0].measures[...]: Expected `int` <= 922337203685477580"),
+        (["records", 0, "measures", "a.b[0]"], {"mean": "x"}, "records[0].measures[...].mean: Expected"),
         (["records", 0, "evidence"], {"trace": {"error": [0]}}, "records[0]: evidence.trace: Object missing required "),
-        (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0]: evidence.fits.x: Expected `object`, got `int`"),
-        (["measures", "bias", "worse"], "up", "measures.bias.worse: Expected `str` matching regex '^(more|less|farthe"),
+        (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0]: evidence.fits[...]: Expected `object`"),
+        (["measures", "bias", "worse"], "up", "measures[...].worse: Expected `str` matching regex '^(more|les"),
         (["measures", "bias"], ..., "records[0]: bias: not described in measures"),
         (["checks", "claim"], ..., "records[0]: claim: not described in checks"),
         (["cases"], {}, "records[0]: random: not described in cases"),
@@ -167,7 +166,7 @@ def test_a_number_beyond_all_bounds_is_refused(tmp_path: Path, keep: Callable[..
     text = path.read_text(encoding="utf-8")
     assert '"gain": 1.0' in text
     path.write_text(text.replace('"gain": 1.0', '"gain": 1e999'))
-    assert refusal(path) == "records[0].measures.gain: Number out of range"
+    assert refusal(path) == "records[0].measures[...]: Number out of range"
 
 
 def test_two_records_of_one_cell_are_refused(keep: Any) -> None:

@@ -10,7 +10,7 @@ from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs.profiles import PROFILES, profile
 from tiebreak.reports.records.record import CRASHED, Record, Run
-from tiebreak.reports.statement.findings import faults_of_runs
+from tiebreak.reports.statement import faults_of_runs
 
 
 def records(selection: Selection) -> list[Record]:

@@ -10,9 +10,9 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, ExperimentRecord, Explanation, Record, Run, Shown
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as run_tables
-from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
-from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.run import summary
+from tiebreak.reports.tables.texts import LEGEND, cell_text, shown_text
+from tiebreak.reports.terminal import runnable
 
 SHOWN = Shown("bias", 0.23)
 
