@@ -45,11 +45,7 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
 
 
 def pick(kind: str, names: str, known: Collection[str], listed: str) -> list[str]:
-    """Return the known names that a comma list of names and globs stands for, each once; see `unknown`.
-
-    Raises:
-        ValueError: a name stands for none, or the list is empty.
-    """
+    """Return the known names that a comma list of names and globs stands for, each once; ValueError if one has none."""
     picked: dict[str, None] = {}
     for name in split(names):
         if not (fitting := matching(name, known)):

@@ -120,11 +120,7 @@ def is_users(record: Record) -> bool:
 
 
 def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
-    """Yield why some runs, by the names of their files, are no statement of a profile, a line each.
-
-    An interrupted run, a dirty checkout, another platform, other inputs, a cell that is missing or there twice, too few
-    that ran.
-    """
+    """Yield why some runs, by the names of their files, are no statement of a profile, a line each."""
     first_name, first = next(iter(runs.items()))
     seen: dict[str, str] = {}
     for name, run in runs.items():

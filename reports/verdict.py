@@ -107,10 +107,7 @@ def from_json(text: str) -> list[Verdict]:
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
     """Return what a run says of its kernels, in the order of their first records.
 
-    Args:
-        run: its records.
-        command: runs it again.
-        failures: what fails it though no cell fell.
+    `command` runs it again; `failures` are what fails it though no cell fell.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return [_Kernel(*names, cells, run).verdict(command, failures) for names, cells in kernels.items()]

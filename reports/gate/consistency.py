@@ -38,13 +38,7 @@ def check_described(baseline: Run, run: Run) -> None:
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield where two values differ, and both, but for words; of what has names, by the first one's.
-
-    Args:
-        old: a record, a description, or a part of one.
-        new: the same, that should be no different.
-        at: where both stand.
-    """
+    """Yield where two records, or parts of them, differ, and both values, but for words; by the names of the first."""
     if isinstance(old, Struct) and isinstance(new, Struct):
         for name in old.__struct_fields__:
             if name not in WORDS:
@@ -63,12 +57,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def contradictions(record: Record, run: Run) -> Iterator[str]:
-    """Yield what a record says of itself, and its own numbers and answers don't: of a file that was edited.
-
-    Args:
-        record: of the new run.
-        run: the new run, with the descriptions that are in force.
-    """
+    """Yield what a record says of itself, and neither its own numbers and answers nor the descriptions in force do."""
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
     if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):

@@ -34,16 +34,13 @@ class _File(Data, frozen=True):
 def read(
     flag: str | None, folder: Path, checks: Collection[str] | None, today: date | None = None
 ) -> tuple[Expected, ...]:
-    """Return the entries of a file, or of [tool.tiebreak] in the nearest pyproject.toml.
+    """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
     Args:
         flag: what `--expected` names; None without it.
-        folder: where to look for a pyproject.toml.
+        folder: where to look for a pyproject.toml, there or above.
         checks: names of all checks that there are; None: they are not known here.
-        today: the day on which the entries have to hold; the day of the call by default.
-
-    Raises:
-        UsageError: as `of_file`; or an entry has expired.
+        today: the day on which they have to hold, by default that of the call; else they are a UsageError.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -57,12 +54,7 @@ def read(
 
 
 def of_file(path: Path, where: str, checks: Collection[str] | None) -> tuple[Expected, ...]:
-    """Return the entries of a file, those that have expired too.
-
-    Raises:
-        UsageError: the file can't be read (begins with `where`), a field that is missing, unknown, empty or of the
-            wrong kind, an unknown check.
-    """
+    """Return the entries of a file, those that have expired too; UsageError for a field that is wrong, or no file."""
     return _checked(settings.toml(path, _File, where).expected, str(path), checks)
 
 
@@ -80,10 +72,7 @@ def _checked(entries: Iterable[Expected], file: str, checks: Collection[str] | N
 
 
 def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable: Collection[str]) -> None:
-    """Raise UsageError for an entry about no cell of a whole run, unless its backend can't run here.
-
-    One file may serve several machines.
-    """
+    """Raise UsageError for an entry about no cell of a whole run, unless its backend can't run here but elsewhere."""
     for entry in entries:
         elsewhere = matching(entry.cells.partition("-")[0], unavailable)
         if not elsewhere and not any(entry.concerns(cell) for cell in cells):
@@ -111,10 +100,7 @@ class Excuses:
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """Return the entries that excuse nothing in a run although some of their cells ran, a line each.
 
-        Args:
-            records: of the run.
-            whole: whether all cells ran that an entry may be about. In a part of them a pattern may well excuse
-                nothing: only entries that name one cell are judged.
+        In a part of a whole run a pattern may well excuse nothing: only entries that name one cell are judged.
         """
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []

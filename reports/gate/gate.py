@@ -78,10 +78,7 @@ class Outcome:
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Raise UsageError, before any work, for a baseline that tells nothing about a run.
-
-    It was interrupted, has other inputs, or is of another platform without `across`.
-    """
+    """Raise UsageError for a baseline that was interrupted, has other inputs, or, not `across`, another platform."""
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
     for name in ("seed", "heads"):
@@ -101,18 +98,14 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
 def gate(
     baseline: Run, run: Run, limits: Limits, *, across: bool = False, expected: Sequence[Expected] = ()
 ) -> Outcome:
-    """Compare a run with a baseline, cell by cell.
+    """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
     Args:
         baseline: what was kept.
         run: what is judged.
         limits: how much worse a cell may get.
         across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
-        expected: entries that accept another declared plan.
-
-    Raises:
-        UsageError: the two can't be compared (see `check_comparable`), they describe a name differently, or an entry
-            accepts a change of plan that there is not.
+        expected: entries that accept another declared plan; one that accepts what there is not is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
@@ -159,8 +152,7 @@ def _plans(
 ) -> tuple[list[Change], list[str]]:
     """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
-    Across platforms a vendor's kernel may have another plan, and then its bias counts: told, and worse where it is
-    biased, or where that is not known. An entry that accepts what there is not is refused.
+    Across platforms its bias counts: another plan is worse where it is biased, or where that is not known.
     """
     skipped = records.SKIPPED
     changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == skipped != new.outcome]
@@ -257,9 +249,7 @@ def _outcome(old: Record, new: Record) -> list[_Judgement]:
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
     """Judge a check that is no longer asked (None), of other words, or no longer met.
 
-    Args:
-        replanned: whether the kernels differ: a vendor's may declare another plan on another platform, a case claims
-            other things of another plan, and what is met there is no worse.
+    Of a kernel that declares another plan on another platform (`replanned`), what is met there is no worse.
     """
     if new is None:
         if name not in records.IMPLIED:
@@ -323,9 +313,7 @@ def _text(value: Value) -> str:
 def update(run: Run, path: Path) -> None:
     """Make a run the baseline: what differs from run to run is left out, so that its diff shows what changed.
 
-    Raises:
-        UsageError: the run was interrupted, or is narrower than the baseline that it would replace, which is no file
-            of records, or can't be written; the old one stays.
+    One that was interrupted, or is narrower than the baseline that it would replace, is a UsageError.
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")

@@ -120,10 +120,7 @@ def _list(lines: Sequence[str]) -> str:
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
     """Return workflow commands: an error a cell that fails the run, or that the gate found worse.
 
-    Args:
-        run: the records.
-        outcome: what the gate found; None: there was none.
-        places: by kernel, where its function stands.
+    `places` has, by kernel, where its function stands.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():

@@ -60,11 +60,7 @@ class _Project(msgspec.Struct, frozen=True):
 
 
 def toml(path: Path, kind: type[_T], where: str) -> _T:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: no such file, no TOML (begins with `where`), a field that is missing, unknown or of the wrong kind.
-    """
+    """Read a TOML file; raise UsageError if there is none (begins with `where`), or with a field that is wrong."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -79,11 +75,7 @@ def toml(path: Path, kind: type[_T], where: str) -> _T:
 
 
 def settings(folder: Path) -> tuple[Path, Settings]:
-    """Return the pyproject.toml in a folder or in the nearest one above, and its table, which is empty without one.
-
-    Raises:
-        UsageError: the file can't be read, or the table has what nothing here knows.
-    """
+    """Return the pyproject.toml in a folder or in the nearest one above, and its table, which is empty without one."""
     here = folder.resolve()
     for path in (each / "pyproject.toml" for each in (here, *here.parents)):
         if path.is_file():
@@ -114,14 +106,11 @@ class Limits:
 
 
 def limits(flag: str | None, folder: Path) -> Limits:
-    """Return the limits in force.
+    """Return the limits in force; a value that is no number of at least 0 is a UsageError.
 
     Args:
         flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
         folder: where to look for a pyproject.toml, there or in the nearest folder above.
-
-    Raises:
-        UsageError: a value that is no number of at least 0, in the flag or in the file.
     """
     path, table = settings(folder)
     words = [word.partition(":") for word in split(flag or "")]

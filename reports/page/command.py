@@ -69,8 +69,8 @@ def page(
         runs: what to show.
         labels: of their platforms.
         drawn: the figures.
-        audits: of compiled kernels, by what tells them apart.
-        sweeps: by what tells them apart.
+        audits: of compiled kernels, by what tells them apart; so are the sweeps.
+        sweeps: of training runs.
     """
     names = ("page.css", "page.html", *_SCRIPTS)
     style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)

@@ -103,10 +103,7 @@ def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]
 
 
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
-    """Return a kernel whose ties are broken to one side and one whose are not, with their errors; None: there are none.
-
-    Both are of the first run that has them, by the order in which `figures` chooses kernels.
-    """
+    """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
         stepping, smooth = (list(_sides(run, records)) for records in _traced(run))
         if stepping and smooth:
@@ -206,10 +203,7 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
 
 
 def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
-    """Draw training runs over seeds: a figure a backend and snippet, a row a kernel, a mark for every seed.
-
-    Kernels that differ in the sum of l alone share a row. A path that does not end in .svg is a UsageError.
-    """
+    """Draw training runs to an SVG file: a figure a backend and snippet, a row a kernel, a mark for every seed."""
     if path.suffix != ".svg":
         raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
     drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)

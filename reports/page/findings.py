@@ -36,10 +36,7 @@ def _own(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
 
 
 def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: int) -> Iterator[str]:
-    """Yield the kernels of every severity: the worst in sentences of their own, the others in one.
-
-    A kernel that is named for its rounding plan is there to be compared with: kernels of other names come first.
-    """
+    """Yield the kernels of each severity, the worst first; those named for a plan, to compare with, last."""
     ran = [pair for pair in judged if pair[1].cells.keys() - {SKIPPED}]
     ran.sort(key=lambda pair: ("@" in pair[1].kernel, -pair[1].biased - pair[1].nonfinite, places[pair[1].kernel]))
     if not ran:

@@ -41,11 +41,7 @@ def one_of(names: tuple[str, ...]) -> Meta:
 
 
 def decode(content: bytes | str, kind: type[_T]) -> _T:
-    """Return the object that JSON stands for.
-
-    Raises:
-        FieldError: no JSON, or a field is missing, unknown or of the wrong kind.
-    """
+    """Return the object that JSON stands for; FieldError if it is none, or a field is missing, unknown or wrong."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -57,11 +53,7 @@ def decode(content: bytes | str, kind: type[_T]) -> _T:
 
 
 def convert(plain: Any, kind: Any, path: str = "") -> Any:
-    """Return the object that plain values stand for; an object of its kind as it is.
-
-    Raises:
-        FieldError: a field is missing, unknown or of the wrong kind; the path is where the values stand.
-    """
+    """Return the object that plain values at a path stand for; FieldError if a field is missing, unknown or wrong."""
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
@@ -69,11 +61,7 @@ def convert(plain: Any, kind: Any, path: str = "") -> Any:
 
 
 def encode(data: Any, indent: int | None = None) -> str:
-    """Return data as JSON, in one line unless it is indented.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
+    """Return data as JSON, in one line unless it is indented; ValueError if a number is NaN or infinite."""
     return json.dumps(msgspec.to_builtins(data), indent=indent, allow_nan=False)
 
 

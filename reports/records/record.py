@@ -338,12 +338,7 @@ class Record(Data, frozen=True):
 
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
-    """Return the outcome of a cell that was not skipped.
-
-    Args:
-        answers: to all checks that were asked of it.
-        judging: names of the checks that are about its rounding: what is held has met such a one.
-    """
+    """Return the outcome of a cell that was not skipped, by its answers and the checks that judge its rounding."""
     failed = {name for name, answer in answers.items() if answer.met is False}
     if failed:
         return CRASHED if RUNS in failed else TIMED_OUT if IN_TIME in failed else FELL
@@ -353,11 +348,9 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
 
 
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
-    """Return the verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
+    """Return the verdict that the interval of a record's bias comes to; see `tiebreak.cases.verdicts.judge`.
 
-    Args:
-        record: of a cell with a result.
-        measures: what its measures are; one with a margin is the bias that a verdict is on. None: it has no such one.
+    The bias is the measure that has a margin; None: there is no such one.
     """
     if record.number(NONFINITE):
         return NONFINITE
@@ -435,10 +428,7 @@ class Run(FileData, frozen=True):
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def check(self) -> None:
-        """Raise FieldError for a second record of one cell, what the file does not describe, a platform without name.
-
-        Tables, CSV, gate and page go by that.
-        """
+        """Raise FieldError for a second record of a cell, what the file does not describe, a platform without name."""
         for name in ("cpu", "level"):
             convert(self.platform.get(name), str, f"platform.{name}")
         probed = Mapping[str, Mapping[str, str | Number]]

@@ -74,11 +74,7 @@ def _lines(part: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file through a temporary one beside it: a reader never sees half of it, and an older one stays.
-
-    Raises:
-        UnwritableFolderError: the folder can't be written to.
-    """
+    """Write a file through a temporary one beside it: where that fails (UnwritableFolderError) an older one stays."""
     check_writable(path.parent)
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
@@ -95,20 +91,12 @@ def read(path: Path) -> Run:
 
 
 def load(path: Path, kind: type[_D]) -> _D:
-    """Read a file of a kind of data.
-
-    Raises:
-        UnreadableRecordsError: no regular file, too large, or as `decoded`.
-    """
+    """Read a file of a kind of data; UnreadableRecordsError says what is wrong with it."""
     return decoded(content_of(path), path, kind)
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """Read several runs, each once.
-
-    Raises:
-        UnreadableRecordsError: as `read`; or two of the files hold the same run.
-    """
+    """Read several runs; raises as `load`, or if two of the files hold the same one."""
     runs = [(path, read(path)) for path in paths]
     refuse_repeated(runs)
     return [run for _, run in runs]
@@ -126,11 +114,7 @@ def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
 
 
 def content_of(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked if gzip has compressed it.
-
-    Raises:
-        UnreadableRecordsError: no regular file, too large.
-    """
+    """Return the bytes of a file, unpacked if gzip has compressed it; UnreadableRecordsError if it is too large."""
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -155,12 +139,7 @@ def parse(content: bytes, path: Path) -> Run:
 
 
 def decoded(content: bytes, path: Path, kind: type[_D]) -> _D:
-    """Return the data in the content of a file; the path is for messages.
-
-    Raises:
-        UnreadableRecordsError: no JSON, of another schema, a field that is missing, unknown or of the wrong kind, or
-            fields that contradict each other.
-    """
+    """Return the data in the content of a file at a path; UnreadableRecordsError names the path and what is wrong."""
     try:
         parts = decode(content, dict[str, msgspec.Raw])
         if "schema" in kind.__struct_fields__:

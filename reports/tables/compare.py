@@ -182,10 +182,7 @@ def _inputs(record: Record | None, run: Run) -> str:
 
 
 def matched(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs, with one name for the one kernel of each that not all of them have: an old one and a new one.
-
-    A run that has none of its own, or several, is a UsageError.
-    """
+    """Return the runs with one name for the kernel that each has alone; UsageError if one has none, or several."""
     kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
     shared = set(kernels[0]).intersection(*kernels)
     own = [[name for name in names if name not in shared] for names in kernels]
@@ -221,10 +218,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
 
 
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
-    """Return a label a platform: its processor and devices, and its level unless that is the processor's own.
-
-    Where that leaves some alike: the versions that tell them apart, and the file's name where none does.
-    """
+    """Return a label a platform: processor, devices, level unless it is native, and what tells it from the others."""
     labels = []
     for run in runs:
         emulated, cpu = run.platform.get("emulated"), run.platform["cpu"]  # whose level is its name

@@ -45,10 +45,7 @@ def show(parts: Iterable[Part], tablefmt: str = "simple") -> None:
 def text(parts: Iterable[Part], tablefmt: str = "simple", width: int | None = None) -> str:
     """Return parts as a terminal, GitHub or LaTeX takes them.
 
-    Args:
-        parts: what to show.
-        tablefmt: tabulate's name of the tables' style.
-        width: of the terminal, in columns; wider tables are split. None: no limit.
+    `tablefmt` is tabulate's name of the tables' style. Tables that are wider than `width`, in columns, are split.
     """
     texts: list[str] = []
     for part in parts:

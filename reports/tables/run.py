@@ -18,10 +18,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def tables(run: Run) -> list[Part]:
-    """Return the tables of a run, one a backend, format and kind of experiment, with legends; training runs last.
-
-    Its cases stand in the order of its records.
-    """
+    """Return the tables of a run, one a backend, format and kind of experiment, with legends; training runs last."""
     parts: list[Part] = []
     places = kernel_places([run])
     calls = (record for record in run.records if record.experiment not in run.pooled)

@@ -35,10 +35,7 @@ def plain_text(record: Record) -> str:
 def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
     """Return what tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
 
-    Args:
-        shown: it.
-        spec: how the number is written; empty: as it says itself.
-        half_width: of the number's interval, where that is to be told too.
+    `spec` is how the number is written, if not as it says itself; `half_width` is of its interval, if that is told too.
     """
     if shown.kind == records.NONFINITE:
         return "NaN"

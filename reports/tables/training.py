@@ -69,11 +69,7 @@ class TrainingGrid:
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
-    """Return training runs, or what other experiments pool their seeds, of one run or several of different seeds.
-
-    Returns:
-        A grid a kind of experiment and backend, in the order of the records.
-    """
+    """Return the training runs of one run or of several seeds, a grid a kind of experiment and backend."""
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
     return [

@@ -39,11 +39,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def state(arguments: Sequence[str]) -> int:
     """Write a statement; the exit code is 1 if the statement says that it fell."""
-    parser = Parser(
-        prog="tiebreak statement",
-        description="A folder to hand in: records, digests, waivers, a summary.",
-        epilog="tiebreak statement --verify DIR: whether one holds; --verify --help says more",
-    )
+    about = "A folder to hand in: records, digests, waivers, a summary."
+    more = "tiebreak statement --verify DIR: whether one holds; --verify --help says more"
+    parser = Parser(prog="tiebreak statement", description=about, epilog=more)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of one platform's runs")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     profiles = "; ".join(f"{name}: {selector.about}" for name, selector in PROFILES.items())
@@ -73,8 +71,7 @@ def verify(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
     statement = store.load(options.folder / FILE, Statement)
-    asked = wanted or _profile(statement.profile, FILE)
-    day = options.as_of or date.today()
+    asked, day = wanted or _profile(statement.profile, FILE), options.as_of or date.today()
     found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
@@ -94,12 +91,7 @@ def _day(text: str) -> date:
 
 
 def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
-    """Write a statement of files of records, whole or not at all, and return their runs.
-
-    Raises:
-        UsageError: the records are no statement of the profile, a waiver does not hold today, there is something else
-            in the folder than an older statement, or a file can't be read or written.
-    """
+    """Write a statement, whole or not at all, and return its runs; UsageError where they are no statement."""
     there = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else set[str]()
     if there and not (FILE in there and all(map(_OURS.fullmatch, there))):
         raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
@@ -166,10 +158,7 @@ def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
 def _problems(
     folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with a statement; if nothing is, what was checked and what nobody can check.
-
-    What makes all else senseless stands alone. `problems_of_records` has the arguments.
-    """
+    """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
     if statement.profile_hash != asked.hash:
@@ -220,9 +209,9 @@ def problems_of_records(
 
     Args:
         runs: by the names of their files.
-        waivers: what excuses cells.
+        waivers: what excuses cells, which have to hold on that day.
         asked: the profile that it has to be of.
-        today: the day on which waivers have to hold.
+        today: the day.
         size: how many records to recompute; None: as many as the profile asks for.
         seed: another one recomputes others.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
 from types import SimpleNamespace
-from typing import NoReturn, cast
+from typing import cast
 
 from msgspec import structs
 
@@ -39,6 +39,7 @@ from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs.profiles import ABSENT
 from tiebreak.reports.gate.consistency import contradictions, differing
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
 from tiebreak.reports.statement import Profile, is_users
@@ -101,11 +102,7 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """The cell of a record; `kernels` are those of the run so far: the first record of one says what it declares.
-
-    Raises:
-        ValueError: there is no such cell; one line with the field.
-    """
+    """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
     if record.backend not in BACKENDS:
         raise ValueError(f"backend: unknown backend {record.backend!r}")
     if record.experiment not in kinds():
@@ -133,7 +130,7 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
     """Return the kernel of a record; a user's, or another machine's, is stood in for by what it declares."""
-    words, own = record.command.split(), Kernel("", _absent, None)
+    words, own = record.command.split(), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
         begins = words.index("--kernel")
@@ -150,18 +147,14 @@ def _kernel(record: Record, backend: Backend) -> Kernel:
     return replace(own, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
 
 
-def _absent(*_: object) -> NoReturn:
-    raise NotImplementedError("a kernel that is not here")
-
-
 def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
     """Yield what a run says of itself, and neither its records nor the suite do."""
     where = known[0].settings.matrix if known else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
         yield f"command: pytest {' '.join(where)}: not where the cells are"
-    brought = any(map(is_users, run.records))
-    if bool(run.options.get("kernel")) is not brought:
-        yield f"options.kernel: {run.options.get('kernel')}, and {'a' if brought else 'no'} record is of such a kernel"
+    named, brought = run.options.get("kernel"), any(map(is_users, run.records))
+    if bool(named) is not brought:
+        yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
     if len(known) == len(run.records):  # else it can't be described
         own = described(run, {each.record.id: each.cell for each in known})
         for table in ("measures", "checks", "cases", "experiments"):
@@ -207,10 +200,9 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
         yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
     elif record.number("elements") != record.heads * _elements(case, fmt):
         yield f"measures.elements: {record.number('elements')}, and {record.heads} heads have others"
-    if judged.predicted and not record.number(NONFINITE):
-        bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
-        if abs(bias - foretold - apart) > _NOISE:
-            yield "measures: bias less predicted_bias is not prediction_difference"
+    bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
+    if judged.predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
+        yield "measures: bias less predicted_bias is not prediction_difference"
 
 
 def _at_once(case: Case, settings: Settings) -> int:
@@ -296,7 +288,7 @@ def _errors(record: Record) -> Errors:
     """What claims ask of errors, from the numbers of a record; NaN where it has none."""
     numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
     # Of the sizes claims ask for their ratio, and whether that of O is 0.
-    numbers |= {name: _number(record, "gain") for name in ("gain", "output_size")}
+    numbers |= dict.fromkeys(("gain", "output_size"), _number(record, "gain"))
     return cast(Errors, SimpleNamespace(**numbers, bias=_interval(record.measures.get("bias"))))
 
 
