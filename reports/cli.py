@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from tiebreak.reports.errors import UsageError
 
@@ -36,8 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; --help says more\n")
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """One verb of the command."""
 
     module: str  # of tiebreak, has function(arguments) -> exit code
@@ -45,8 +44,7 @@ class Verb:
     function: str = "main"  # of the module
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A verb that has verbs of its own."""
 
     help: str

@@ -209,16 +209,12 @@ class _Kernel:
         said = [f"{word} on {number}" for word, number in words.items() if number]
         unknown = len(self.asked) - unbiased - sum(words.values())
         told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
-        return f"{told}{f', {unknown} not known' if unknown else ''}{self._origin()}"
-
-    def _origin(self) -> str:
-        """Return where the bias comes from."""
-        biased, tied = len(self.biased), self.tied
-        if not biased or tied is None:
-            return ""
-        if tied in (0, biased):
-            return f", {_OWN if tied == 0 else _TIED}"
-        return f": {tied} {_TIED}, {biased - tied} {_OWN}"
+        biased, tied, origin = len(self.biased), self.tied, ""
+        if biased and tied is not None:
+            origin = (
+                f": {tied} {_TIED}, {biased - tied} {_OWN}" if 0 < tied < biased else f", {_TIED if tied else _OWN}"
+            )
+        return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
 
     def _prefix(self, done: int, failures: Sequence[str]) -> str:
         """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
@@ -244,11 +240,14 @@ class _Kernel:
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
         found = [Finding("looks like", self._slip())]
+        fell, met = self._checks()
         if self.severity != DID_NOT_RUN:
-            found.append(Finding("fell", self._unmet_checks()))
+            found.append(Finding("fell", fell))
             found.append(_listed("ended", [cell for cell in self.cells if cell.outcome in without_result]))
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
+        reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
+        skipped = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
         found += [
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
             _listed("biased", self.biased),
@@ -257,11 +256,11 @@ class _Kernel:
             _listed("elsewhere", elsewhere),
             *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
-            Finding("checks", self._met_checks()),
+            Finding("checks", met),
             Finding("rounding", self._rounding()),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
-            Finding("skipped", self._skipped()),
+            Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
             Finding("left out", first_few(left_out, _LISTED), left_out),
         ]
         return tuple(finding for finding in found if finding.text)
@@ -294,17 +293,13 @@ class _Kernel:
         about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
         return f"{about} ({percent(sum(shares) / len(shares))} of bits in {counted(len(shares), 'cell')})"
 
-    def _unmet_checks(self) -> str:
-        """Return the checks that were not met, with where."""
-        unmet = [(name, cell.case) for cell in self.cells for name in cell.answers if cell.met(name) is False]
-        checks = grouped(unmet, lambda pair: pair[0])
-        return "; ".join(f"{name} in {first_few([case for _, case in own], _LISTED)}" for name, own in checks.items())
-
-    def _met_checks(self) -> str:
-        """Return the checks that were met wherever they were asked."""
-        answers = grouped((pair for cell in self.cells for pair in cell.answers.items()), lambda pair: pair[0])
-        held = [f"{name} {len(own)}" for name, own in answers.items() if all(answer.met for _, answer in own)]
-        return f"met wherever asked: {', '.join(held)} cells" if held else ""
+    def _checks(self) -> tuple[str, str]:
+        """Return the checks that were not met, with where, and those that were met wherever they were asked."""
+        answers = grouped(((name, cell) for cell in self.cells for name in cell.answers), lambda pair: pair[0])
+        unmet = {name: [cell.case for _, cell in own if cell.met(name) is False] for name, own in answers.items()}
+        fell = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items() if cases]
+        held = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.met(name) for _, cell in own)]
+        return "; ".join(fell), f"met wherever asked: {', '.join(held)} cells" if held else ""
 
     def _in_gradients(self) -> str:
         """Return whether its gradients contain the bias of O, on the inputs where it is biased."""
@@ -376,11 +371,6 @@ class _Kernel:
         texts = [f"{name} ({at})" for name, at in where.items()]
         turned = f"; turned down by {first_few(texts, _LISTED)}" if texts else ""
         return f"passes {len(passed)} of {counted(len(passed) + len(failed), 'acceptance rule')} on every input{turned}"
-
-    def _skipped(self) -> str:
-        reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
-        texts = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
-        return shorten("; ".join(texts), _BRIEF, placeholder=" ...")
 
 
 def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -163,7 +163,7 @@ def _folded(items: Sequence[str], kind: str) -> str:
     return f'<ul class="{kind}">{"".join(first)}</ul>{more if rest else ""}'
 
 
-def _findings(sentences: Sequence[str]) -> str:
+def _findings(sentences: Iterable[str]) -> str:
     """Return the findings, the first of them open, with what stands between backticks as code; empty without any."""
     marked = (re.sub("`(.*?)`", r"<code>\1</code>", escape(line)) for line in sentences)
     items = [f"<li>{line}</li>" for line in marked]

@@ -40,8 +40,7 @@ class TrainingGrid:
 
     def values(self, kernel: str, case: str) -> list[float]:
         """Return the headline of every seed that has a number, lowest first."""
-        numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
-        return sorted(value for value in numbers if value < math.inf)
+        return sorted(value for each in self.cells.get((kernel, case), []) if (value := self._value(each)) < math.inf)
 
     def _value(self, record: Record) -> float:
         number = record.number(self.described[record.case].headline or "")

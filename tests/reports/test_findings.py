@@ -19,7 +19,7 @@ CASES = {name: CaseRecord("ties", failure=True, group="ties") for name in TIES} 
 
 
 def told(*runs: Run) -> tuple[str, ...]:
-    return findings(runs, [f"platform {number}" for number in range(1, len(runs) + 1)])
+    return tuple(findings(runs, [f"platform {number}" for number in range(1, len(runs) + 1)]))
 
 
 def biased(kernel: str, cases: Sequence[str], bias: float = 0.2, **fields: Any) -> list[Record]:
