@@ -52,7 +52,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
 )  # fmt: skip
-from tiebreak.reports.tables.changes import worst
+from tiebreak.reports.tables.texts import worst
 from tiebreak.reports.verdict import verdicts
 
 ASKED = {each.name: each for each in (*USAGE.experiments, *INVARIANCE.experiments)}
