@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from tiebreak.backends.backend import Backend
@@ -48,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 identities.append(identity)
                 if not options.json:
-                    terminal.show("\n".join(_report(identity)))
+                    terminal.show("\n".join(identity.lines()))
     for name, why in failures.items():
         print(f"tiebreak identify: {name}: {why}", file=sys.stderr)
     if options.json:
-        parts = {"schema": SCHEMA, "identities": [each.as_dict() for each in identities], "failures": failures}
+        parts = {"schema": SCHEMA, "identities": [asdict(each) for each in identities], "failures": failures}
         print(json.dumps(parts, indent=2, allow_nan=False))
     if failures:
         return USAGE
@@ -107,13 +108,6 @@ def _kernels(options: argparse.Namespace) -> list[Kernel]:
         ]
     except LoadError as error:
         raise UsageError(str(error)) from error
-
-
-def _report(identity: Identity) -> list[str]:
-    """The identity, then the inputs that it rests on."""
-    asked = [f"  {name:20}{shows} [{method}]" for name, (shows, method) in identity.asked.items()]
-    refused = [f"  not asked: {name}: {why}" for name, why in identity.refused.items()]
-    return [*identity.lines(), "inputs:", *asked, *refused]
 
 
 def _progress(kernel: str, line: str) -> None:

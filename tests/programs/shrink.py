@@ -17,8 +17,8 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.programs.identify import devices
-from tiebreak.programs.shrink_script import WRITTEN, Origin, script
-from tiebreak.programs.shrink_search import BOUND, FINITE, Seen, Shrinker, mean_error
+from tiebreak.programs.shrink_script import WRITTEN, script
+from tiebreak.programs.shrink_search import BOUND, FINITE, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
@@ -50,8 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     check, sign, wrong = _chosen(options, whole)
     print(f"{options.case}, {shrinker.part.size}: {wrong}", flush=True)
     interrupted = not _shrunk(shrinker, check, sign)
-    origin = Origin(script_call, backend.device, options.case, options.seed, wrong)
-    store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
+    left, finding = shrinker.seen(shrinker.part), shrinker.finding
+    origin = f"{options.case}, seed {options.seed}" + ("" if wrong == finding.about else f": {wrong}")
+    store.write_text(script(left, finding, sign, script_call, backend.device, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
     return INTERRUPTED if interrupted else (HELD if shown else FELL)
@@ -113,7 +114,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
 
 def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     """The check to keep, the sign of the bias, and one line of what was found."""
-    mean, biased = mean_error(whole)
+    mean, biased = whole.mean_error
     bias = f"mean error of O {mean:+.3f} ulp"
     found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
     found |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}

@@ -2,60 +2,49 @@
 
 import json
 import textwrap
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.script_call import ScriptCall
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, over_bound
+from tiebreak.kernels.inputs import TORCH_DTYPES
+from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen
 
 _LINE = 120
 #: What inputs may ask for that a script can write.
 WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where what the script shows comes from."""
-
-    kernel: ScriptCall  # how the script imports and calls it
-    device: str  # torch's name of it
-    case: str
-    seed: int
-    wrong: str  # on the whole case, one line
-
-
-def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
+def script(seen: Seen, finding: Finding, sign: float, call: ScriptCall, device: str, origin: str) -> str:
     """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong.
 
     Args:
         seen: the part of the case that is left.
         finding: what holds on it.
         sign: of the bias, if it is one.
-        origin: what the script is about.
+        call: how the script imports and calls the kernel.
+        device: torch's name of it.
+        origin: the whole case, and what is wrong on it, in words.
     """
-    inputs, script_call = seen.inputs, origin.kernel
-    fmt, dtype = inputs.formats.inputs, str(TORCH_DTYPES[inputs.formats.inputs])
+    inputs, fmt = seen.inputs, seen.inputs.formats.inputs
+    dtype = TORCH_DTYPES[fmt]
     wrong, message = _verdict(seen, finding, sign)
     grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
     k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
-    whole = "" if origin.wrong == finding.about else f": {origin.wrong}"
-    about = (
-        f"{script_call.function}: {finding.about}. By tiebreak shrink from {origin.case}, seed {origin.seed}{whole}."
-    )
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    mask = f" + torch.full(({queries}, {keys}), -torch.inf).triu({keys - queries + 1})" if inputs.causal else ""
+    about = f"{call.function}: {finding.about}. By tiebreak shrink from {origin}. Ends with 1 if it is wrong."
     lines = [
-        *textwrap.wrap(f'"""{about} Ends with 1 if it is wrong."""', _LINE, break_long_words=False),
+        *textwrap.wrap(f'"""{about}"""', _LINE, break_long_words=False),
         "import importlib, sys, torch",
-        f"sys.path.insert(0, {json.dumps(script_call.folder)})",
-        f"kernel = importlib.import_module({json.dumps(script_call.module)})",
+        f"sys.path.insert(0, {json.dumps(call.folder)})",
+        f"kernel = importlib.import_module({json.dumps(call.module)})",
         "def bits(shape, text):",
-        f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{origin.device}")',
-        *(f"{name} = {_bits(getattr(inputs, name), TORCH_DTYPES[fmt])}" for name in "qkv"),
-        f"o = {script_call.call(inputs)}.cpu()",
-        f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{_mask(inputs)}",
+        f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{device}")',
+        *(f"{name} = {_bits(getattr(inputs, name), dtype)}" for name in "qkv"),
+        f"o = {call.call(inputs)}.cpu()",
+        f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{mask}",
         f"reference = s.softmax(-1) @ {v}",
         f"exponent = (torch.frexp(reference).exponent - 1).clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits}",
         "error = reference.sign() * (o.double() - reference) / torch.ldexp(torch.ones_like(reference), exponent)",
@@ -66,13 +55,6 @@ def script(seen: Seen, finding: Finding, sign: float, origin: Origin) -> str:
         "sys.exit(int(wrong))",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _mask(inputs: AttentionInputs) -> str:
-    if not inputs.causal:
-        return ""
-    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    return f" + torch.full(({queries}, {keys}), -torch.inf).triu({keys - queries + 1})"
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -93,7 +75,7 @@ def _verdict(seen: Seen, finding: Finding, sign: float) -> tuple[str, str]:
             f'f"{{int({bad}.sum())}} elements of O are NaN or Inf where the reference is finite"',
         )
     if finding.name == BOUND.name:
-        share = over_bound(seen).flatten()
+        share = seen.over_bound.flatten()
         at = int(share.argmax())
         limit = ((seen.o.double() - seen.ref.o).abs().flatten()[at] / share[at]).item()
         off = f"(o.double() - reference).abs().flatten()[{at}]"

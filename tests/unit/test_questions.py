@@ -37,8 +37,7 @@ from tiebreak.matrix.questions.answers import PARTS
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.questions.session import Session
-from tiebreak.matrix.questions.within_error import difference
-from tiebreak.matrix.questions.without_bias import WithoutBias
+from tiebreak.matrix.questions.within_error import Difference
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
@@ -191,7 +190,7 @@ def test_one_wrong_head_of_many_is_harm_and_another_order_of_summation_is_none()
     plain, other = exact.bfloat16().float(), (exact * (1 + 1e-4)).bfloat16().float()
     wrong = plain.clone()
     wrong[1, 3] = plain[0, 0]
-    harmless, harmful = (difference("O", plain, ours, exact, BF16) for ours in (other, wrong))
+    harmless, harmful = (Difference.between(plain, ours, exact, BF16) for ours in (other, wrong))
     assert harmless.harmless
     assert 0 < harmless.share < 0.1
     assert not harmful.harmless
@@ -442,7 +441,7 @@ def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tens
 
     kernel = Kernel("vendors", partial(through_autograd, call), None, has_backward=True)
     cell = Cell(CPU, kernel, ASKED["invariance[memory]"], BF16)
-    asked = Session(cell, seed=1, heads=32, found=WithoutBias())
+    asked = Session(cell, seed=1, heads=32)
     inputs = asked.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
     assert len(asked.place(inputs, Places.all(placing)).backward(torch.empty(0))) == 3
 

@@ -11,7 +11,6 @@ from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.questions import invariance, usage, within_error, without_bias
-from tiebreak.matrix.questions.comparison import Comparison
 from tiebreak.matrix.questions.session import Question, Session
 from tiebreak.matrix.questions.within_error import WithinError
 from tiebreak.matrix.questions.without_bias import WithoutBias
@@ -26,7 +25,7 @@ class _Table:
 
     kind: str
     group: str  # in words
-    comparing: Callable[[Cell], Comparison]  # what compares the answers
+    comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
     calls: float  # what its calls cost, as a share of those of a call's cell
     in_profiles: bool  # whether statements ask them
     of_users: bool  # whether users' kernels are asked, and a device's own only where the question is named
@@ -76,18 +75,18 @@ class Asked(Experiment):
         return self.table.calls * backend.call_steps
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        session = Session(cell, bench.settings.seed, bench.settings.heads, self.table.comparing(cell))
+        session, found = Session(cell, bench.settings.seed, bench.settings.heads), self.table.comparing(cell)
         for look in range(LOOKS):
             for session.index in range(2**look // 2, 2**look):
-                self.question.ask(session)
-            if session.found.nothing:
+                self.question.ask(session, found)
+            if found.nothing:
                 raise CannotRunError("; ".join(session.refused))
-            if session.found.settled:
+            if found.settled:
                 break
-        return session.found.result
+        return found.result
 
 
-def _without_bias(cell: Cell) -> Comparison:
+def _without_bias(cell: Cell) -> WithoutBias:
     """What compares the answers of a kernel that perhaps declares that this change alters no bit."""
     kernel = cell.kernel
     declared = kernel.caller.convention.options.invariant if isinstance(kernel, UserKernel) else ""

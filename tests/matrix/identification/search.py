@@ -19,7 +19,6 @@ from tiebreak.matrix.identification.space import (
     TILE,
     changes,
     combined,
-    forward_alone,
     moves,
     without,
     without_one,
@@ -45,7 +44,7 @@ class Search:
 
     answers: Sequence[Answer]
     fmt: Format  # of the call
-    known: Iterable[Declaration]  # plans to start from
+    starts: Sequence[Declaration]  # known plans, as `forward_alone` gives them
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
     _shown: dict[str, list[float]] = field(default_factory=dict)  # by input: costs of plans there, their number
 
@@ -79,7 +78,7 @@ class Search:
 
     def _hidden(self, declaration: Declaration) -> bool:
         """Whether a plan misses so much that it shows nothing of the kernel's."""
-        cost = sum(_share_cost(answer, declaration) for answer in self.answers)
+        cost = sum(math.log1p(answer.missed(declaration) / _LOST) for answer in self.answers)
         return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
     def _mean_cost(self, answer: Answer) -> float:
@@ -103,7 +102,7 @@ class Search:
 
     def nearest_known(self) -> Declaration:
         """The known plan with the least cost, the first of equals."""
-        self._try((forward_alone(known, self.fmt) for known in self.known), _FEW)
+        self._try(self.starts, _FEW)
         return self._best
 
     def nearest(self, tell: Callable[[str], None]) -> Declaration:
@@ -112,25 +111,19 @@ class Search:
         Args:
             tell: how far it is.
         """
-        self.nearest_known()
-        starts = [forward_alone(known, self.fmt) for known in self.known]
-        self._cast_o(starts)
-        if self._hidden(self._best):
-            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
-        while not self._ended and self._improves(starts):
-            tell(f"{len(self.costs)} plans tried on all inputs")
-        return self._best
-
-    def _cast_o(self, starts: Sequence[Declaration]) -> None:
-        """Try how O is cast, and then all with that cast: it hides from every input what else a plan has right."""
-        plan = self._best
-        if self._cost_of_best >= _ENOUGH:
+        plan = self.nearest_known()
+        if self._cost_of_best >= _ENOUGH:  # the cast of O hides from every input what else a plan has right
             self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)
             cast = self._best.plan.o
             if cast != plan.plan.o:
-                self._try((replace(start, plan=replace(start.plan, o=cast)) for start in starts), _FEW)
+                self._try((replace(start, plan=replace(start.plan, o=cast)) for start in self.starts), _FEW)
+        if self._hidden(self._best):
+            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
+        while not self._ended and self._improves():
+            tell(f"{len(self.costs)} plans tried on all inputs")
+        return self._best
 
-    def _improves(self, starts: Sequence[Declaration]) -> bool:
+    def _improves(self) -> bool:
         """Whether a better plan is near the best one, or near the next best, by the first group that has one.
 
         One change; how devices add up; what together alone shows, where nothing shows; two changes at once, of which
@@ -146,7 +139,7 @@ class Search:
         hidden = [
             combined([plan], fmt, {"q"}, {"s"}, usual=True),
             combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
-            combined(starts, fmt, _RULES),
+            combined(self.starts, fmt, _RULES),
         ]
         together = [
             combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}),
@@ -161,9 +154,11 @@ class Search:
         """Whether one change of the best few plans leads on."""
         done: set[Declaration] = set()
         while left := [plan for plan in self._quick if plan not in done]:
-            done.add(left[0])
+            plan = left[0]
+            done.add(plan)
+            near = (other for _, other in chain(changes(plan, self.fmt, QUICK), moves(plan, self.fmt)))
             # Where nothing shows, a small gain is chance.
-            if self._leads_on(self._near(left[0]), patience, left[0] if self._hidden(left[0]) else None):
+            if self._leads_on(near, patience, plan if self._hidden(plan) else None):
                 return True
         return False
 
@@ -174,10 +169,6 @@ class Search:
         before = self._cost_of_best
         self._try(group, patience, than)
         return self._cost_of_best < before
-
-    def _near(self, plan: Declaration) -> Iterator[Declaration]:
-        """What one change makes of a plan, or one move."""
-        return (other for _, other in chain(changes(plan, self.fmt, QUICK), moves(plan, self.fmt)))
 
     def _level(self, plan: Declaration) -> Iterator[Declaration]:
         """Moves that cost nothing."""
@@ -207,9 +198,6 @@ class Search:
             self.cost(plan, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
-def _share_cost(answer: Answer, declaration: Declaration) -> float:
-    return math.log1p(answer.missed(declaration) / _LOST)
-
-
 def _cost(answer: Answer, declaration: Declaration) -> float:
-    return _share_cost(answer, declaration) + _OF_A_BIT * answer.apart(declaration)
+    miss = answer.miss(declaration)
+    return math.log1p(miss.share / _LOST) + _OF_A_BIT * miss.bits_between

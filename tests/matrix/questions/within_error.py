@@ -19,8 +19,7 @@ from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.questions.answers import Cut, exact
-from tiebreak.matrix.questions.comparison import Comparison
+from tiebreak.matrix.questions.answers import WHOLE, Answers, Cut, O, exact
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer, Shown
 
@@ -39,13 +38,24 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """What one part of two answers differs in."""
+    """What O, or a gradient, of two answers differs in."""
 
-    what: str  # O, dQ ...
     share: float  # of elements with other bits
     ulps: float  # largest difference, in ulps of the plain call's, or of its head's root mean square if that is larger
     lost: int  # elements that are NaN or Inf where the plain call's are not
     worse: float  # mean squared error of the worst head over that of the plain call
+
+    @classmethod
+    def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format) -> "Difference":
+        """Measure it; the exact answer is in fp64."""
+        wide = plain.double()
+        size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
+        return cls(
+            1.0 - equal_bits(other, plain),
+            _largest_finite((other.double() - wide) / ulp(size, fmt)),
+            lost=int((torch.isfinite(plain) & ~torch.isfinite(other)).sum()),
+            worse=_worst_head(other, exact) / max(_worst_head(plain, exact), fmt.unit_roundoff**2 / 12),
+        )
 
     @property
     def harmless(self) -> bool:
@@ -56,46 +66,74 @@ class Difference:
     def text(self) -> str:
         """What differs, with numbers."""
         if self.lost:
-            return f"{self.what} is NaN or Inf in {self.lost} elements"
-        return f"{self.what} differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
+            return f"is NaN or Inf in {self.lost} elements"
+        return f"differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
 
 
-@dataclass(kw_only=True)
-class WithinError(Comparison):
-    """Answers that must be one."""
+def _worst_head(x: Tensor, exact: Tensor) -> float:
+    """Return the mean squared error of the worst head as a share of the reference's mean square."""
+    return _largest_finite((x.double() - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2)))
+
+
+def _largest_finite(x: Tensor) -> float:
+    known = x[torch.isfinite(x)].abs()
+    return known.max().item() if len(known) else 0.0
+
+
+@dataclass
+class WithinError:
+    """What came of the calls of a cell whose answers must be one."""
 
     fmt: Format  # of O and the gradients
+    asked: dict[str, str] = field(default_factory=dict)  # what must be so, and what is so instead, empty if it is
     differences: list[Difference] = field(default_factory=list)
-    wrong: dict[str, list[Difference]] = field(default_factory=dict)  # that should not be, by what must be so
+    measures: dict[str, float] = field(default_factory=dict)  # that a question takes itself, in place of differences
+    unit: str = ""  # behind the first of them in tables
+    settled: bool = True  # a few heads always tell
 
-    def take(
-        self, words: str, part: str, plain: Tensor, other: Tensor, inputs: AttentionInputs, cut: Cut, to_the_bit: bool
+    def compare(
+        self,
+        words: str,
+        plain: Answers,
+        other: Answers,
+        inputs: AttentionInputs,
+        cut: Cut = WHOLE,
+        again: Answers | None = None,
     ) -> None:
-        if equal_bits(other, plain) == 1.0:
-            return
-        differs = difference(part, plain, other, cut({part: exact(inputs, part)})[part], self.fmt)
-        self.differences.append(differs)
-        if to_the_bit or not differs.harmless:
-            self.wrong.setdefault(words, []).append(differs)
+        """Take down what two answers differ in, in the parts that both have.
 
-    def _why(self, words: str) -> str:
-        """Return what is so instead of what must be."""
-        wrong = self.wrong.get(words, [])
-        others = f" ({', '.join(each.what for each in wrong[1:])} too)" if wrong[1:] else ""
-        return f"{words}: {wrong[0].text}{others}" if wrong else self.asked[words]
+        Args:
+            words: what must be so.
+            plain: of the call that must be agreed with.
+            other: of the call in question.
+            inputs: of the plain call.
+            cut: the part of all that is compared.
+            again: of one more plain call: if O has its bits, it must have them in `other` too. Gradients need not:
+                where they are added up by atomics, two calls agree by chance.
+        """
+        repeats = again is not None and torch.equal(again[O], plain[O])
+        for part, ours, theirs in cut.pairs(plain, other):
+            known = self.asked.setdefault(words, "")
+            if equal_bits(theirs, ours) < 1.0:
+                differs = Difference.between(ours, theirs, cut.of(part, exact(inputs, part)), self.fmt)
+                self.differences.append(differs)
+                if (repeats and part == O) or not differs.harmless:
+                    self.asked[words] = f"{known}, {part} too" if known else f"{words}: {part} {differs.text}"
 
     @property
-    def settled(self) -> bool:
-        return True  # a few heads always tell
+    def nothing(self) -> bool:
+        """Whether nothing has been compared or measured."""
+        return not (self.asked or self.measures)
 
     @property
     def result(self) -> Result:
+        """What the cell measures, and whether all is as it must be, if anything must."""
         measures = self.measures or {
             "other_bits": max((each.share for each in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
             "error_ratio": max((each.worse for each in self.differences), default=1.0),
         }
-        name, why = next(iter(measures)), [text for text in map(self._why, self.asked) if text]
+        name, why = next(iter(measures)), [text for text in self.asked.values() if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
         answer = Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "")
         return Result(
@@ -104,25 +142,3 @@ class WithinError(Comparison):
             agreement={KIND: answer} if self.asked else {},
             heads=BATCH * HEADS,
         )
-
-
-def difference(part: str, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format) -> Difference:
-    """Measure what O, or a gradient, differs in; the exact one is in fp64."""
-    finite, wide = torch.isfinite(plain), plain.double()
-    size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
-    ulps = ((other.double() - wide) / ulp(size, fmt)).abs()
-    largest = ulps[torch.isfinite(ulps)]
-    return Difference(
-        part,
-        1.0 - equal_bits(other, plain),
-        largest.max().item() if len(largest) else 0.0,
-        lost=int((finite & ~torch.isfinite(other)).sum()),
-        worse=_worst(other, exact) / max(_worst(plain, exact), fmt.unit_roundoff**2 / 12),
-    )
-
-
-def _worst(x: Tensor, exact: Tensor) -> float:
-    """Return the mean squared error of the worst head as a share of the reference's mean square."""
-    error = (x.double() - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2))
-    known = error[torch.isfinite(error)]
-    return known.max().item() if len(known) else 0.0

@@ -7,7 +7,6 @@ change has made.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from tiebreak.cases.measures import Measure
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.questions.answers import OF_QUERIES, Cut, O, exact, units
-from tiebreak.matrix.questions.comparison import Comparison
+from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
 from tiebreak.matrix.questions.within_error import WORSE
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
@@ -51,109 +49,97 @@ MEASURES = (
 )
 
 
-@lru_cache(maxsize=4)  # several changes are compared with one answer
-def _errors(answer: Tensor, truth: Tensor, unit: Tensor, groups: int) -> Tensor:
-    """Return mean signed errors in ulps and mean squared ones, fp64, (2, heads)."""
-    error = in_units(answer.double() - truth, unit)
-    return torch.stack([by_key_head(error, groups), by_key_head(error.square(), groups)])
-
-
-def _mean(of_heads: Tensor) -> Interval:
-    return interval(of_heads[torch.isfinite(of_heads)])
-
-
-@dataclass(frozen=True)
+@dataclass
 class PairedErrors:
     """One part of both answers on all heads drawn so far."""
 
-    same: tuple[float, ...]  # share of elements that have the same bits, batch by batch
-    lost: int  # elements that are finite in one answer alone
-    before: Tensor  # errors of the plain call, (2, heads)
-    after: Tensor  # of the changed one
+    same: list[float] = field(default_factory=list)  # share of elements that have the same bits, batch by batch
+    lost: int = 0  # elements that are finite in one answer alone
+    #: Batch by batch, of the plain answer and of the changed one: mean signed errors in ulps and mean squared ones,
+    #: fp64, (2, 2, heads).
+    errors: list[Tensor] = field(default_factory=list)
 
-    def and_of(self, others: "PairedErrors") -> "PairedErrors":
-        """Return both answers on more heads."""
-        sides = torch.cat([self.before, others.before], 1), torch.cat([self.after, others.after], 1)
-        return PairedErrors((*self.same, *others.same), self.lost + others.lost, *sides)
+    def intervals(self) -> tuple[Interval, Interval, Interval]:
+        """Return the mean difference of the changed answer and the plain one, then the biases of both, plain first."""
+        before, after = torch.cat(self.errors, -1)[:, 0]
+        means = after - before, before, after
+        difference, plain, changed = (interval(each[torch.isfinite(each)]) for each in means)
+        return difference, plain, changed
 
-    @property
-    def difference(self) -> Interval:
-        """Signed mean of the changed answer less the plain one, in ulps; + is away from zero."""
-        return _mean(self.after[0] - self.before[0])
-
-    @property
-    def biases(self) -> tuple[Interval, Interval]:
-        """Mean signed error in ulps of the plain answer and of the changed one."""
-        return _mean(self.before[0]), _mean(self.after[0])
-
-    @property
     def record(self) -> ChangeRecord:
-        """As a record has it."""
-        share, verdict = 1.0 - sum(self.same) / len(self.same), judge(self.difference)
-        squares = [side[1].nanmean().item() for side in (self.before, self.after)]
+        """Return it as a record has it."""
+        share, intervals = 1.0 - sum(self.same) / len(self.same), self.intervals()
+        verdict = judge(intervals[0])
+        squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
         growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
         grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not Verdict.BIASED
-        difference, before, after = (
-            Estimate.of(each.mean, each.half_width) for each in (self.difference, *self.biases)
-        )
         return ChangeRecord(
             share,
-            difference,
-            before,
-            after,
+            *(Estimate.of(each.mean, each.half_width) for each in intervals),
             verdict=verdict.value if share else None,
             lost=self.lost,
             growth=growth if grown else None,
         )
 
 
-@dataclass(kw_only=True)
-class WithoutBias(Comparison):
-    """Answers that must not differ in a bias."""
+@dataclass
+class WithoutBias:
+    """What came of the calls of a cell whose answers must not differ in a bias."""
 
     declared: bool = False  # whether the kernel says that the change alters no bit
     errors: dict[str, PairedErrors] = field(default_factory=dict)  # by what was changed, and of what
+    controls: dict[str, float] = field(default_factory=dict)  # what must change O, and the share of it that it did
 
-    def take(
-        self, words: str, part: str, plain: Tensor, other: Tensor, inputs: AttentionInputs, cut: Cut, to_the_bit: bool
-    ) -> None:
-        del to_the_bit  # other bits are what is looked at here
-        truth, unit = (cut({part: x(inputs, part)})[part] for x in (exact, units))
-        groups = inputs.groups if part in OF_QUERIES else 1
-        before, same = _errors(plain, truth, unit, groups), equal_bits(plain, other)
-        after = before if same == 1.0 else _errors(other, truth, unit, groups)
-        lost = int((torch.isfinite(plain) != torch.isfinite(other)).sum())
-        paired, name = PairedErrors((same,), lost, before, after), words if part == O else f"{words}, {part}"
-        self.errors[name] = self.errors[name].and_of(paired) if name in self.errors else paired
+    def compare(self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE) -> None:
+        """Take down the errors of two answers, in the parts that both have.
+
+        Args:
+            words: what was changed, and what was put in.
+            plain: of the call that must be agreed with.
+            other: of the changed call.
+            inputs: of the plain call.
+            cut: the part of all that is compared.
+        """
+        for part, ours, theirs in cut.pairs(plain, other):
+            truth, unit = (cut.of(part, of(inputs, part)) for of in (exact, units))
+            errors = [in_units(answer.double() - truth, unit) for answer in (ours, theirs)]
+            groups = inputs.groups if part in OF_QUERIES else 1
+            found = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
+            found.same.append(equal_bits(ours, theirs))
+            found.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
+            sides = [torch.stack([by_key_head(each, groups), by_key_head(each.square(), groups)]) for each in errors]
+            found.errors.append(torch.stack(sides))
+
+    def control(self, words: str, before: Tensor, after: Tensor) -> None:
+        """Take down whether what must change an answer has; the first batch tells."""
+        self.controls.setdefault(words, 1.0 - equal_bits(before, after))
 
     @property
-    def changes(self) -> Mapping[str, ChangeRecord]:
-        """As records have them."""
-        return {name: each.record for name, each in self.errors.items()}
-
-    @property
-    def _dead(self) -> list[str]:
-        """Controls that changed nothing: the change did nothing."""
-        return [control for control, share in self.controls.items() if share == 0.0]
+    def nothing(self) -> bool:
+        """Whether no answers have been compared."""
+        return not self.errors
 
     @property
     def settled(self) -> bool:
-        return bool(self._dead) or not any(map(_unknown, self.changes.values()))
+        """Whether more heads would tell nothing more."""
+        return bool(self._dead) or all(
+            each.verdict in (None, UNBIASED) or _wrong(each) for each in self._changes().values()
+        )
 
     @property
     def result(self) -> Result:
+        """What the cell measures, and whether all is as it must be, if anything must."""
         # Tables show the farthest mean, or the share, 0, where no bit differs.
-        changes = self.changes
+        changes = self._changes()
         name = worst(changes)
-        at, change = self.errors[name], changes[name]
-        shown = Shown.of(_DIFFERENCE, at.difference.mean, verdict=change.verdict, spec="+.3f")
-        before, after = at.biases
-        heads = at.before.shape[1]
+        change, (difference, before, after) = changes[name], self.errors[name].intervals()
+        shown = Shown.of(_DIFFERENCE, difference.mean, verdict=change.verdict, spec="+.3f")
+        heads = sum(each.shape[-1] for each in self.errors[name].errors)
         answer = self._answer(changes, heads)
         return Result(
             measures={
                 _DIFFERING: max(each.bits for each in changes.values()),
-                _DIFFERENCE: at.difference,
+                _DIFFERENCE: difference,
                 "bias_before": before,
                 "bias_after": after,
                 "control_bits": min(self.controls.values()),
@@ -163,6 +149,14 @@ class WithoutBias(Comparison):
             heads=heads,
             evidence={"changes": changes, "controls": self.controls},
         )
+
+    def _changes(self) -> Mapping[str, ChangeRecord]:
+        return {name: each.record() for name, each in self.errors.items()}
+
+    @property
+    def _dead(self) -> list[str]:
+        """Controls that changed nothing: the change did nothing."""
+        return [control for control, share in self.controls.items() if share == 0.0]
 
     def _answer(self, changes: Mapping[str, ChangeRecord], heads: int) -> Answer | None:
         """Return whether all is as it must be; None where other bits have no bias: nobody has said there are none."""
@@ -179,8 +173,3 @@ class WithoutBias(Comparison):
 def _wrong(change: ChangeRecord) -> bool:
     """Tell a bias, larger errors than another way of rounding explains, NaN and Inf."""
     return change.verdict == BIASED or change.lost > 0 or change.growth is not None
-
-
-def _unknown(change: ChangeRecord) -> bool:
-    """Tell other bits of which too few heads say whether they have a bias."""
-    return change.verdict not in (None, UNBIASED) and not _wrong(change)
