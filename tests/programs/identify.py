@@ -23,7 +23,7 @@ from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 
-_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
+FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,19 +33,16 @@ def main(arguments: Sequence[str]) -> int:
         0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage, or where one can't be asked.
     """
     options = _parser().parse_args(arguments)
-    backends = devices(options.backend, options.targets, options.card)
     identities: list[Identity] = []
     failures: dict[str, str] = {}
-    for backend in backends:
+    for backend in devices(options.backend, options.targets, options.card):
         for kernel in _kernels(options):
             tell = partial(_progress, kernel.name)
             try:
-                asked = Asked(backend, kernel, _FORMATS[options.dtype])
-                identity = identify(KnownPlans(asked, options.seed, tell))
-            except UnidentifiedError as error:
-                failures[kernel.name] = str(error)
+                identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
             except Exception as error:  # whatever the kernel raises
-                failures[kernel.name] = f"it raised {raised(error, kernel)}"
+                known = isinstance(error, UnidentifiedError)
+                failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
                 if not options.json:
@@ -72,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")
     parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
-    parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
+    parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument(
         "--seed", type=count, default=1, metavar="N", help="of the inputs by which no plan is chosen (default: 1)"
     )
@@ -100,12 +97,9 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
 
 
 def _kernels(options: argparse.Namespace) -> list[Kernel]:
+    targets = (KernelTarget(target, tuple(options.declare)) for target in options.targets)
     try:
-        return [
-            kernel
-            for target in options.targets
-            for kernel in external_kernels(KernelTarget(target, tuple(options.declare)))
-        ]
+        return [kernel for target in targets for kernel in external_kernels(target)]
     except LoadError as error:
         raise UsageError(str(error)) from error
 

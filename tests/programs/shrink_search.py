@@ -129,12 +129,7 @@ def mean_of(sign: float) -> Finding:
 
 
 def wrong_way(sign: float, *, tied: bool) -> Finding:
-    """A single element that is rounded the wrong way, off by more than half an ulp to one side.
-
-    Args:
-        sign: of the side.
-        tied: whether its row repeats its maximum, and the error is that of a tie.
-    """
+    """An element that is off by more than half an ulp to one side; of a tie, a little more, in a row that repeats."""
 
     def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
@@ -159,11 +154,7 @@ class Shrinker:
         self.part = Part.whole(self.inputs)
 
     def seen(self, part: Part) -> Seen:
-        """Run the kernel on a part.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run the kernel on a part; it may raise anything."""
         inputs = cut(self.inputs, part)
         return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
 
@@ -270,11 +261,9 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """A part of `items` that `keeps` and that keeps no more without any one of its items; in the order of `items`.
+    """Return a part of the items, in order, that `keeps` accepts, but not without any one of its items.
 
-    Args:
-        items: on all of them it is known to keep.
-        keeps: asked of parts, never of an empty one.
+    `keeps` accepts all of them, and is asked of no empty part.
     """
     left, parts = tuple(items), 2
     while len(left) > 1:

@@ -34,10 +34,10 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.questions import answers
 from tiebreak.matrix.questions.answers import PARTS
+from tiebreak.matrix.questions.comparison import Difference, WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.questions.session import Session
-from tiebreak.matrix.questions.within_error import Difference
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
@@ -220,16 +220,18 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(name: str) -> None:
     q, k, v = (torch.randn(2, 3, n, 64, generator=generator).bfloat16().float() for n in (5, 40, 40))
     inputs = AttentionInputs(q, k, v, q, Formats.of(BF16))
     make, declared, wrong = LSE[name]
-    judged = judge_lse(make(reference(inputs).s).float(), inputs, declared)
-    assert bool(judged.why) == bool(wrong)
-    assert wrong in judged.why
+    found = WithinError(BF16)
+    judge_lse(make(reference(inputs).s).float(), inputs, declared, found)
+    (why,) = found.asked.values()
+    assert bool(why) == bool(wrong)
+    assert wrong in why
 
 
 @pytest.mark.parametrize("returned", [None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"])
 def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object) -> None:
     x = torch.zeros(2, 3, 5, 64)
     with pytest.raises(CannotRunError, match="no log-sum-exp"):
-        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "")
+        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
 
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:

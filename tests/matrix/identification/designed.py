@@ -66,13 +66,7 @@ def _on_grid(x: Tensor) -> Tensor:
 
 
 def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
-    """Inputs whose scores are chosen.
-
-    Args:
-        scores: (heads, rows, keys), fp32 numbers.
-        v: (heads, keys, 64), numbers of the format.
-        fmt: of q, k and v.
-    """
+    """Inputs with these scores, (heads, rows, keys), fp32 numbers, and this V, (heads, keys, 64), of the format."""
     heads, rows, keys = scores.shape
     q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
     left = scores.float() / _SCALE

@@ -1,6 +1,5 @@
 """What a kernel's outputs say of its rounding: the plan, what is left open, and how much of it was checked."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.space import QUICK, TILE, Change, changes, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Explanation
+from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.plans import percent
 from tiebreak.reports.tables.run import counted
 
@@ -80,7 +79,11 @@ class Identity:
             name = other.plan or "no plan that is known"
             yield f"  in {shape:24}{name}; the one above has {percent(other.share)} of bits"
         for name, bias in self.bias.items():
-            number = "not finite" if bias.mean is None else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
+            number = (
+                "not finite"
+                if None in (bias.mean, bias.half_width)
+                else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
+            )
             yield f"  on {name:24}{number}, {bias.verdict}"
         yield "inputs:"
         yield from (f"  {name:20}{shows} [{method}]" for name, (shows, method) in self.asked.items())
@@ -224,8 +227,6 @@ def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
     biases = {}
     for name in _FAILING:
         _, errors = CaseBench(_SCRIPTED[name], fmt, Settings(seed, _BIASED)).emulated(0, plan)
-        bias = errors.bias
-        finite = math.isfinite(bias.mean) and math.isfinite(bias.half_width)
-        mean, half_width = (bias.mean, bias.half_width) if finite else (None, None)
-        biases[name] = Bias(mean, half_width, judge(bias).value)
+        estimate = Estimate.of(errors.bias.mean, errors.bias.half_width)
+        biases[name] = Bias(estimate.mean, estimate.half_width, judge(errors.bias).value)
     return biases

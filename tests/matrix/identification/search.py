@@ -55,10 +55,8 @@ class Search:
         it explains better, so that points are found one by one, by the inputs that show them. And of how far it is from
         what it misses: where one point hides another, that one shows nothing but nearness.
 
-        Args:
-            declaration: as `forward_alone` gives it.
-            least: from which on it does not matter how much more it is.
-            than: another, which it must be ahead of after a few inputs; where nothing shows, clearly so.
+        From `least` on it does not matter how much more it is. After a few inputs it must be ahead of the plan `than`,
+        and clearly so where nothing shows.
         """
         if declaration in self.costs:
             return self.costs[declaration]
@@ -106,11 +104,7 @@ class Search:
         return self._best
 
     def nearest(self, tell: Callable[[str], None]) -> Declaration:
-        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on.
-
-        Args:
-            tell: how far it is.
-        """
+        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
         plan = self.nearest_known()
         if self._cost_of_best >= _ENOUGH:  # the cast of O hides from every input what else a plan has right
             self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)

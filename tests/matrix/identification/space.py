@@ -50,13 +50,9 @@ class Change:
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
-    """What a declaration does forward: two that do the same are equal.
+    """What a declaration does forward in a call's format: two that do the same are equal.
 
     What the algorithm makes nothing of is `fused`'s, and so is the backward pass.
-
-    Args:
-        declaration: of any name.
-        inputs: format of the call.
     """
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
@@ -130,13 +126,7 @@ def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
 def changes(
     declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
 ) -> Iterator[tuple[Change, Declaration]]:
-    """Every declaration that differs in one point, each once.
-
-    Args:
-        declaration: as `forward_alone` gives it.
-        inputs: format of the call.
-        keys: of the points.
-    """
+    """Every declaration that differs, in one point of these keys, from one that `forward_alone` gives, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
         for value, other in _with_another(key, declaration, inputs) if key in keys else ():
@@ -196,13 +186,9 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
 def combined(
     declarations: Iterable[Declaration], inputs: Format, *stages: Collection[str], usual: bool = False
 ) -> Iterator[Declaration]:
-    """Plans with up to one change of each stage, for points that show together alone.
+    """Plans with up to one change of each stage, keys of points that show together alone.
 
-    Args:
-        declarations: to be changed.
-        inputs: format of the call.
-        stages: keys of points, of which one is changed.
-        usual: whether casts to other formats than the inputs' are left out.
+    Usual ones have no new cast to other formats than fp32 and the inputs'.
     """
     if not stages:
         yield from (forward_alone(declaration, inputs) for declaration in declarations)

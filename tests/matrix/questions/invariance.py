@@ -24,11 +24,12 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
+from tiebreak.matrix.questions.comparison import WithoutBias
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
 from tiebreak.matrix.questions.session import SHARE, Material, Question, Session
-from tiebreak.matrix.questions.without_bias import WithoutBias
 
 GROUP = "a call compared with itself"
+_Pieces = Mapping[str, Sequence[AttentionInputs]]  # calls that have the queries of another between them, by words
 _KEYS = 128  # where no other number matters more
 _ALONE = 4  # sequences that are called alone, at most
 _NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
@@ -45,9 +46,7 @@ _CALLS = 100
 _NEAR = (16.0, 20.0)  # below two maxima that cancel: all of it together is about 2^-16 of one
 
 
-def _tied(
-    draw: Draw, shape: Shape, *, apart: bool = True, values: Values = ONE_SIGNED, **scores: Any
-) -> AttentionInputs:
+def _tied(draw: Draw, shape: Shape, apart: bool = True, values: Values = ONE_SIGNED, **scores: Any) -> AttentionInputs:
     """Two equal maxima: the last key, and one in the first half or the key before."""
     first = shape.keys // 4 if apart else shape.keys - 2
     return scripted(draw, Scores(positions=(first, shape.keys - 1), **scores), values, shape)
@@ -186,11 +185,7 @@ def _long_enough(session: Session, found: WithoutBias, in_splits: Callable[[int,
 
 
 def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
-    """Return what gives the kernel in so many splits of so many keys.
-
-    Raises:
-        CannotRunError: nothing says how their number is set.
-    """
+    """Return what gives the kernel in so many splits of so many keys, if anything says how their number is set."""
     if isinstance(kernel, UserKernel):
         keyword = kernel.caller.convention.splits
         if keyword is None:
@@ -277,13 +272,7 @@ def _prefills(session: Session, inputs: AttentionInputs) -> list[AttentionInputs
     return [replace(inputs, causal=causal) for causal in (True, False) if not causal or CAUSAL in session.kernel.takes]
 
 
-def _in_pieces(
-    session: Session,
-    found: WithoutBias,
-    whole: AttentionInputs,
-    pieces: Mapping[str, Sequence[AttentionInputs]],
-    cut: Cut,
-) -> bool:
+def _in_pieces(session: Session, found: WithoutBias, whole: AttentionInputs, pieces: _Pieces, cut: Cut) -> bool:
     """Compare a prefill with its queries in pieces, in all ways that the kernel takes; return whether it takes any."""
     taken = {words: calls for words, calls in pieces.items() if session.takes(whole, *calls)}
     if taken:

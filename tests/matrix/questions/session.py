@@ -21,7 +21,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.answers import Answers, named
-from tiebreak.matrix.questions.within_error import BATCH, HEADS
+from tiebreak.matrix.questions.comparison import BATCH, HEADS
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
@@ -70,7 +70,6 @@ class PlacedCall:
     gradients: bool  # whether they are wanted
 
     def forward(self) -> Tensor:
-        """Return O as the kernel does."""
         with self.session.calling(gradients=self.gradients):
             return self.call.forward(self.placed)
 
@@ -86,7 +85,6 @@ class PlacedCall:
         return named(self.call.restored(x).cpu() for x in (o, *gradients[:3]))
 
     def answers(self) -> Answers:
-        """Make all steps."""
         o = self.forward()
         return self.collected(o, self.backward(o))
 
@@ -131,11 +129,6 @@ class Session:
         return self.cell.kernel
 
     @property
-    def fmt(self) -> Format:
-        """Of q, k, v, dO and O."""
-        return self.cell.fmt
-
-    @property
     def options(self) -> KernelOptions:
         """Of a user's kernel; the defaults of any other."""
         return self.kernel.caller.convention.options if isinstance(self.kernel, UserKernel) else KernelOptions()
@@ -145,7 +138,7 @@ class Session:
         for inputs in calls:
             key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.asks()))
             if key not in self._taken:
-                reason = self._refusal(inputs)
+                reason = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
                 if reason is None and self.arranged(inputs) is not inputs:
                     reason = "it is given dummy queries or keys"
                 reason = reason or failed_trial(self.cell.backend, self.kernel, inputs)
@@ -155,31 +148,15 @@ class Session:
                 return False
         return True
 
-    def _refusal(self, inputs: AttentionInputs) -> str | None:
-        return self.kernel.refusal(to_device(inputs, self.cell.backend.device))
-
     # Large calls, of which a batch has as many heads as a run says.
 
     def draw(self, name: str, material: Material, shape: Shape, share: int = SHARE) -> AttentionInputs:
-        """Return a batch of heads, others for every material and every index; two sequences or more.
-
-        Args:
-            name: of the material.
-            material: it.
-            shape: of a head.
-            share: of the heads of a run's batches that is enough, 1 in so many: long rows cost more.
-        """
+        """Return heads of a material, 1 in `share` of a run's batch: others for every name and every index."""
         entropy = (self.seed, *map(zlib.crc32, (self.cell.experiment.name.encode(), name.encode())), self.index)
-        return _drawn(entropy, material, shape, max(2 * HEADS_PER_BATCH, self.heads // share), self.fmt)
+        return _drawn(entropy, material, shape, max(2 * HEADS_PER_BATCH, self.heads // share), self.cell.fmt)
 
     def run(self, inputs: AttentionInputs, kernel: Kernel | None = None, *, gradients: bool = True) -> Answers:
-        """Return the answer of a call, as any cell runs a kernel.
-
-        Args:
-            inputs: of the call.
-            kernel: another one than the cell's.
-            gradients: whether they are wanted, if the kernel has a backward pass.
-        """
+        """Return the answer of a call, as any cell runs a kernel; gradients are wanted where it has a backward pass."""
         kernel, run = kernel or self.kernel, self.cell.backend.run
         gradients = gradients and kernel.has_backward
         # With gradients to come others may compute O in another way; a composed kernel's backward pass is apart.
@@ -192,7 +169,7 @@ class Session:
     def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
         """Return normal numbers, others for every index."""
         stream = SeedSequence([self.seed, zlib.crc32(self.cell.experiment.name.encode()), index])
-        draw = Draw(Generator(Philox(stream)), Formats.of(self.fmt), batch * heads)
+        draw = Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), batch * heads)
         rows, keys = (batch, heads, shape.queries, shape.d), (batch, heads, shape.keys, shape.d)
         q, k, v, do = (draw.rounded(draw.normal(*size)) for size in (rows, keys, keys, rows))
         return AttentionInputs(q, k, v, _DO * do, draw.formats, causal=shape.causal)
@@ -207,7 +184,7 @@ class Session:
         failure: Exception | None = None
         for shape in SHAPES:
             inputs = self.draw_small(shape)
-            refusal = self._refusal(inputs)
+            refusal = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
             if refusal is not None:
                 failure = failure or CannotRunError(refusal)
                 continue
@@ -230,7 +207,6 @@ class Session:
 
     @property
     def shape(self) -> CallShape:
-        """The first in which the kernel can be called."""
         return self._first[0]
 
     @property
@@ -265,13 +241,7 @@ class Session:
     def place(
         self, given: AttentionInputs | Call, places: Places = CONTIGUOUS, *, gradients: bool = True
     ) -> PlacedCall:
-        """Return a call whose arguments reach the kernel as they lie, at addresses that no other call has.
-
-        Args:
-            given: the call, or its inputs.
-            places: where they lie.
-            gradients: whether they are wanted, if the kernel has a backward pass.
-        """
+        """Return a call whose arguments lie where `places` say, at addresses that no other call of the session has."""
         call, gradients = given if isinstance(given, Call) else self.call(given), gradients and self.kernel.has_backward
         with self.calling(gradients=gradients):
             self.held.append(call.placed(places, gradients=gradients))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.kernels.external.call import FULL, Call, Places
+from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.questions.answers import Cut, O
-from tiebreak.matrix.questions.log_sum_exp import judge_lse
+from tiebreak.matrix.questions.comparison import BATCH, WithinError
+from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
 from tiebreak.matrix.questions.session import CallShape, Question, Session
-from tiebreak.matrix.questions.within_error import BATCH, WithinError
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -29,7 +29,6 @@ _HIDDEN = 12  # keys at the end that padding hides
 
 
 def strided_views(session: Session, found: WithinError) -> None:
-    """Transposed views, slices of a fused buffer, dO of one expanded number."""
     if session.options.contiguous:
         raise CannotRunError("declares contiguous=true: it is given no views")
     views = {
@@ -46,7 +45,6 @@ def strided_views(session: Session, found: WithinError) -> None:
 
 
 def past_the_end(session: Session, found: WithinError) -> None:
-    """NaN in the storage behind the last head, key and column."""
     views = {"NaN behind the last element": Places.all(before_nan)}
     if not session.options.contiguous:
         views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
@@ -120,7 +118,7 @@ def hidden_keys(session: Session, found: WithinError) -> None:
 
     A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
     """
-    large = torch.tensor(_LARGE if session.fmt.largest > _LARGE**2 else _LARGE_FP16)
+    large = torch.tensor(_LARGE if session.cell.fmt.largest > _LARGE**2 else _LARGE_FP16)
     for words, inputs, at, cut in _masked(session):
         k, v = (-inputs.k[:, :, at], -inputs.v[:, :, at]) if inputs.causal else (large, large)
         plain, answer = session.answers(inputs), session.answers(_with_keys(inputs, at, k, v))
@@ -180,7 +178,6 @@ def other_mask(session: Session, found: WithinError) -> None:
 
 
 def interleaved(session: Session, found: WithinError) -> None:
-    """Two forward passes, then their backward passes in either order."""
     both = [session.inputs(index) for index in range(2)]
     plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
     for order in list(permutations(range(2)))[: 2 if session.has_gradients else 1]:
@@ -194,7 +191,6 @@ def interleaved(session: Session, found: WithinError) -> None:
 
 
 def rewritten_in_place(session: Session, found: WithinError) -> None:
-    """A second call with other numbers at the same addresses."""
     both = [session.inputs(index) for index in range(2)]
     first, second = map(session.place, both)
     plain, again = (session.answers(both[1]) for _ in range(2))
@@ -221,27 +217,12 @@ def scaled_do(session: Session, found: WithinError) -> None:
     if not session.has_gradients:
         raise CannotRunError("has no backward pass")
     # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
-    power = 10 if session.fmt.largest > _LARGE else 4
+    power = 10 if session.cell.fmt.largest > _LARGE else 4
     for exponent in (power, -power):
         factor = 2.0**exponent
         answers = session.answers(replace(inputs, do=inputs.do * factor))
         ours = {part: x if part == O else x / factor for part, x in answers.items()}
         found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
-
-
-def log_sum_exp(session: Session, found: WithinError) -> None:
-    """The log-sum-exp that it returns beside O, in base e or two."""
-    if len(session.options.layout) < len(FULL):
-        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
-    inputs = session.inputs()
-    placed = session.place(inputs, gradients=False)
-    with session.calling(gradients=False):
-        returned = placed.call.returned(placed.placed)
-    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    judged = judge_lse(second, inputs, session.options.lse)
-    found.asked[judged.asked] = judged.why
-    found.measures |= judged.measures
-    found.unit = judged.unit
 
 
 QUESTIONS = (
