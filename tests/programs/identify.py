@@ -27,11 +27,7 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `identify`; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage, or where one can't be asked.
-    """
+    """The verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     identities: list[Identity] = []
     failures: dict[str, str] = {}
@@ -78,11 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
-    """The backends of these names, set up for kernels of users.
-
-    Raises:
-        UsageError: one is unknown, can't run here, or is the emulation.
-    """
+    """The backends of these names, set up for kernels of users; it is bad usage if one can't run them here."""
     selection = Selection(backends=names, kernel=tuple(targets), card=card)
     try:
         backends = matching_backends(selection)

@@ -42,14 +42,12 @@ class Part:
 
     @classmethod
     def whole(cls, inputs: AttentionInputs) -> "Part":
-        """All of a call."""
         (batch, heads, queries, d), groups = inputs.q.shape, inputs.groups
         sizes = batch, heads // groups, groups, queries, inputs.k.shape[2], d
         return cls(*(tuple(range(size)) for size in sizes), causal=inputs.causal)
 
     @property
     def size(self) -> str:
-        """In words."""
         heads = len(self.batch) * len(self.heads) * len(self.group)
         return f"heads {heads}, queries {len(self.queries)}, keys {len(self.keys)}, d {len(self.columns)}"
 
@@ -63,7 +61,6 @@ class Seen:
 
     @cached_property
     def ref(self) -> Reference:
-        """In fp64."""
         return reference(self.inputs)
 
     @cached_property
@@ -103,7 +100,6 @@ class Finding:
     limit: float  # beyond which one is wrong
 
     def holds(self, seen: Seen) -> bool:
-        """Whether anything is wrong."""
         return bool((self.badness(seen) > self.limit).any())
 
 
@@ -116,16 +112,6 @@ FINITE = Finding(
 BOUND = Finding(
     "bound", "an error beyond the rounding-error bound of the loosest plan", lambda seen: seen.over_bound, 1.0
 )
-
-
-def mean_of(sign: float) -> Finding:
-    """A mean signed error of one sign, beyond the margin at 99.9 %: a question to many heads."""
-
-    def badness(seen: Seen) -> Tensor:
-        mean, biased = seen.mean_error
-        return torch.tensor(sign * mean if biased else 0.0)
-
-    return Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
 
 
 def wrong_way(sign: float, *, tied: bool) -> Finding:
@@ -186,7 +172,12 @@ class Shrinker:
 
         Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
         """
-        mean = self.finding = mean_of(sign)
+
+        def badness(seen: Seen) -> Tensor:
+            mean, biased = seen.mean_error
+            return torch.tensor(sign * mean if biased else 0.0)
+
+        mean = self.finding = Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
         while len(self.part.batch) * len(self.part.heads) >= 2 * MANY:
             axis = "batch" if len(self.part.batch) > 1 else "heads"
             kept = getattr(self.part, axis)

@@ -13,7 +13,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
-from tiebreak.matrix.bits import equal_bits, same_bits
+from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.candidates import clipped
 from tiebreak.matrix.identification.designed import Designed
 from tiebreak.matrix.sharing import SharedEmulation
@@ -49,23 +49,17 @@ class Answer:
     name: str  # of the input
     inputs: AttentionInputs
     o: Tensor
-    _misses: dict[Declaration, Miss] = field(default_factory=dict)
+    misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
 
     @cached_property
     def emulation(self) -> Arithmetic:
         """The emulation's, with what plans share on this input."""
         return SharedEmulation(self.inputs)
 
-    @property
-    def tried(self) -> int:
-        """How many plans were held against it."""
-        return len(self._misses)
-
     def _clipped(self, declaration: Declaration) -> Declaration:
         return clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
 
     def predicted(self, declaration: Declaration) -> Tensor:
-        """What a plan makes of the input."""
         return run_forward(self._clipped(declaration), self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
@@ -75,15 +69,15 @@ class Answer:
     def miss(self, declaration: Declaration) -> Miss:
         """What a plan does not have, computed once."""
         key = self._clipped(declaration)
-        if key not in self._misses:
+        if key not in self.misses:
             prediction = self.predicted(key)
             missed, between = ~same_bits(self.o, prediction), 0.0
             if rows := int(missed.any(-1).sum()):
                 ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
                 ulps = ((self.o - prediction).abs() / ulp).clamp_(max=_FAR).masked_fill_(~missed, 0.0)
                 between = torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
-            self._misses[key] = Miss(missed.double().mean().item(), rows, between)
-        return self._misses[key]
+            self.misses[key] = Miss(missed.double().mean().item(), rows, between)
+        return self.misses[key]
 
 
 @dataclass(frozen=True)
@@ -106,11 +100,7 @@ class Asked:
         return self.answers.get(name)
 
     def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
-        """Its answer; None where it does not take such inputs.
-
-        Raises:
-            Exception: whatever it raises on inputs that it should take.
-        """
+        """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
         why = self.kernel.refusal(to_device(inputs, self.backend.device))
         why = why or failed_trial(self.backend, self.kernel, inputs)
         try:
@@ -125,7 +115,3 @@ class Asked:
         """One call, with as many threads as the process had at first."""
         with threads(self.threads):
             return self.backend.run(self.kernel, inputs, gradients=False).o.float()
-
-    def repeats(self, answer: Answer) -> bool:
-        """Whether a second call has the same bits."""
-        return self.backend.repeats(self.kernel) or equal_bits(answer.o, self.run(answer.inputs)) == 1.0

@@ -45,7 +45,6 @@ class Designed:
     formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
 
     def make(self, fmt: Format, seed: int = 0) -> AttentionInputs:
-        """The input of a seed, in a format."""
         return self.recipe(Generator(Philox(SeedSequence([seed, *self.name.encode()]))), fmt)
 
 
@@ -83,10 +82,8 @@ def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
 
 def _one_hot(heads: int, keys: int, rng: Generator) -> Tensor:
     """V with one key to a column, one of each run of keys / 64; the others are 0."""
-    v, apart = torch.zeros(heads, keys, _D), keys // _D
-    for head in range(heads):
-        v[head, torch.arange(_D) * apart + torch.from_numpy(rng.integers(0, apart, _D)), torch.arange(_D)] = 1.0
-    return v
+    at = torch.arange(0, keys, keys // _D) + torch.from_numpy(rng.integers(0, keys // _D, (heads, _D)))
+    return torch.zeros(heads, keys, _D).scatter_(1, at[:, None], 1.0)
 
 
 def _signed_values(rng: Generator, heads: int, keys: int, fmt: Format) -> Tensor:
@@ -210,8 +207,7 @@ def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
 
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
     """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
-    exponents = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D)))
-    ulp = 2.0**-fmt.mantissa_bits
+    exponents, ulp = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D))), 2.0**-fmt.mantissa_bits
     ties = (1.0 + ((_drawn(rng, 0.0, 1.0, 4, _ROWS, _D) / ulp).floor() + 0.5) * ulp) * torch.exp2(exponents.double())
     scores = torch.log(ties).float()
     scores[:, :, 0] = 0.0
@@ -222,10 +218,9 @@ def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
 
 def _normal(heads: int, rows: int, keys: int, d: int, scale: float | None = None, size: float = 1.0) -> Make:
     def make(rng: Generator, fmt: Format) -> AttentionInputs:
-        def draw(length: int) -> Tensor:
-            return _rounded(torch.from_numpy(rng.standard_normal((1, heads, length, d), dtype=np.float32)), fmt)
-
-        q, k, v = _rounded(draw(rows) * size, fmt), draw(keys), draw(keys)
+        shapes = ((1, heads, length, d) for length in (rows, keys, keys))
+        q, k, v = (_rounded(torch.from_numpy(rng.standard_normal(x, dtype=np.float32)), fmt) for x in shapes)
+        q = _rounded(q * size, fmt)
         return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt), softmax_scale=scale)
 
     return make

@@ -91,7 +91,6 @@ class Identity:
 
     @property
     def headline(self) -> str:
-        """One line."""
         inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
         if self.plan is not None:
             changes = "; its plan changes with the shape of the call" if self.elsewhere else ""
@@ -101,7 +100,6 @@ class Identity:
 
     @property
     def explanation(self) -> Explanation:
-        """As runs have it."""
         if self.plan is not None:
             elsewhere = {shape: other.share for shape, other in self.elsewhere.items()}
             return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share, elsewhere)
@@ -114,15 +112,11 @@ class Identity:
 
 
 def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
-    """Find the plan that a kernel follows, from its outputs alone.
+    """Find the plan that a kernel follows, from its outputs alone; it raises what `KnownPlans.designed` does.
 
     Args:
         known: what the kernel has been asked so far, and whom to tell how far it is.
         beyond_known: whether to look for a nearer plan where a known one explains every designed input.
-
-    Raises:
-        UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
-        Exception: whatever it raises on inputs that it should take.
     """
     asked, tell = known.asked, known.tell
     with threads(1):

@@ -10,19 +10,8 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
+from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.asking import Answer
-from tiebreak.matrix.identification.space import (
-    ALGORITHM,
-    QUICK,
-    RULE,
-    SLOW,
-    TILE,
-    changes,
-    combined,
-    moves,
-    without,
-    without_one,
-)
 
 _FEW = 3  # plans that lead on where the best one does not
 _LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation
@@ -33,7 +22,7 @@ _MOST = 20_000
 _OF_A_BIT = math.log1p(1.0 / _LOST) / 1.5
 _HIDDEN = 0.5  # share of the largest cost of shares above which a plan shows nothing of the kernel's
 _RACE, _AHEAD = 4, 0.98  # inputs after which one of two changes at once must cost so much less than the plan
-_RULES = frozenset({RULE, ALGORITHM})
+_RULES = frozenset({space.RULE, space.ALGORITHM})
 _STARTS = tuple(f"flash@fused{q}" for q in ("", ",q=input,base=2", ",q=fp16,base=2"))  # where nothing shows
 _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
 
@@ -87,7 +76,7 @@ class Search:
     @property
     def tried(self) -> int:
         """How many plans were held against an input, counted once for each."""
-        return sum(answer.tried for answer in self.answers)
+        return sum(len(answer.misses) for answer in self.answers)
 
     @property
     def stopped(self) -> bool:
@@ -107,12 +96,12 @@ class Search:
         """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
         plan = self.nearest_known()
         if self._cost_of_best >= _ENOUGH:  # the cast of O hides from every input what else a plan has right
-            self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)
+            self._try((other for _, other in space.changes(plan, self.fmt, {"o"})), _FEW)
             cast = self._best.plan.o
             if cast != plan.plan.o:
                 self._try((replace(start, plan=replace(start.plan, o=cast)) for start in self.starts), _FEW)
         if self._hidden(self._best):
-            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
+            self._try(space.combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
         while not self._ended and self._improves():
             tell(f"{len(self.costs)} plans tried on all inputs")
         return self._best
@@ -128,19 +117,21 @@ class Search:
         if self._expands(1):
             return True
         fmt, plan = self.fmt, self._quick[0]
-        sums = (other for _, other in changes(plan, fmt, {SLOW}))
+        sums = (other for _, other in space.changes(plan, fmt, {space.SLOW}))
         flash = replace(plan, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
         hidden = [
-            combined([plan], fmt, {"q"}, {"s"}, usual=True),
-            combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
-            combined(self.starts, fmt, _RULES),
+            space.combined([plan], fmt, {"q"}, {"s"}, usual=True),
+            space.combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
+            space.combined(self.starts, fmt, _RULES),
         ]
         together = [
-            combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}),
-            combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
+            space.combined(
+                [space.without(plan, fmt, "pv", "o_bar")], fmt, {space.ALGORITHM}, {space.TILE}, {"pv", "o_bar"}
+            ),
+            space.combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
         ]
-        firsts = chain(without_one(plan, fmt), self._level(plan), combined([plan], fmt, _RULES))
-        pairs = (combined([first], fmt, QUICK) for first in firsts)
+        firsts = chain(space.without_one(plan, fmt), self._level(plan), space.combined([plan], fmt, _RULES))
+        pairs = (space.combined([first], fmt, space.QUICK) for first in firsts)
         groups = chain(hidden if self._hidden(plan) else (), together, pairs)
         return self._leads_on(sums, 1) or any(self._leads_on(group, 1, plan) for group in groups) or self._expands(_FEW)
 
@@ -150,9 +141,9 @@ class Search:
         while left := [plan for plan in self._quick if plan not in done]:
             plan = left[0]
             done.add(plan)
-            near = (other for _, other in chain(changes(plan, self.fmt, QUICK), moves(plan, self.fmt)))
+            near = chain(space.changes(plan, self.fmt, space.QUICK), space.moves(plan, self.fmt))
             # Where nothing shows, a small gain is chance.
-            if self._leads_on(near, patience, plan if self._hidden(plan) else None):
+            if self._leads_on((other for _, other in near), patience, plan if self._hidden(plan) else None):
                 return True
         return False
 
@@ -167,7 +158,7 @@ class Search:
     def _level(self, plan: Declaration) -> Iterator[Declaration]:
         """Moves that cost nothing."""
         cost = self.costs[plan]
-        for _, other in moves(plan, self.fmt):
+        for _, other in space.moves(plan, self.fmt):
             if self.cost(other, math.nextafter(cost, math.inf)) <= cost:
                 yield other
 
@@ -181,7 +172,6 @@ class Search:
 
     @property
     def _quick(self) -> list[Declaration]:
-        """The best few plans without a device's sums."""
         quick = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
         return sorted(quick, key=self.costs.__getitem__)[:_FEW]
 

@@ -43,10 +43,6 @@ class Change:
     key: str  # as --plan has it, or what it is that no field of a plan says
     value: str  # the same; behind a comma, another point and what it is there
 
-    def __str__(self) -> str:
-        """As --plan has it, where it does."""
-        return f"{self.key}={self.value}"
-
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:

@@ -19,11 +19,6 @@ OF_QUERIES = (O, DQ)  # parts that have a row for every query
 Answers = Mapping[str, Tensor]
 
 
-def named(tensors: Iterable[Tensor]) -> Answers:
-    """Return O, dQ, dK and dV, or the first of them, by name."""
-    return dict(zip(PARTS, tensors, strict=False))
-
-
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
     """Return the answer of a call that was cut along a dimension, in the parts that its pieces have a share of."""
     pieces = list(answers)

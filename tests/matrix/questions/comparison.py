@@ -116,7 +116,7 @@ class WithinError:
         cut: Cut = WHOLE,
         again: Answers | None = None,
     ) -> None:
-        """Take down what the other answer differs in from that of a plain call on these inputs; words say what must be so.
+        """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
 
         If one more plain call, `again`, has O's bits, `other` must have them too. Gradients need not: where they are
         added up by atomics, two calls agree by chance.
@@ -132,12 +132,10 @@ class WithinError:
 
     @property
     def nothing(self) -> bool:
-        """Whether nothing has been compared or measured."""
         return not (self.asked or self.measures)
 
     @property
     def result(self) -> Result:
-        """What the cell measures, and whether all is as it must be, if anything must."""
         measures = self.measures or {
             "other_bits": max((each.share for each in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
@@ -172,7 +170,6 @@ class PairedErrors:
         return difference, plain, changed
 
     def record(self) -> ChangeRecord:
-        """Return it as a record has it."""
         share, intervals = 1.0 - sum(self.same) / len(self.same), self.intervals()
         verdict = judge(intervals[0])
         squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
@@ -213,7 +210,6 @@ class WithoutBias:
 
     @property
     def nothing(self) -> bool:
-        """Whether no answers have been compared."""
         return not self.errors
 
     @property
@@ -224,7 +220,6 @@ class WithoutBias:
 
     @property
     def result(self) -> Result:
-        """What the cell measures, and whether all is as it must be, if anything must."""
         # Tables show the farthest mean, or the share, 0, where no bit differs.
         changes = self._changes()
         name = worst(changes)

@@ -73,7 +73,6 @@ _MATERIALS: Mapping[str, Material] = {
 
 
 def _drawn(session: Session, shape: Shape, share: int = SHARE) -> Iterator[tuple[str, AttentionInputs]]:
-    """Yield a batch of every material, by name."""
     for name, material in _MATERIALS.items():
         yield name, session.draw(name, material, shape, share)
 
@@ -85,7 +84,6 @@ def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> A
 
 
 def _negated(x: Tensor, at: slice, dimension: int) -> Tensor:
-    """Return x with a part of it negated."""
     other = x.clone()
     other.movedim(dimension, 0)[at] *= -1.0
     return other
@@ -126,7 +124,9 @@ def batch(session: Session, found: WithoutBias) -> None:
         for words, changed in beside.items():
             if session.takes(changed):
                 answer = session.run(changed, gradients=False)
-                answer = answer if changed.lengths is None else {O: _unpacked(answer[O], inputs.q.shape)}
+                if changed.lengths is not None:  # packed
+                    o = answer[O][0, :, : number * rows].unflatten(1, (number, rows))
+                    answer = {O: o.transpose(0, 1)}
                 found.compare(f"{words}, {material}", alone, answer, inputs, Cut(first, rows=slice(0, rows)))
 
 
@@ -141,12 +141,6 @@ def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
         for name, last in added.items()
     }
     return replace(inputs, **packed, lengths=lengths)
-
-
-def _unpacked(o: Tensor, shape: torch.Size) -> Tensor:
-    """The first rows of packed ones, as (batch, heads, rows, d)."""
-    batch, heads, rows, d = shape
-    return o[0, :, : batch * rows].reshape(heads, batch, rows, d).transpose(0, 1)
 
 
 def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
@@ -354,9 +348,7 @@ QUESTIONS = (
     Question("invariance[batch]", "a sequence alone, and among neighbours of any length", batch, "vLLM issue 51902", 2),
     Question("invariance[split]", "a row's keys in another number of splits", split, "vLLM PR 58131", 2),
     Question("invariance[padding]", "more padded keys, or more queries, behind the end", padding, version=2),
-    Question(
-        "invariance[memory]", "q, k, v and dO in other strides, or at an address that is not aligned", memory, version=3
-    ),
+    Question("invariance[memory]", "q, k, v and dO in other strides, or not aligned", memory, version=3),
     Question("invariance[decode]", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035", 3),
     Question("invariance[chunks]", "the queries of a prefill in chunks", chunks, version=2),
     Question("invariance[repeat]", f"the same call {_CALLS} times", repeat, version=2),

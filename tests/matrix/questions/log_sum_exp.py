@@ -35,8 +35,7 @@ def log_sum_exp(session: Session, found: WithinError) -> None:
 def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: WithinError) -> None:
     """Take down whether what a kernel returns beside O is a log-sum-exp, in the base that it declares or in either.
 
-    Raises:
-        CannotRunError: it is nothing that looks like one, and the kernel does not say that it is one.
+    A kernel that declares none, and returns nothing that looks like one, can't be asked.
     """
     shape = inputs.q.shape[:3]
     lse = _per_row(returned, *shape)

@@ -20,7 +20,7 @@ from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import Answers, named
+from tiebreak.matrix.questions.answers import PARTS, Answers
 from tiebreak.matrix.questions.comparison import BATCH, HEADS
 from tiebreak.matrix.trial import failed_trial
 
@@ -82,7 +82,7 @@ class PlacedCall:
 
     def collected(self, o: Tensor, gradients: Made) -> Answers:
         """Return what the steps have returned as answers are compared."""
-        return named(self.call.restored(x).cpu() for x in (o, *gradients[:3]))
+        return dict(zip(PARTS, (self.call.restored(x).cpu() for x in (o, *gradients[:3])), strict=False))
 
     def answers(self) -> Answers:
         o = self.forward()
@@ -162,12 +162,11 @@ class Session:
         # With gradients to come others may compute O in another way; a composed kernel's backward pass is apart.
         output = run(kernel, inputs, gradients=gradients and kernel.composed)
         made: AttentionOutput = output if kernel.composed or not gradients else run(kernel, inputs, gradients=True)
-        return named(x.detach().float() for x in (output.o, *_gradients(made)))
+        return dict(zip(PARTS, (x.detach().float() for x in (output.o, *_gradients(made))), strict=False))
 
     # Small calls on normal numbers.
 
     def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
-        """Return normal numbers, others for every index."""
         stream = SeedSequence([self.seed, zlib.crc32(self.cell.experiment.name.encode()), index])
         draw = Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), batch * heads)
         rows, keys = (batch, heads, shape.queries, shape.d), (batch, heads, shape.keys, shape.d)
@@ -176,11 +175,7 @@ class Session:
 
     @cached_property
     def _first(self) -> tuple[CallShape, Answers]:
-        """The first shape in which the kernel can be called, and the answer of that call.
-
-        Raises:
-            Exception: what it raised in the last of them.
-        """
+        """The first shape in which the kernel can be called, and the answer of that call; else what it raised last."""
         failure: Exception | None = None
         for shape in SHAPES:
             inputs = self.draw_small(shape)
@@ -232,7 +227,6 @@ class Session:
             yield
 
     def call(self, inputs: AttentionInputs) -> Call:
-        """Return a call of these inputs, which the kernel takes."""
         on_device, kernel = to_device(inputs, self.cell.backend.device), self.kernel
         if isinstance(kernel, UserKernel):
             return kernel.caller.call(on_device)
@@ -248,7 +242,6 @@ class Session:
         return PlacedCall(self, call, self.held[-1], gradients)
 
     def answers(self, inputs: AttentionInputs) -> Answers:
-        """Return what a new call gives."""
         return self.place(inputs).answers()
 
     def lying(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:

@@ -78,7 +78,6 @@ def _square(session: Session) -> CallShape:
 
 
 def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
-    """Return a call whose last keys are padding."""
     inputs = session.draw_small(_square(session))
     batch, _, keys, _ = inputs.k.shape
     return replace(inputs, key_padding=(torch.arange(keys) < keys - hidden).repeat(batch, 1))
@@ -107,7 +106,6 @@ def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut
 
 
 def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> AttentionInputs:
-    """Return the call with other K and V at some keys."""
     all_k, all_v = inputs.k.clone(), inputs.v.clone()
     all_k[:, :, at], all_v[:, :, at] = k, v
     return replace(inputs, k=all_k, v=all_v)
@@ -149,7 +147,6 @@ class _MaskInPlace(Call):
     masks: dict[int, Tensor]  # by where the part of K that they are of begins
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """As `Call.keywords`."""
         keywords, name = super().keywords(inputs), str(self.convention.mask)
         there = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
         return keywords | {name: there.copy_(keywords[name])}
