@@ -63,7 +63,8 @@ def backward_held_to(
     name, agreeing = known.passes.get(forward, ("", 0))
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     if name in tried and tried[name].agreeing >= agreeing:
-        held_to, like = dict.fromkeys(_NAMES, name), passes[name]
+        held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
+        like = passes[name]
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
         name, held_to, like = _chosen(passes, tried, few.shown_source(ours), forward)

@@ -68,7 +68,7 @@ class Gatekeeper:
                 self._fall(session, _USAGE)
         if run is None:
             return
-        summaries = [report.summary_of_run(run, [verdict.text for verdict in self.collector.verdicts(run)])]
+        summaries = [report.summary_of_run(run, list(map(str, self.collector.verdicts(run))))]
         summaries += [report.summary_of_gate(outcome, self.path)] if outcome is not None and self.path else []
         try:
             report.append_summary("\n\n".join(summaries))

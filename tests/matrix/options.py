@@ -78,7 +78,7 @@ OPTIONS = {option.name: option for option in (
            "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",
            narrows=("kernel",)),
     Option("kernel", "TARGET",
-           "add your own kernel: FILE.py:FUNCTION, package.module:function, or a TOML file that declares kernels; a"
+           "add your own kernel: FILE.py:FUNCTION, package.module:function or an adapter; a"
            " function of (q, k, v, *, causal, scale) in (batch, heads, N, d) that returns O (docs/your-kernel.md says"
            " what else it may be); may be given several times; they run alone unless --kernels names others",
            repeats=True, narrows=("kernel", "backend")),  # alone it leaves out all backends but its default one
@@ -228,8 +228,7 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
                 names += split(str(value))
                 continue
             for cell in filter(_BRINGS[option.name], cells):
-                parts = {"backend": cell.backend, "kernel": cell.kernel, "case": cell.experiment}
-                names.append(parts[field].name)
+                names.append({"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name))
     by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in found.items())
     return (*left_out, *by_fields)
 

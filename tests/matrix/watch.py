@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from tiebreak.kernels.external.clock import CLOCK
-from tiebreak.kernels.external.errors import is_users
+from tiebreak.kernels.external.isolation import CLOCK
+from tiebreak.kernels.external.loading import is_users
 from tiebreak.matrix.experiment import Cell, time_limit
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run

@@ -2,7 +2,7 @@
 
 from tiebreak.cases.verdicts import Verdict
 from tiebreak.matrix.checks import Check
-from tiebreak.matrix.questions import within_error, without_bias
+from tiebreak.matrix.questions import comparison
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer
 
@@ -69,15 +69,15 @@ CONTRACT = Check(
 )
 REPEATABLE = Check("repeatable", "two runs on the same input give the same bits", _repeatable)
 USAGE = Check(
-    within_error.KIND,
+    comparison.USAGE,
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
-    lambda result: result.agreement.get(within_error.KIND),
+    lambda result: result.agreement.get(comparison.USAGE),
     wrong=True,
 )
 INVARIANCE = Check(
-    without_bias.KIND,
+    comparison.INVARIANCE,
     "a call that is changed in what should not matter has the same bits, or others without a bias",
-    lambda result: result.agreement.get(without_bias.KIND),
+    lambda result: result.agreement.get(comparison.INVARIANCE),
     judges=True,
 )
 CLAIMED = Check(CLAIM, "what the case claims about such a kernel", _claim, judges=True)

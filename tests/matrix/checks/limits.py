@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from tiebreak.cases.accuracy import GAIN, LIMIT
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from tiebreak.backends.backend import to_device
-from tiebreak.backends.probes import of_products
+from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.added_features import with_features
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
@@ -75,8 +75,8 @@ class Call(Experiment):
         return frozenset({"call"} | failing | backward)
 
     def described(self) -> records.CaseRecord:
-        case, family = self.case, self.case.family
-        of, at = (None, None) if family is None else (family.of, family.at)
+        case = self.case
+        of, at = case.family or (None, None)
         return records.CaseRecord(
             case.about,
             case.source,
@@ -196,7 +196,7 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
     evidence: dict[str, Any] = {}
     if fits:
         evidence["fits"] = {
-            name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
+            name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in fits.items()
         }
     no_rounding = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
@@ -232,7 +232,7 @@ def _prediction(sample: Sample) -> Predicted | None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
     measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    products = of_products(backend.arithmetic, backend.device) if sample.prediction_met is False else ()
+    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_met is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
@@ -295,8 +295,8 @@ class _Calls(Kind):
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
             raise UnusableExperimentError(str(error)) from error
-        scripted = [call for call in self.experiments if cases_named or not call.case.on_request]
-        return (*(scripted if captured is None or cases_named else ()), *map(Call, layers))
+        cases = SCRIPTED if captured is None or cases_named else ()
+        return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 
 
 KIND = _Calls(
@@ -310,7 +310,6 @@ KIND = _Calls(
         agreement="equal_bits",
         carried="delta_bias_in_dq",
     ),
-    experiments=tuple(map(Call, SCRIPTED)),
     measured=tuple(call_measures().values()),
     advice="triton_fp8 runs in the cases called fp8_... alone",
 )
