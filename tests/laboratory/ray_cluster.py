@@ -4,8 +4,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +42,15 @@ class Cluster:
     @property
     def nodes(self) -> list[Node]:
         """Return the machines that are alive and have cores, in the order of their ids."""
-        nodes = [_node(entry) for entry in self.ray.nodes() if entry["Alive"]]
-        return sorted((node for node in nodes if node.cpus >= 1), key=lambda node: node.id)
+        nodes = []
+        for entry in self.ray.nodes():
+            has: Mapping[str, float] = entry["Resources"]
+            types = [name.partition(":")[2] for name in has if name.startswith("accelerator_type:")]
+            labels = {name: value for name, value in entry.get("Labels", {}).items() if not name.startswith("ray.io/")}
+            if entry["Alive"] and has.get("CPU", 0.0) >= 1:
+                accelerator = types[0] if types else None
+                nodes.append(Node(entry["NodeID"], has["CPU"], has.get("GPU", 0.0), accelerator, labels))
+        return sorted(nodes, key=lambda node: node.id)
 
     @property
     def about(self) -> str:
@@ -126,69 +131,28 @@ def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
+        import grpc
         import ray
     except ImportError as error:
         raise UsageError(f"--on: Ray is not installed: pip install 'tiebreak[ray]' ({error})") from None
     if address is not None:
-        _check_answers(address)
+        with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
+            except grpc.FutureTimeoutError:
+                raise UsageError(f"--on {address}: no Ray cluster answers there") from None
     # Without "local" Ray would join whatever cluster was started here before.
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
-    with _no_logs_of_nodes(sys.modules.get("ray._private.worker")):
-        try:
-            try:
-                with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
-                    ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
-            yield Cluster(ray)
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _no_logs_of_nodes(worker: Any) -> Iterator[None]:
-    """Leave out the log of a node that died, which Ray prints also without `log_to_driver`: the node's task says so.
-
-    Ray has no option for it. A version that prints it in another place prints it still.
-    """
-    printed = getattr(worker, "print_to_stdstream", None)
-    if printed is not None:
-        worker.print_to_stdstream = lambda data, ignore_prefix: None
     try:
-        yield
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+                ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
+        yield Cluster(ray)
     finally:
-        if printed is not None:
-            worker.print_to_stdstream = printed
-
-
-def _check_answers(address: str) -> None:
-    """Make sure that something answers which can be Ray: it speaks HTTP/2, as gRPC does."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    refusal = f"--on {address}: no Ray cluster answers there"
-    try:
-        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
-            pass
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"{refusal}: {first_line(error)}") from None
-    try:
-        import grpc
-    except ImportError as error:
-        raise UsageError(f"--on {address}: pip install 'ray[client]' ({error})") from None
-    with grpc.insecure_channel(f"{host}:{port}") as channel:
-        try:
-            grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise UsageError(f"{refusal}: what listens there is no Ray") from None
-
-
-def _node(entry: Mapping[str, Any]) -> Node:
-    resources: Mapping[str, float] = entry["Resources"]
-    types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-    labels = {name: value for name, value in entry.get("Labels", {}).items() if not name.startswith("ray.io/")}
-    return Node(
-        entry["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), types[0] if types else None, labels
-    )
+        ray.shutdown()
 
 
 def first_line(error: BaseException) -> str:
