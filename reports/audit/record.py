@@ -93,11 +93,7 @@ def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
-    """Make sure, before minutes of compiling, that a file can take the audits to come; creates its folder.
-
-    Args:
-        path: the file to write or replace.
-        coming: target and kernel of the audits to come.
+    """Make sure, before minutes of compiling, that a file can take the audits of targets and kernels to come.
 
     Raises:
         UsageError: the file has audits that are not to come.

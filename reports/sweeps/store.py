@@ -128,11 +128,7 @@ def keep(run: SweepRun, folder: Path) -> None:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the sweep in a folder.
-
-    Raises:
-        UnreadableRecordsError: a file that is missing, cut short, not this program's or of another sweep; one line.
-    """
+    """Return the sweep in a folder; UnreadableRecordsError: a file is missing, cut short, or of something else."""
     if not (folder / SETTINGS).exists():
         raise UnreadableRecordsError(f"{folder / SETTINGS}: no such file: no sweep's folder?")
     settings, runs = _read(folder / SETTINGS, Settings, "name another --out"), list[SweepRun]()

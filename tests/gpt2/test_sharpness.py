@@ -57,8 +57,6 @@ def test_the_search_comes_to_the_corner(scale: float, epsilon: float) -> None:
 
 
 def test_what_has_no_sharpness_is_refused() -> None:
-    with pytest.raises(ValueError, match="epsilon must be above 0"):
-        sharpness(torch.zeros(1, 2), torch.tensor([0]), 0.0)
     with pytest.raises(ValueError, match="NaN or Inf"):
         sharpness(torch.tensor([[0.0, math.nan]]), torch.tensor([0]), 0.01)
 

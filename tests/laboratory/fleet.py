@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import LEVELS
-from tiebreak.laboratory.options import FOLDER, Options, parser
+from tiebreak.laboratory import flags
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
@@ -28,16 +28,15 @@ LEVEL_LABEL = "tiebreak-level"  # a node's label: the instruction-set level that
 _NAME = "records"  # of the file that a node writes
 _MATRIX = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _LAST_LINES = 20  # of what pytest said, that come home
-_OF_A_RUN = ("--save", "--out")  # what the fleet says itself
 _ABOUT = """The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.
 Arguments of pytest follow after --."""
 _EPILOG = f"""A node's label {LEVEL_LABEL} forces an instruction-set level.
 exit codes: 0 all held, 1 something fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that
 came are kept"""
-_OPTIONS: Options = {
+_OPTIONS: flags.Options = {
     "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
     "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
-    "--out": {**FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
+    "--out": {**flags.FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
 }
 
 
@@ -54,11 +53,8 @@ def main(argv: Sequence[str]) -> int:
     """The verb `fleet`: 0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
-    options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
+    options, matrix = flags.parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
     address = address_of(options.on)
-    for word in matrix:
-        if word.split("=")[0] in _OF_A_RUN:
-            raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
     store.check_writable(options.out)
     home: list[Path] = []
     try:
@@ -170,7 +166,7 @@ def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
     environ = {name: value for name, value in environ.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
     with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:
         words = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
-        words += ["-p", "no:cacheprovider", *_MATRIX, "--save", _NAME, "--out", folder, *matrix]
+        words += ["-p", "no:cacheprovider", *_MATRIX, *matrix, "--save", _NAME, "--out", folder]
         done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, check=False)
         path = Path(folder, f"{_NAME}.json")
         records = path.read_bytes() if path.exists() else b""

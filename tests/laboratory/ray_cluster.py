@@ -61,11 +61,7 @@ class Cluster:
         return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{accelerators}"
 
     def slots(self, gpus: float) -> int:
-        """Return how many tasks of one core and this share of GPUs it runs at a time.
-
-        Raises:
-            UsageError: none; they would wait for ever.
-        """
+        """Return how many tasks of one core and this share of GPUs it runs at a time; UsageError: none."""
         each = [min(int(node.cpus), int(node.gpus / gpus)) if gpus else int(node.cpus) for node in self.nodes]
         if not sum(each):
             raise UsageError(f"the cluster ({self.about}) has no node with a core and {gpus:g} of a GPU for a run")
@@ -74,10 +70,8 @@ class Cluster:
     def run(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
         """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
 
-        The nodes import the function: they need the same tiebreak. `gpus` is each task's share.
-
-        Raises:
-            UsageError: in the end, if some did not finish; those that did have been given.
+        The nodes import the function: they need the same tiebreak. `gpus` is each task's share. UsageError: some did
+        not finish; those that did have been given.
         """
         remote = self.ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
         lost = []
@@ -118,15 +112,11 @@ def address_of(on: str) -> str | None:
 
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]:
-    """Be connected to a cluster.
+    """Be connected to a cluster, or to Ray on this machine alone; UsageError: Ray is not installed, or none answers.
 
     Args:
-        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: Ray on this
-            machine alone, for as long as this lasts.
+        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: of none.
         cpus: tasks at a time on this machine alone; None: as many as it has cores.
-
-    Raises:
-        UsageError: Ray is not installed, or no cluster answers there; one line.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,9 +1,9 @@
 """Products with fewer bits, forward and backward, in any torch model and the suite's GPT-2: masks and clamps.
 
-A masked product takes masked inputs and gives a masked output. So do the products of its backward pass: dY is masked,
-dA and dB are. All else, weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8
-and Back Again, arXiv 2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product
-in E8M7 is a bf16 product that adds up in fp32, to the bit.
+A masked product takes masked inputs and gives a masked output. So do the products of its backward pass. All else,
+weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8 and Back Again, arXiv
+2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product in E8M7 is a bf16
+product that adds up in fp32, to the bit.
 """
 
 import re
@@ -48,7 +48,6 @@ class Reduction:
     outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         if self.mode not in _MODES.values():
             raise ValueError(f"{self.fmt.name}: a product is masked to even or toward zero, not {self.mode.value}")
         lowest, highest = self.fmt.min_exponent, self.fmt.max_exponent
@@ -71,11 +70,7 @@ class Reduction:
         return self.inner is not None or self.outer is not None
 
     def mask(self, x: Tensor) -> Tensor:
-        """Mask every number: rounded, then what lies beyond the range clamped to its smallest or largest size.
-
-        Takes fp32 or fp64 on any device, and returns a contiguous tensor of that type and shape without gradient. The
-        sign of zero, Inf and NaN are kept.
-        """
+        """Return fp32 or fp64 numbers rounded, then clamped to the range; the sign of zero, Inf and NaN are kept."""
         masked = round_to(x, self.fmt, self.mode)
         if self.inner is not None:
             least = torch.full_like(masked, 2.0**self.inner).copysign(x)
@@ -87,11 +82,7 @@ class Reduction:
 
 
 def parse_reduction(text: str) -> Reduction:
-    """Return the reduction of a text: a format, then what is otherwise: `E8M5:zero`, `E8M7:inner=-20:outer=15`.
-
-    Raises:
-        ValueError: no such format, or something that makes no sense; one line.
-    """
+    """Return the reduction of a text, such as `E8M5:zero` or `E8M7:inner=-20:outer=15`; ValueError: there is none."""
     fmt, *changes = text.split(":")
     mode, ends = Rounding.TO_EVEN, dict[str, int]()
     for change in changes:
@@ -129,16 +120,11 @@ Product = Callable[..., Tensor]
 
 
 def masked_product(product: Product, reduction: Reduction, *operands: Tensor) -> Tensor:
-    """Return the product of masked operands, masked; differentiable, its gradients' products masked alike.
+    """Return the product of masked operands, masked, in the type that they promote to; its gradients masked alike.
 
-    The mask of an operand masks the gradient that leaves the product for it, and that of the output the gradient that
-    enters: between them autograd multiplies masked numbers. Operands narrower than fp32 are multiplied in fp32; the
-    result is in the type that they promote to.
-
-    Args:
-        product: linear in each of its operands, such as `torch.matmul`; a term to add is an operand like others.
-        reduction: the mask.
-        operands: of one or several types.
+    `product` is linear in each of its operands; a term to add is an operand like others. The mask of an operand masks
+    the gradient that leaves the product for it, and that of the output the gradient that enters: between them autograd
+    multiplies masked numbers, in fp32 where they are narrower.
     """
     promoted = reduce(torch.promote_types, (operand.dtype for operand in operands))
     carrier = torch.promote_types(promoted, torch.float32)
@@ -327,14 +313,9 @@ def reduced_gpt2(
     """Within, an emulated GPT-2 computes with fewer bits, forward and backward; its weights stay as they are.
 
     Linear layers go by `reduce_precision`. A head's kernel rounds where its plan says, to the reduction's format in the
-    reduction's mode, wherever the plan follows the format of a call; q, k and v are masked as its inputs.
-
-    Args:
-        model: as `emulated_gpt2` makes it.
-        reduction: the mask; its range is its format's.
-        otherwise: as `reduce_precision` takes it. A block's attention goes by what is said of the block.
-        attention: what attention alone rounds to, in every block; None: it goes by the masks of its block. Lee et al.
-            (arXiv 2405.18710) leave attention unmasked, in bf16.
+    reduction's mode, wherever the plan follows the format of a call; q, k and v are masked as its inputs. Attention
+    goes by what is said of its block, or at `attention` by one format in every block: Lee et al. (arXiv 2405.18710)
+    leave it unmasked, in bf16.
 
     Raises:
         ValueError: an undeclared kernel, a range that no plan has, or a glob that matches nothing.

@@ -30,20 +30,7 @@ from tiebreak.cases.gpt2.data import Batches, Tokens, corpus, read_bin
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.formats import FP32
-from tiebreak.laboratory.options import (
-    ATTENTION,
-    FOLDER,
-    NAME,
-    NUMBER,
-    RATE,
-    Options,
-    above_zero,
-    checked,
-    comma_list,
-    emulated_kernel,
-    parser,
-    reduction_name,
-)
+from tiebreak.laboratory import flags
 from tiebreak.laboratory.reduced import Reduction, emulated_gpt2, parse_attention, parse_reduction, reduced_gpt2
 from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Steps, load
 from tiebreak.matrix.memory import keep_memory
@@ -63,31 +50,30 @@ _HELD_OUT = 10  # one part in this many of the text, its end, is not trained on
 _WARM_UP = 100
 
 
-_OPTIONS: Options = {
+_OPTIONS: flags.Options = {
     "folder": {"nargs": "?", "type": Path, "help": "of a run of tiebreak lab train; its logits are fp32's"},
-    "--data": {**FOLDER, "help": "with a folder: the run's; default: the text that ships"},
-    "--formats": comma_list(
-        "format",
-        reduction_name,
-        "E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7",
-        "of linear layers' products, E8M5 to even or, as the paper does, E8M5:zero cut off",
-    ),
-    "--steps": {**NUMBER, "default": 1000, "help": "in a run's own format"},
-    "--more": {
-        **NUMBER,
-        "type": count,
-        "default": 250,
-        "help": "steps that follow, in it and, from the same state, in --back; 0: none",
+    "--data": {**flags.FOLDER, "help": "with a folder: the run's; default: the text that ships"},
+    "--formats": flags.formats("E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7"),
+    "--steps": {**flags.NUMBER, "default": 1000, "help": "in a run's own format"},
+    "--more": {**flags.NUMBER, "type": count, "default": 250, "help": "steps on, and from the same state in --back"},
+    "--every": {**flags.NUMBER, "default": 250, "help": "steps between two measurements"},
+    "--seeds": {**flags.NUMBER, "default": 3, "help": "of weights and batches, from 1"},
+    "--sequences": {**flags.NUMBER, "default": 8, "help": "of a batch"},
+    "--held-out": {**flags.NUMBER, "default": 64, "help": "sequences that are measured on"},
+    "--back": {
+        "type": flags.checked(flags.reduction_name),
+        "default": "E8M7",
+        "help": "format that training goes back to",
     },
-    "--every": {**NUMBER, "default": 250, "help": "steps between two measurements"},
-    "--seeds": {**NUMBER, "default": 3, "help": "of weights and batches, from 1"},
-    "--sequences": {**NUMBER, "default": 8, "help": "of a batch"},
-    "--held-out": {**NUMBER, "default": 64, "help": "sequences that are measured on"},
-    "--back": {"type": checked(reduction_name), "default": "E8M7", "help": "format that training goes back to"},
-    "--rate": {**RATE, "default": 1e-3},
-    "--kernel": {**NAME, "type": checked(emulated_kernel), "default": "flash@fused", "help": "of attention"},
-    **ATTENTION,
-    "--eps": {**comma_list("size", above_zero, "5e-4,5e-5,1e-4", "sizes of the box"), "dest": "epsilons"},
+    "--rate": {**flags.RATE, "default": 1e-3},
+    "--kernel": {
+        **flags.NAME,
+        "type": flags.checked(flags.emulated_kernel),
+        "default": "flash@fused",
+        "help": "of attention",
+    },
+    **flags.ATTENTION,
+    "--eps": {**flags.comma_list("size", flags.above_zero, "5e-4,5e-5,1e-4", "sizes of the box"), "dest": "epsilons"},
 }
 # What all runs of a file have in common.
 _SETTINGS = ("kernel", "attention", "steps", "more", "back", "every", "rate", "sequences", "held_out", "epsilons")
@@ -138,7 +124,7 @@ class Run:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; UsageError: in one line what is wrong."""
-    made = parser(
+    made = flags.parser(
         "sharpness",
         "Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a\n"
         "run of tiebreak lab train.",
@@ -234,16 +220,11 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
     Args:
         logits: y, of the last token of every sequence, (sequences, vocabulary).
         targets: the tokens that follow, int64 (sequences,).
-        epsilon: size of the box.
-
-    Raises:
-        ValueError: logits that are not finite, or a box without size.
+        epsilon: size of the box, above 0.
     """
     y = logits.detach().double().cpu()
     if not bool(torch.isfinite(y).all()):
         raise ValueError("the logits have NaN or Inf: there is no loss to rise")
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be above 0, not {epsilon}")
     optimize = import_module("scipy.optimize")  # an extra, and slow to import
 
     def fallen(z: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -338,20 +319,24 @@ def summary(runs: Sequence[Run], options: argparse.Namespace) -> str:
         other = ends.get(back, {})
         return _mean_and_spread([100 * own / other[seed] for seed, own in ends[name].items() if seed in other])
 
-    gone_on = {"sharpness": _masked(first), "logits in fp32": _in_fp32(first), "held-out loss": attrgetter("held_out")}
+    gone_on = {
+        "sharpness": _sharp(first),
+        "logits in fp32": _sharp(first, "unmasked"),
+        "held-out loss": attrgetter("held_out"),
+    }
     places = {"on in it": ON, f"in {back}": BACK}
     # By title, and then by heading: what a format's cell says.
     tables: dict[str, dict[str, Callable[[str], str]]] = {
         f"Sharpness in per cent at epsilon {first} after so many steps, mean ± standard deviation": {
             "seeds": lambda name: str(len(of[name])),
-            **{str(n): at(TRAINED, n, _masked(first)) for n in range(options.every, last + 1, options.every)},
+            **{str(n): at(TRAINED, n, _sharp(first)) for n in range(options.every, last + 1, options.every)},
         },
         f"After {last} steps": {
             "held-out loss": at(TRAINED, last, attrgetter("held_out")),
             "norm of W_Q": at(TRAINED, last, attrgetter("w_q")),
             "mean logit magnitude": at(TRAINED, last, attrgetter("logit")),
-            **{f"eps {name:g}": at(TRAINED, last, _masked(f"{name:g}")) for name in options.epsilons},
-            f"eps {first}, logits in fp32": at(TRAINED, last, _in_fp32(first)),
+            **{f"eps {name:g}": at(TRAINED, last, _sharp(f"{name:g}")) for name in options.epsilons},
+            f"eps {first}, logits in fp32": at(TRAINED, last, _sharp(first, "unmasked")),
             f"eps {first}, in per cent of {back}'s": against,
         },
         f"After {options.more} more steps, from one state": {
@@ -371,12 +356,8 @@ def summary(runs: Sequence[Run], options: argparse.Namespace) -> str:
     return grids.text(parts, "github")
 
 
-def _masked(epsilon: str) -> Callable[[Point], float]:
-    return lambda point: point.masked[epsilon]
-
-
-def _in_fp32(epsilon: str) -> Callable[[Point], float]:
-    return lambda point: point.unmasked[epsilon]
+def _sharp(epsilon: str, logits: str = "masked") -> Callable[[Point], float]:
+    return lambda point: float(getattr(point, logits)[epsilon])
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

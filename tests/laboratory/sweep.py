@@ -23,33 +23,8 @@ from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NO
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
 from tiebreak.kernels.formats import FP32, TF32
-from tiebreak.laboratory import ray_cluster as on_ray
-from tiebreak.laboratory.options import (
-    ATTENTION,
-    FOLDER,
-    LENGTH,
-    MODEL,
-    NUMBER,
-    PRESET_LINES,
-    Options,
-    above_zero,
-    comma_list,
-    configuration,
-    emulated_kernel,
-    fill,
-    parser,
-    reduction_name,
-)
-from tiebreak.laboratory.reduced import (
-    NO_RANGE,
-    SAME,
-    Otherwise,
-    Reduction,
-    emulated_gpt2,
-    parse_attention,
-    parse_reduction,
-    reduced_gpt2,
-)
+from tiebreak.laboratory import flags, ray_cluster, reduced
+from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
 from tiebreak.programs.resumable import expected, in_processes, show_progress
 from tiebreak.reports.cli import HELD, INTERRUPTED
@@ -69,7 +44,7 @@ DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
     f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
 )
-_EPILOG = f"""{PRESET_LINES}
+_EPILOG = f"""{flags.PRESET_LINES}
 exit codes: 0 done, whatever diverged; 2 bad usage, another sweep's store, a file cut short, no cluster;
 130 stopped: the same command goes on"""
 
@@ -123,58 +98,44 @@ def _stabiliser(name: str) -> str:
 _ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
 
 
-_AXES: Options = {
-    "--seeds": {**NUMBER, "default": 20, "help": "how many, from 1"},
-    "--lr": comma_list("learning rate", above_zero, "4e-4,4e-3,1e-2", "learning rates"),
-    "--formats": comma_list(
-        "format",
-        reduction_name,
-        "E8M7,E8M5:zero,E8M4:zero",
-        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
-    ),
-    **ATTENTION,
-    "--kernels": comma_list("kernel", emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
-    "--stabiliser": comma_list("stabiliser", _stabiliser, NO_STABILISER, f"each alone. {_ABOUT}"),
+_AXES: flags.Options = {
+    "--seeds": {**flags.NUMBER, "default": 20, "help": "how many, from 1"},
+    "--lr": flags.comma_list("learning rate", flags.above_zero, "4e-4,4e-3,1e-2", "learning rates"),
+    "--formats": flags.formats("E8M7,E8M5:zero,E8M4:zero"),
+    **flags.ATTENTION,
+    "--kernels": flags.comma_list("kernel", flags.emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
+    "--stabiliser": flags.comma_list("stabiliser", _stabiliser, NO_STABILISER, f"each alone. {_ABOUT}"),
 }
-_WHERE: Options = {
-    "--out": {
-        **FOLDER,
-        "default": Path("out", "sweep"),
-        "help": "the sweep's folder, a file a run; a sweep that was stopped goes on there",
-    },
-    "--workers": {**NUMBER, "help": "processes (default: as many as the machine carries)"},
+_WHERE: flags.Options = {
+    "--out": {**flags.FOLDER, "default": Path("out", "sweep"), "help": "a file a run; what was stopped goes on there"},
+    "--workers": {**flags.NUMBER, "help": "processes (default: as many as the machine carries)"},
     "--on": {"metavar": "WHERE", "help": "ray: Ray on this machine; ray://HOST:PORT or HOST:PORT: a Ray cluster"},
-    "--gpus-per-run": {
-        "type": float,
-        "default": 0.0,
-        "metavar": "SHARE",
-        "help": "of a GPU, such as 0.25; default: 0, no GPU",
-    },
+    "--gpus-per-run": {"type": float, "default": 0.0, "metavar": "SHARE", "help": "of a GPU, such as 0.25; default: 0"},
 }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, those not given at the preset's defaults; UsageError: one line that names the option."""
-    options = fill(
-        parser(
+    options = flags.fill(
+        flags.parser(
             "sweep",
             "How often training diverges: a small GPT-2 over seeds, learning rates, formats and kernels.",
             _EPILOG,
             what_varies=_AXES,
-            what_is_trained={**MODEL, **LENGTH},
+            what_is_trained={**flags.MODEL, **flags.LENGTH},
             where_and_how=_WHERE,
         ).parse_args(argv)
     )
     options.data = options.data and options.data.resolve()
     if options.on is not None:
-        on_ray.address_of(options.on)
+        ray_cluster.address_of(options.on)
     if not 0 <= options.gpus_per_run < math.inf:
         raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
     if options.gpus_per_run and options.on is None:
         raise UsageError("--gpus-per-run: --on ray shares out this machine's GPUs, too")
     for reduction in map(parse_reduction, options.formats):
-        if options.attention == SAME and reduction.clamps:
-            raise UsageError(f"--formats: {NO_RANGE.format(reduction.name)}")
+        if options.attention == reduced.SAME and reduction.clamps:
+            raise UsageError(f"--formats: {reduced.NO_RANGE.format(reduction.name)}")
         for name in options.stabiliser:
             if refusal := STABILISERS[name].refusal(reduction, options.layers):
                 raise UsageError(f"--stabiliser {name}: {refusal}")
@@ -183,7 +144,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def batches(options: argparse.Namespace, seed: int) -> Batches:
     """Return the batches of a seed; DataError: no data to train on."""
-    sizes = configuration(options)
+    sizes = flags.configuration(options)
     return batches_of(options.data, sizes.vocabulary, sizes.context, options.sequences, seed)
 
 
@@ -191,7 +152,7 @@ def settings(options: argparse.Namespace) -> Settings:
     """Return the sweep that the options describe; DataError: no data to train on."""
     recipe = {
         "preset": options.preset,
-        **asdict(configuration(options)),
+        **asdict(flags.configuration(options)),
         **{name: getattr(options, name) for name in ("steps", "warm_up", "sequences", "attention")},
         "optimizer": f"adamw, gradients clipped at {CLIP:g}",
         "data": batches(options, 1).digest(1),
@@ -229,7 +190,7 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
         workers = min(options.workers or worker_count(_WORKER_GIB), len(left))
         _show(map(run, left) if workers == 1 else in_processes(run, left, workers), sweep, left, workers, "here")
         return
-    with on_ray.connected(on_ray.address_of(options.on), options.workers) as cluster:
+    with ray_cluster.connected(ray_cluster.address_of(options.on), options.workers) as cluster:
         slots = min(cluster.slots(options.gpus_per_run), len(left))
         _show(cluster.run(run, left, gpus=options.gpus_per_run), sweep, left, slots, f"on Ray, {cluster.about}")
 
@@ -259,7 +220,9 @@ def run(task: Task) -> SweepRun:
         raise DataError(f"{options.data}: other data here than where the sweep began")
     stabiliser, device = STABILISERS[place.stabiliser], "cuda" if options.gpus_per_run else "cpu"
     with torch.device(device):
-        model = emulated_gpt2(place.kernel, stabiliser.mitigation.configured(configuration(options)), place.seed)
+        model = reduced.emulated_gpt2(
+            place.kernel, stabiliser.mitigation.configured(flags.configuration(options)), place.seed
+        )
     taken = Steps(model, batches(options, place.seed), Recipe(Schedule(options.steps, place.rate, options.warm_up)))
     losses, largest, diverged = list[float](), -math.inf, None
     divergence, clipper = Divergence(limit=LARGEST_LOGIT), stabiliser.mitigation.clipper()
@@ -269,7 +232,7 @@ def run(task: Task) -> SweepRun:
     def look(observation: Observation) -> None:
         logits.append(MEASURES["max_logit"](View(observation)).max().item())
 
-    with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
+    with reduced.reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
         for step in range(options.steps):
             logits.clear()
             observers = [look] if (step + 1) % LOOK_EVERY == 0 else []

@@ -28,19 +28,7 @@ from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
-from tiebreak.laboratory.options import (
-    FOLDER,
-    LENGTH,
-    MODEL,
-    NAME,
-    NUMBER,
-    PRESET_LINES,
-    RATE,
-    Options,
-    configuration,
-    fill,
-    parser,
-)
+from tiebreak.laboratory import flags
 from tiebreak.laboratory.training import CHECKPOINT, LOG, PRECISIONS, Ranks, Recipe, Steps, Training, joined
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, count
 from tiebreak.reports.errors import UsageError
@@ -59,15 +47,15 @@ _WARNING = (
     f"early warning: nearly all tokens point one way at a layer's W_Q (sign diversity below {COLLAPSED_DIVERSITY} in"
     f" {COLLAPSED_REPORTS} reports in a row): the loss may explode (arXiv 2510.04202)"
 )
-_EPILOG = f"""{PRESET_LINES}
+_EPILOG = f"""{flags.PRESET_LINES}
 several GPUs: torchrun --nproc-per-node N --no-python tiebreak lab train ...
 exit codes: 0 done, 1 the loss exploded, 2 bad usage, data or checkpoint, 130 interrupted"""
 
-_WHAT: Options = {
-    **MODEL,
-    "--seed": {**NUMBER, "type": count, "default": 0, "help": "of weights, batches and noise; default: 0"},
+_WHAT: flags.Options = {
+    **flags.MODEL,
+    "--seed": {**flags.NUMBER, "type": count, "default": 0, "help": "of weights, batches and noise; default: 0"},
     "--kernel": {
-        **NAME,
+        **flags.NAME,
         "default": "flash@paper",
         "help": "of attention: standard, fair, rule@plan, the backend's own, or path/to/file.py:function",
     },
@@ -77,40 +65,25 @@ _WHAT: Options = {
         "help": "other kernels in some layers or heads, counted from 1: 2=standard,3.1=flash@fp32 is standard attention"
         " in layer 2 and fp32 in head 1 of layer 3",
     },
-    "--backward": {
-        "choices": ("own", "emulated"),
-        "default": "own",
-        "help": "what a kernel of yours trains with: its own backward pass, or this suite's in fp32",
-    },
+    "--backward": {"choices": ("own", "emulated"), "default": "own", "help": "your kernel's, or this suite's in fp32"},
     "--backend": {"choices": BACKENDS, "default": "cpu", "help": "what everything runs on"},
 }
-_HOW: Options = {
-    **LENGTH,
+_HOW: flags.Options = {
+    **flags.LENGTH,
     "--at-once": {
-        **NUMBER,
+        **flags.NUMBER,
         "help": "sequences of one forward pass, the gradients of several are added up; default: the most that divides a"
         " process' share, of at most 16 (gpt2_small) or 8",
     },
-    "--optimizer": {
-        "choices": OPTIMIZERS,
-        "default": "adamw",
-        "help": "muon: on the matrices of the blocks, AdamW on the rest",
-    },
-    "--rate": {**RATE, "help": f"highest learning rate; muon: {_MUON_RATE} by default"},
-    "--precision": {
-        "choices": PRECISIONS,
-        "help": "of the linear layers; weights stay in fp32, attention rounds as its kernel says",
-    },
+    "--optimizer": {"choices": OPTIMIZERS, "default": "adamw", "help": "muon: on the blocks' matrices, else AdamW"},
+    "--rate": {**flags.RATE, "help": f"highest learning rate; muon: {_MUON_RATE} by default"},
+    "--precision": {"choices": PRECISIONS, "help": "of the linear layers; weights stay in fp32"},
 }
-_RUN: Options = {
-    "--out": {
-        **FOLDER,
-        "default": Path("out", "train"),
-        "help": "for log, checkpoint and, should the loss explode, the last attention inputs",
-    },
+_RUN: flags.Options = {
+    "--out": {**flags.FOLDER, "default": Path("out", "train"), "help": "for log, checkpoint, inputs of an explosion"},
     "--resume": {"action": "store_true", "help": "go on from the checkpoint in --out"},
-    "--report-every": {**NUMBER, "help": "steps; monitors look then"},
-    "--checkpoint-every": {**NUMBER, "help": "steps; a killed run loses no more"},
+    "--report-every": {**flags.NUMBER, "help": "steps; monitors look then"},
+    "--checkpoint-every": {**flags.NUMBER, "help": "steps; a killed run loses no more"},
 }
 
 
@@ -135,8 +108,7 @@ def main(argv: Sequence[str]) -> int:
 def ctrl_c(*, once: bool) -> Iterator[Callable[[], bool]]:
     """Let Ctrl-C ask, not interrupt; yields whether it did.
 
-    Args:
-        once: whether a second Ctrl-C interrupts at once. Not under torchrun, which passes the signal on once more.
+    A second one interrupts at once, where it is to ask `once`: not under torchrun, which passes the signal on again.
     """
     pressed: list[int] = []
     former = signal.getsignal(signal.SIGINT)
@@ -179,12 +151,8 @@ def _tell(problem: object) -> None:
 
 
 def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
-    """Return the options and the run, at its start or where its checkpoint was taken.
-
-    Raises:
-        UsageError, ValueError, OSError: in one line what is wrong, and where.
-    """
-    options = parser(
+    """Return the options and the run, at its start or where its checkpoint was taken."""
+    options = flags.parser(
         "train",
         "Train a GPT-2 with any attention kernel of the suite, watched by monitors.",
         _EPILOG,
@@ -193,9 +161,9 @@ def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
         the_run=_RUN,
     ).parse_args(list(argv))
     options.rate = _MUON_RATE if options.rate is None and options.optimizer == "muon" else options.rate
-    fill(options)
+    flags.fill(options)
     backend = _backend(options.backend)
-    sizes = configuration(options)
+    sizes = flags.configuration(options)
     schedule = Schedule(options.steps, options.rate, options.warm_up)
     recipe = Recipe(schedule, options.optimizer, options.precision, _parts(options, ranks.size))
     batches = batches_of(options.data, sizes.vocabulary, sizes.context, options.sequences, options.seed)
@@ -234,11 +202,7 @@ def _backend(name: str) -> Backend:
 
 
 def _parts(options: argparse.Namespace, ranks: int) -> int:
-    """Return in how many parts a batch is processed by all processes; settle `at_once` where it was not given.
-
-    Raises:
-        UsageError: the processes, or the sequences at once, don't divide the batch.
-    """
+    """Return in how many parts a batch is processed by all processes; settle `at_once` where it was not given."""
     if options.sequences % ranks:
         raise UsageError(f"--sequences {options.sequences} must be a multiple of the {ranks} processes")
     each = options.sequences // ranks

@@ -13,7 +13,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,13 +132,9 @@ class Steps:
         of_first: Sequence[Observer] = (),
         stop: Callable[[], bool] = bool,
     ) -> StepResult:
-        """Take one step of the run, from 0.
+        """Take one step of the run, from 0, with observers of all calls of attention, and of those of its first part.
 
-        Args:
-            step: its number.
-            observers: of all calls of attention.
-            of_first: of those of the batch's first part, beside.
-            stop: whether this process was asked to stop; asked once, at the end.
+        `stop` says at the end whether this process was asked to stop.
         """
         rate, parts = self.recipe.schedule.at(step), self.recipe.parts
         for optimizer in self.optimizers:
@@ -228,14 +224,12 @@ class Divergence:
         return LOGITS if max_logit > self.limit else None
 
 
-@dataclass
 class Captures:
     """Keeps q, k, v and dO of the first sequences of the last steps' batches: `pytest --captured DIR` runs them."""
 
-    # By step: by layer and name, by heads (those that share a kernel come together), (sequences, heads, tokens, d).
-    kept: deque[tuple[int, dict[str, dict[tuple[int, ...], Tensor]]]] = field(
-        default_factory=lambda: deque(maxlen=KEPT_STEPS)
-    )
+    def __init__(self) -> None:
+        # By step: by layer and name, by heads (those that share a kernel come together), (sequences, heads, tokens, d).
+        self.kept: deque[tuple[int, dict[str, dict[tuple[int, ...], Tensor]]]] = deque(maxlen=KEPT_STEPS)
 
     def begin(self, step: int) -> None:
         """Start with a step, from 1; the oldest is forgotten."""
@@ -276,10 +270,12 @@ class Captures:
 
 
 class Training:
-    """A run that can be stopped at any step and resumed to the bit."""
+    """A run that can be stopped at any step and resumed to the bit.
+
+    What it was told, `run`, is kept in its checkpoints, and `folder` has all that it leaves.
+    """
 
     def __init__(self, steps: Steps, run: RunSettings, folder: Path) -> None:
-        """Start at step 0; `run`, what it was told, is kept in its checkpoints, and `folder` has all that it leaves."""
         self._steps, self._run, self._folder = steps, run, folder
         self._divergence, self._captures = Divergence(), Captures()
         self.done = 0  # steps
@@ -341,7 +337,7 @@ class Training:
         """Replace the folder's checkpoint; a kill in between leaves the former, and so does a full disk."""
         state = {
             "step": self.done,
-            "log": (self._folder / LOG).stat().st_size,
+            "log": (self._folder / LOG).stat().st_size,  # its length then
             "run": self._run,
             "model": self._steps.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._steps.optimizers],
@@ -360,9 +356,7 @@ class Training:
 def load(folder: Path, run: RunSettings) -> dict[str, Any]:
     """Return the folder's checkpoint, for a run that is told the same; CheckpointError: there is none.
 
-    It has all that a run needs to go on to the bit: batches and noise follow from `step`, the steps done. `log` is the
-    length of the log then, `run` what the run was told, `model` and `optimizers` are their states, `watch` that of
-    `Divergence`.
+    It has all that a run needs to go on to the bit: batches and noise follow from its step.
     """
     path = folder / CHECKPOINT
     if not path.is_file():

@@ -52,7 +52,6 @@ BAD = [
     ("sharpness", "--eps 0", "argument --eps: expected a number above 0, not 0"),
     ("sharpness", "--kernel nonsense", "unknown kernel 'nonsense'"),
     ("fleet", "--on here", "--on here: expected ray, ray://HOST:PORT"),
-    ("fleet", "--on h:1 -- --save x", "--save goes before --"),
 ]
 
 

@@ -108,7 +108,7 @@ def test_a_stabiliser_changes_the_model(monkeypatch: pytest.MonkeyPatch, stabili
         made.append(emulated_gpt2(*words))
         return made[0]
 
-    monkeypatch.setattr(program, "emulated_gpt2", noted)
+    monkeypatch.setattr("tiebreak.laboratory.reduced.emulated_gpt2", noted)
     run(task(stabiliser=stabiliser, steps=1))
     assert getattr(made[0].block(0), more) is not None
 

@@ -84,11 +84,7 @@ def sources() -> list[Compilation]:
 
 
 def compile_for(target: Target, source: Compilation) -> str:
-    """Return a kernel's assembly, PTX or AMDGCN; the assembler does not run.
-
-    Raises:
-        NotCompiledError: this triton does not know the target, or does not compile the kernel for it.
-    """
+    """Return a kernel's assembly, PTX or AMDGCN; NotCompiledError: this triton does not compile it for the target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

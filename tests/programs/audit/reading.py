@@ -56,17 +56,7 @@ _TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 1
 
 
 def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
-    """Return what rounds in one kernel's assembly, and how.
-
-    Args:
-        target: name of the architecture.
-        kernel: name of the kernel and its settings.
-        text: assembly of that kernel.
-        dialect: `ptx` or `amdgcn`.
-
-    Raises:
-        ValueError: AMDGCN without the mode that it runs in.
-    """
+    """Return what rounds in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
     code = Code(text, dialect)
     casts = [(code.after_products(at), how) for at, how in _casts(code)]
     exponentials = list(code.matching(_EXPONENTIAL.match))

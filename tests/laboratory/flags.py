@@ -1,4 +1,4 @@
-"""Options that several of the laboratory's verbs take, and what a preset says of those that are not given."""
+"""Flags that several of the laboratory's verbs take, and what a preset says of those that are not given."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -102,6 +102,12 @@ def above_zero(text: str) -> float:
     if not 0 < (number := float(text)) < float("inf"):
         raise ValueError(f"expected a number above 0, not {text}")
     return number
+
+
+def formats(default: str) -> Mapping[str, Any]:
+    """Return what argparse is told of an option that takes formats of products."""
+    about = "of linear layers' products: E8M7 is bf16, E8M5 rounds to even, E8M5:zero cuts off as arXiv 2405.18710 does"
+    return comma_list("format", reduction_name, default, about)
 
 
 def emulated_kernel(name: str) -> str:
