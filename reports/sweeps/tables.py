@@ -82,8 +82,8 @@ def sweep_tables(sweep: Sweep) -> list[Part]:
     rates, losses = list[list[str | None]](), list[list[str | None]]()
     for fmt, rate in product(settings.formats, settings.rates):
         line = [done.get((name, fmt, rate)) for name in variants]
-        rates.append([f"{fmt} {rate:g}", *(group and _rate_text(group) for group in line)])
-        losses.append([f"{fmt} {rate:g}", *(group and _loss_text(group) for group in line)])
+        rates.append([f"{fmt} {rate:g}", *(None if group is None else _rate_text(group) for group in line)])
+        losses.append([f"{fmt} {rate:g}", *(None if group is None else _loss_text(group) for group in line)])
     headers = ["format, lr", *variants]
     return [
         Grid(headers, rates, "runs that diverged"),
@@ -148,7 +148,8 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
     drawn = list[Figure]()
     for fmt, own in grouped(groups(sweep), lambda group: group.names[1]).items():
         shares = {
-            group: (100 * group.diverged / len(group.runs), *(100 * end for end in group.interval)) for group in own
+            group: (100 * group.diverged / len(group.runs), 100 * group.interval[0], 100 * group.interval[1])
+            for group in own
         }
         losses = {group: group.losses for group in own if group.losses}
         note = f"Bars: Wilson's {CONFIDENCE:.0%} intervals. {label}."

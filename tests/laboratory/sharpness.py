@@ -319,7 +319,7 @@ def summary(runs: Sequence[Run], options: argparse.Namespace) -> str:
         other = ends.get(back, {})
         return _mean_and_spread([100 * own / other[seed] for seed, own in ends[name].items() if seed in other])
 
-    gone_on = {
+    gone_on: dict[str, Callable[[Point], float]] = {
         "sharpness": _sharp(first),
         "logits in fp32": _sharp(first, "unmasked"),
         "held-out loss": attrgetter("held_out"),

@@ -244,12 +244,15 @@ def run(task: Task) -> SweepRun:
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
-    numbers = {"loss": sum(tail) / len(tail), "lowest": divergence.lowest, "max_logit": largest}
+    numbers = (sum(tail) / len(tail), divergence.lowest, largest)
+    loss, lowest, max_logit = (number if math.isfinite(number) else None for number in numbers)
     return SweepRun(
         **structs.asdict(place),
         diverged=diverged,
         steps=len(losses),
-        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        loss=loss,
+        lowest=lowest,
+        max_logit=max_logit,
         seconds=round(time.perf_counter() - started, 2),
         platform=_platform(device),
     )
