@@ -1,14 +1,11 @@
 """`tiebreak check`, and `pytest --kernel` in a repository that has tests of its own."""
 
-import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -16,7 +13,6 @@ import pytest
 import torch
 
 import tiebreak
-from tiebreak.matrix.plugin import faster_alone
 from tiebreak.programs import check
 from tiebreak.reports import cli, verdict
 from tiebreak.reports.errors import UsageError
@@ -44,7 +40,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option-either")
-    monkeypatch.setattr(check, "can_fork", lambda: False)  # what is printed is looked at in this process
     return tmp_path
 
 
@@ -109,71 +104,6 @@ def test_gradients_that_are_asked_for_must_be_there(
     assert check.main(ran) == code
     line = "fell: attention gave no gradients, and --backward own asks for them"
     assert (line in capsys.readouterr().out) == bool(code)
-
-
-@pytest.mark.parametrize(("cases", "workers", "alone"), [("random,no_tail", 2, True), ("*", 8, False)])
-def test_few_cheap_cells_take_no_workers(pytester: pytest.Pytester, cases: str, workers: int, alone: bool) -> None:
-    (pytester.path / "mine.py").write_text(KERNEL)
-    config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--kernel", "mine.py:attention", "--cases", cases)
-    assert faster_alone(config, workers) is alone
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there it always has workers")
-def test_a_kernel_that_holds_the_one_process_is_run_again_with_workers(folder: Path) -> None:
-    """Here it does so where there are no workers alone."""
-    (folder / "mine.py").write_text(
-        KERNEL.replace(
-            "import torch\n",
-            "import os, re, torch\nfrom tiebreak.matrix.experiments.call import Call\n"
-            "alone = 'PYTEST_XDIST_WORKER' not in os.environ\nif alone:\n    Call.time_limit = 2.0\n",
-        ).replace("    p =", "    if alone and q.shape[2] == 7:\n        re.fullmatch('(a+)+b', 'a' * 64)\n    p =")
-    )
-    command = [sys.executable, "-m", "tiebreak.reports.cli", "check", "mine.py:attention"]
-    options = ("--plan", "paper", "--cases", "random,random_odd", "--heads", "16")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    environment = inherited | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
-    ran = subprocess.run(
-        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "2 cells: 2 held" in ran.stdout
-    (line,) = ran.stderr.splitlines()
-    assert line.startswith("tiebreak check: no result after 2 s of CPU time; it was in attention (mine.py, line ")
-    assert line.endswith("; once more with workers, to tell which cells are to blame")
-
-
-@pytest.mark.parametrize(
-    ("imported", "code", "message"),
-    [
-        (
-            True,
-            7,
-            "the process has ended, or its device is beyond use; once more with workers, to tell which cells are",
-        ),
-        (False, 2, "mine.py:attention: it ended the process as it was imported, without a word"),
-    ],
-)
-def test_what_ends_the_one_process_is_told_from_what_ends_it_as_it_is_imported(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    imported: bool,
-    code: int,
-    message: str,
-) -> None:
-    def gone(options: argparse.Namespace, follower: Any) -> int | None:
-        if follower.loaded is None:
-            return 7
-        if imported:
-            follower.pytest_configure(SimpleNamespace(stash={}))
-        return None
-
-    monkeypatch.setattr(check, "can_fork", lambda: True)
-    monkeypatch.setattr(check, "in_a_fork", lambda work: work())
-    monkeypatch.setattr(check, "_check", gone)
-    assert check.main(["mine.py:attention"]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tiebreak check: {message}")
 
 
 def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
