@@ -194,7 +194,7 @@ def pytest_configure_node(node: Any) -> None:
         environment |= backend.worker_environment(int(number[0]) if number else 0)
     node.workerinput[_ENVIRONMENT] = environment
     collector = node.config.pluginmanager.get_plugin("tiebreak-collector")
-    node.workerinput |= collector.watched(node.gateway.id, node.config.stash[WATCH])
+    node.workerinput |= node.config.stash[WATCH].worker_input(collector.words / node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
