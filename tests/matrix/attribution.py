@@ -36,10 +36,7 @@ class HeldTo:
 
 def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
     """How known plans fit the output of a kernel that declares none: the one that it follows on designed inputs alone
-    where that has the bits here too, else all of them.
-
-    Returns:
-        By text that --plan takes; nothing where the kernel's plan is declared, or bits tell nothing.
+    where that has the bits here too, else all of them. Nothing where its plan is declared, or bits tell nothing.
     """
     kernel = known.asked.kernel
     if kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
@@ -57,10 +54,7 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
 
     A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
-    that plan there.
-
-    Returns:
-        None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    that plan there. None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
@@ -87,11 +81,6 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     A mistake explains it where its errors against the mistake's exact result are within the rounding-error bound of the
     loosest plan, and its errors against attention are not: rounding alone takes no output from one to the other. Where
     the mistake makes scores large that bound is wide, so a plan has to have the bits, as of a kernel that follows it.
-
-    Args:
-        o: as a user's kernel returned it, (batch, heads, queries, d of V).
-        batch: what the kernel was given.
-        candidates: plans by name.
     """
     some = batch.first_heads
     entries, heads = some.inputs.q.shape[:2]

@@ -23,12 +23,7 @@ class Gatekeeper:
     """Checks the baseline before the run, compares after it, and tells GitHub."""
 
     def __init__(self, config: pytest.Config, collector: RecordCollector) -> None:
-        """Read the baseline.
-
-        Raises:
-            UsageError: a baseline that tells nothing about this run, or that is where the run's own records go.
-            tiebreak.reports.records.store.UnreadableRecordsError: the baseline can't be read.
-        """
+        """Read the baseline; a `UsageError` where it tells nothing of this run, or its own records go there."""
         self.collector = collector
         self.across, self.update = (bool(config.getoption(name)) for name in ("across", "update_baseline"))
         name = config.getoption("baseline")

@@ -68,11 +68,7 @@ class RecordFile:
         self._pause = max(_EVERY, _SHARE * (self._written - began))
 
     def write(self, run: records.Run) -> None:
-        """Write the records; beside those of another run that has written to the same file since this one began.
-
-        Raises:
-            tiebreak.reports.records.store.UnwritableFolderError: they can't be written; the older file is left.
-        """
+        """Write the records; beside those of another run that has written to the same file since this one began."""
         if _stamp(self.path) != self._seen:
             self.taken = self.taken or self.path
             self.path = self.path.with_name(f"{self.taken.stem}-{self._name[:8]}.json")
@@ -107,18 +103,9 @@ class RecordCollector:
         excuses: Excuses,
         missing: Collection[str] = (),
     ) -> None:
-        """Begin with nothing.
-
-        Args:
-            config: pytest's.
-            cells: of the run.
-            settings: of every cell.
-            unavailable: backends that can't run, and why.
-            excuses: for failures.
-            missing: those of the unavailable backends that were asked for by name, and must not be missing.
-        """
-        self.config, self.settings, self.unavailable, self.excuses = config, settings, unavailable, excuses
-        self.missing = missing
+        self.config, self.settings, self.excuses = config, settings, excuses
+        self.unavailable = unavailable  # backends that can't run, and why
+        self.missing = missing  # those of them that were asked for by name, and must not be missing
         self.expected = {cell.id: cell for cell in cells}
         self.backends = backends_of(self.expected.values())
         self.records: dict[str, records.Record] = {}

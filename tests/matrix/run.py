@@ -78,10 +78,7 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
 
 
 def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: bool | None = False) -> Record:
-    """The record of a cell that gave no result: by the check that it does not meet, of its end or of its time.
-
-    `met` is None where that tells nothing of the kernel.
-    """
+    """The record of a cell that did not run to its end, or not in its time; which may tell nothing of the kernel."""
     answers = {check: Answer(met, checks()[check].about, why)}
     return blank_record(cell, settings, outcome_of(answers, judging()), answers)
 

@@ -78,11 +78,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
 
 
 def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
-    """The experiments that features can be added to, each with each that is listed.
-
-    Raises:
-        SelectionError: a word is unknown, no kernel takes a feature that is named, or no experiment is left.
-    """
+    """The experiments that features can be added to, each with each that is listed."""
     listed: dict[str, None] = {}
     for name in split(names):
         matched = matching(name, ADDED) if _is_glob(name) else []
@@ -118,11 +114,7 @@ def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list
 
 
 def check_usable(chosen: Iterable[Cell]) -> None:
-    """Read once what the experiments of all cells are made from.
-
-    Raises:
-        SelectionError: a file can't be read, or a tensor in it is not finite in a cell's format.
-    """
+    """Read once what the experiments of all cells are made from; a `SelectionError` names what can't be used."""
     for fmt, experiment in dict.fromkeys((cell.fmt, cell.experiment) for cell in chosen):
         try:
             experiment.check(fmt)
@@ -143,11 +135,7 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
-    """The backends that a run asks for, whether they can run or not.
-
-    Raises:
-        SelectionError: a name is unknown.
-    """
+    """The backends that a run asks for, whether they can run or not; a `SelectionError` names what is unknown."""
     default = _EXTERNAL_BACKEND if selection.kernel else None
     names = default if selection.backends is None else selection.backends
     backends = _pick("--backend", "backend", names, BACKENDS)

@@ -38,7 +38,6 @@ class SharedArithmetic:
 
     @property
     def has_fp64(self) -> bool:
-        """As `Arithmetic.has_fp64`."""
         return self._arithmetic.has_fp64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:

@@ -67,14 +67,7 @@ class SharedBatch(Batch):
         """How each candidate fits an output.
 
         All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the
-        bit, on all of them.
-
-        Args:
-            o: as the kernel returned it, (batch, heads, queries, d of V).
-            candidates: by name.
-
-        Returns:
-            In the candidates' order; of one that is out of reach what some heads say.
+        bit, on all of them. Of one that is out of reach the fit is what some heads say.
         """
         work = {name: nameless(self.clipped(declaration)) for name, declaration in candidates.items()}
         some = self.first_heads
@@ -101,12 +94,9 @@ class SharedBatch(Batch):
         return replace(EMULATION, arithmetic=SharedEmulation(self.inputs))
 
     def on(self, backend: Backend, kernel: Kernel, run: int = 0) -> Backend:
-        """A backend to run a kernel of these inputs on.
+        """A backend to run a kernel of these inputs on: a composed one computes on the host what others have not.
 
-        Args:
-            backend: of the cell.
-            kernel: a composed one computes on the host what others have not computed in the same run.
-            run: of how many; what two share says nothing of whether bits repeat.
+        What two runs share says nothing of whether bits repeat: each has a backend of its own.
         """
         if not kernel.composed or backend.device != "cpu" or not isinstance(backend.arithmetic, TorchArithmetic):
             return backend

@@ -41,13 +41,13 @@ def _limit(
     *,
     always_of_users: bool = False,
 ) -> Check:
-    """Return a check of a kernel's numbers.
+    """A check of some measures; a result that does not know the first is asked nothing.
 
     Args:
         name: of the check.
         about: what it asks, in one line.
         asked: what has to hold; {plan} is the one whose bounds errors are shares of, as in faults.
-        needed: the measures that it looks at; a result that does not know the first is asked nothing.
+        needed: the measures.
         faults: given their numbers, what is wrong.
         always_of_users: whether a user's kernel must meet it though a claim waives it.
     """

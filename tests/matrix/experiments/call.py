@@ -241,13 +241,7 @@ def _prediction(sample: Sample) -> Predicted | None:
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
-    """Of a biased cell, whether it is biased since O itself ties, and whether gradients contain that, where measured.
-
-    Args:
-        verdict: on the bias.
-        measures: of the cell.
-        fmt: of O.
-    """
+    """Of a biased cell, whether O itself ties there, and whether gradients contain the bias, where measured."""
     bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
     if verdict != Verdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
@@ -256,13 +250,9 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
 
 
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
-    """What tables show of a call: the bias with its verdict, or what there is in its place.
+    """What tables show of a call: the bias in ulps with its verdict, or what there is in its place.
 
-    Args:
-        nonfinite: elements of O that are NaN or Inf where the reference is finite.
-        gain: sum |O| / sum |reference|.
-        bias: mean error of O in ulps; NaN where there is none.
-        verdict: on the bias.
+    That is NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|, that is too small.
     """
     if nonfinite:
         return records.Shown(records.NONFINITE)

@@ -166,14 +166,7 @@ def _trained_by_suite(kernel: Kernel) -> Kernel:
 
 
 def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measures: Mapping[str, float]) -> Result:
-    """Return what the measures of a training run come to.
-
-    Args:
-        snippet: its recipe.
-        kernel: that it trained with.
-        settings: of the run.
-        measures: all of `MEASURED`, NaN where there is no number.
-    """
+    """What the measures of a training run come to: all of `MEASURED`, NaN where there is no number."""
     drifts = snippet.drifts(measures)
     return Result(
         measures=measures,
