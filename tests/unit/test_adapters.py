@@ -46,7 +46,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Mask | No
 
 def tokens_first(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
     """The same of (batch, N, heads, d)."""
-    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), *how).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return attend(q, k, v, *how).transpose(1, 2)
 
 
 def upper_left(queries: int, keys: int) -> Tensor:
