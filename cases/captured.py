@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import Case, Draw, FixedHeads, noise_seed
+from tiebreak.cases.case import Case, Draw, FixedHeads
 from tiebreak.cases.errors import Errors, by_key_head, signed_error_ulps
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -267,7 +267,7 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
         draw.formats,
         causal=layer.causal,
         key_padding=padding,
-        noise_seed=noise_seed(draw),
+        noise_seed=draw.noise_seed(),
         softmax_scale=layer.scale,
     )
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 
 from tiebreak.backends.backend import CPU
-from tiebreak.backends.probes import of_products
+from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
@@ -184,7 +184,7 @@ def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(
     judge: MatrixRun, kept: Kept, kernel: str, plan: str
 ) -> None:
     if kernel == "eager":  # no product here is a long one; AMX' sums of so few terms have the bits of exact ones
-        of_device = ",".join((plan, *of_products(CPU.arithmetic, CPU.device)[:1]))
+        of_device = ",".join((plan, *plan_changes(CPU.arithmetic, CPU.device)[:1]))
         plan = plan if "amx" in of_device else of_device
     result = judge(kernel)
     assert result.ret == 0, output(result)
