@@ -58,10 +58,9 @@ def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
 
 
-def banded(causal: bool, window: tuple[int | None, int | None]) -> Mask:
+def banded(causal: bool, left: int | None = None, right: int | None = None) -> Mask:
     """What FlashAttention's window hides, with what a causal mask does."""
-    left, right = (None if side in (None, -1) else side for side in window)
-    right = 0 if causal else right
+    left, right = (None if side in (None, -1) else side for side in (left, 0 if causal else right))
 
     def mask(queries: int, keys: int) -> Tensor:
         apart = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
@@ -75,19 +74,14 @@ class LowerTriangularFromBottomRightMask:
     """xformers 0.0.35, ca6d2aa0."""
 
 
-def aiter(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **_: Any) -> Tensor:
-    return tokens_first(q, k, v, softmax_scale, lower_right if causal else None)
-
-
-def flashinfer(
-    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, causal: bool, logits_soft_cap: Any, **_: Any
-) -> Tensor:
-    mask = lower_right if causal else None
-    return tokens_first(q[None], k[None], v[None], sm_scale, mask, logits_soft_cap or 0.0)[0]
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float, **more: Any) -> Tensor:
-    return tokens_first(q, k, v, softmax_scale, banded(more["causal"], more["window_size"]), softcap)
+def usual(**given: Any) -> Tensor:
+    """Attention of (batch, N, heads, d), its causal mask aligned at the lower right."""
+    q, k, v = (given[name] for name in "qkv")
+    scale, cap = given.get("softmax_scale", given.get("sm_scale")), given.get("softcap", given.get("logits_soft_cap"))
+    mask = banded(given["causal"], *given.get("window_size", ())[:2])
+    if q.dim() == 3:
+        return tokens_first(q[None], k[None], v[None], scale, mask, cap or 0.0)[0]
+    return tokens_first(q, k, v, scale, mask, cap or 0.0)
 
 
 def fla(q: Tensor, k: Tensor, v: Tensor, scale: float, **_: Any) -> Tensor:
@@ -182,7 +176,7 @@ STAND_INS = {
         "flash_attn:flash_attn_func",
         "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,"
         " alibi_slopes=None, deterministic=False, return_attn_probs=False",
-        flash,
+        usual,
         {"deterministic": True},
     ),
     "flash_attn_cute": StandIn(  # flash-attn-4 4.0.0b27, flash_attn/cute/interface.py, 0251105
@@ -191,7 +185,7 @@ STAND_INS = {
         " learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None,"
         " score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None,"
         " block_sparse_tensors_bwd=None, return_lse=False",
-        lambda **given: (flash(**given), None),
+        lambda **given: (usual(**given), None),
         {"deterministic": True, "qv": None},
     ),
     "xformers": StandIn(  # xformers 0.0.35, ca6d2aa0, which has it from mslk 1.3.0, 2a3c897
@@ -210,7 +204,7 @@ STAND_INS = {
         " causal=False, kv_layout='NHD', pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None,"
         " window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, backend='auto', return_lse=False,"
         " kv_cache_sf=None, k_scale=None, v_scale=None",
-        flashinfer,
+        usual,
         {"kv_layout": "NHD", "backend": "fa2"},
     ),
     "sageattention": StandIn(  # sageattention 2.2.0, d1a57a5
@@ -224,7 +218,7 @@ STAND_INS = {
         "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1, 0), bias=None,"
         " alibi_slopes=None, deterministic=True, return_lse=False, return_attn_probs=False, how_v3_bf16_cvt=1,"
         " cu_seqlens_q=None, cu_seqlens_kv=None, sink_ptr=None, num_splits=0",
-        aiter,
+        usual,
         {"deterministic": True, "how_v3_bf16_cvt": 1},
         {"aiter.ops.mha:ENABLE_CK": True},
     ),
