@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tiebreak.cases.acceptance import Answer, Compared, answers
+from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.inputs import AttentionOutput
@@ -20,15 +20,10 @@ def eager() -> Declaration:
     return backward.after(parse_declaration("standard,s=input,q=input"))
 
 
-@cache
-def _fused() -> Declaration:
-    return parse_declaration("flash@fused")
-
-
 def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
     """O of the first batch, and its gradients where there are, beside what rules hold them against."""
     batch = bench.batch(0)
-    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), _fused()))
+    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
     fmt = batch.inputs.formats.output
     o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
     if output.gradients is None:
@@ -42,13 +37,14 @@ def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[
 
 def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
     """What every rule says of an output of the first batch, as records have it."""
-    return {name: recorded(answer) for name, answer in answers(*compared(output, bench))}
-
-
-def recorded(answer: Answer) -> records.RuleAnswer:
-    """An answer as records have it."""
-    readings = {
-        each.what: records.RuleReading(records.finite(each.number), records.finite(each.limit))
-        for each in answer.readings
+    return {
+        name: records.RuleAnswer(
+            answer.passed,
+            {
+                each.what: records.RuleReading(records.finite(each.number), records.finite(each.limit))
+                for each in answer.readings
+            },
+            answer.needs,
+        )
+        for name, answer in answers(*compared(output, bench))
     }
-    return records.RuleAnswer(answer.passed, readings, answer.needs)

@@ -14,10 +14,9 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.bits import EQUAL, equal_bits
 from tiebreak.matrix.candidates import accepted, nameless, on_device
-from tiebreak.matrix.fits import Fit, fits
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.sampling import Sample
-from tiebreak.matrix.workbench import CaseBench, SharedBatch
+from tiebreak.matrix.workbench import Fit, SharedBatch
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
@@ -35,39 +34,30 @@ class HeldTo:
     errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
 
 
-def attributed(sample: Sample, bench: CaseBench, known: KnownPlans) -> dict[str, Fit]:
+def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
     """How known plans fit the output of a kernel that declares none: the one that it follows on designed inputs alone
     where that has the bits here too, else all of them.
-
-    Args:
-        sample: of the kernel.
-        bench: of its case.
-        known: what the known plans have in common with the kernel.
 
     Returns:
         By text that --plan takes; nothing where the kernel's plan is declared, or bits tell nothing.
     """
-    backend, kernel = known.asked.backend, known.asked.kernel
-    if kernel.declaration is not None or not bench.case.bits_tell or sample.cancelled:
+    kernel = known.asked.kernel
+    if kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
         return {}
-    o, batch, plans = sample.draws[0].output.o, bench.batch(0), on_device(backend)
-    first = known.followed if kernel.external else None
-    fit = fits(o, batch, {first: plans[first]}) if first is not None else {}
-    return fit if first is not None and fit[first].bits >= 1.0 - EQUAL else fits(o, batch, plans)
+    o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(known.asked.backend)
+    if kernel.external and known.followed is not None:
+        fit = batch.fits(o, {known.followed: plans[known.followed]})
+        if fit[known.followed].bits >= 1.0 - EQUAL:
+            return fit
+    return batch.fits(o, plans)
 
 
-def plan_held_to(sample: Sample, found: Mapping[str, Fit], bench: CaseBench, known: KnownPlans) -> HeldTo | None:
+def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) -> HeldTo | None:
     """The plan that a kernel declares, follows here, or follows on normal numbers, and the errors of both.
 
     A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
     that plan there.
-
-    Args:
-        sample: of the kernel.
-        found: as `attributed` has it.
-        bench: of the case.
-        known: what the known plans have in common with the kernel.
 
     Returns:
         None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
@@ -80,9 +70,12 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], bench: CaseBench, kno
         return None
     nearest = max(bits, key=bits.__getitem__)
     names = (nearest,) if bits[nearest] >= FOLLOWED else known.on_normal_numbers
-    ours = sample.draws[0].errors
     held = [
-        HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], (ours, bench.emulated(0, plans[name])[1]))
+        HeldTo(
+            name if len(names) == 1 else _LOOSEST,
+            plans[name],
+            (sample.batch_errors[0], sample.bench.emulated(0, plans[name])[1]),
+        )
         for name in names
     ]
     return max(held, key=lambda each: each.errors[1].rms_ulps, default=None)

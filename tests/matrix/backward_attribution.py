@@ -60,40 +60,34 @@ def backward_held_to(
     passes = passes_after(forward)
     few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
     ours = few.parts(runs[0])
-    first, agreeing = known.passes.get(forward, ("", 0))
-    tried = {first: few.compared(ours, passes[first])} if agreeing >= _SHOWN else {}
-    if first in tried and tried[first].agreeing >= agreeing:
-        choice = _Choice(first, dict.fromkeys(_NAMES, first), passes[first])
+    name, agreeing = known.passes.get(forward, ("", 0))
+    tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
+    if name in tried and tried[name].agreeing >= agreeing:
+        held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
+        like = passes[name]
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
-        choice = _chosen(passes, tried, few.shown_source(ours), forward)
-    emulated = {name: whole.gradients(passes[name].after(forward)) for name in set(choice.passes.values())}
-    theirs = {each: emulated[name][each] for each, name in choice.passes.items()}
-    squares = [_squares(whole.parts(run), theirs, whole.exact(choice.like), batch.inputs.groups) for run in runs]
-    return BackwardHeldTo(choice.name, {name: each.bits for name, each in tried.items()}, squares)
+        name, held_to, like = _chosen(passes, tried, few.shown_source(ours), forward)
+    emulated = {name: whole.gradients(passes[name].after(forward)) for name in set(held_to.values())}
+    theirs = {each: emulated[held_to[each]][each] for each in _NAMES}
+    squares = [_squares(whole.parts(run), theirs, whole.exact(like), batch.inputs.groups) for run in runs]
+    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares)
 
 
 def find_backward_pass(known: KnownPlans) -> None:
-    """Find the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it.
-
-    Args:
-        known: of the kernel; what is found is kept there.
-    """
-    if known.followed is not None and known.asked.kernel.has_backward:
-        forward = on_device(known.asked.backend)[known.followed]
-        with suppress(Exception):  # the cells with gradients say what the kernel raised
-            known.passes[forward] = _nearest_on_normal_numbers(known, forward)
-
-
-def _nearest_on_normal_numbers(known: KnownPlans, forward: Declaration) -> tuple[str, int]:
-    asked, batch = known.asked, _normal_numbers(known.asked.fmt, known.seed)
-    output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
-    assert output.gradients is not None
-    emulation, passes = _Emulation(batch, forward, output.o), passes_after(forward)
-    ours = emulation.parts(output.gradients)
-    tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
-    best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
-    return best, tried[best].agreeing
+    """Keep the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it."""
+    asked = known.asked
+    if known.followed is None or not asked.kernel.has_backward:
+        return
+    forward, batch = on_device(asked.backend)[known.followed], _normal_numbers(asked.fmt, known.seed)
+    with suppress(Exception):  # the cells with gradients say what the kernel raised
+        output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
+        assert output.gradients is not None
+        emulation, passes = _Emulation(batch, forward, output.o), passes_after(forward)
+        ours = emulation.parts(output.gradients)
+        tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
+        best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
+        known.passes[forward] = best, tried[best].agreeing
 
 
 @lru_cache(maxsize=1)
@@ -123,24 +117,19 @@ class _Comparison:
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """What gradients are held to."""
-
-    name: str  # as reports have it
-    passes: Mapping[str, str]  # the backward passes that dQ, dK and dV are held to
-    like: BackwardPass  # whose gradients, without a rounding, errors are measured from
-
-
 def _chosen(
     known: Mapping[str, BackwardPass],
     tried: Mapping[str, _Comparison],
     source: DeltaSource | None,
     forward: Declaration,
-) -> _Choice:
+) -> tuple[str, Mapping[str, str], BackwardPass]:
     """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
 
     Autograd's are as many as there are ways to write attention: only those of flash attention are all known.
+
+    Returns:
+        The name that reports have; the passes that dQ, dK and dV are held to; and the one whose gradients, without a
+        rounding, errors are measured from.
     """
 
     def nearest(names: Iterable[str]) -> str:
@@ -152,8 +141,8 @@ def _chosen(
         name = nearest(alike)
     elif tried[name].agreeing < _SHOWN:
         passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in _NAMES}
-        return _Choice(_LOOSEST, passes, _EXACT)
-    return _Choice(name, dict.fromkeys(_NAMES, name), known[name])
+        return _LOOSEST, passes, _EXACT
+    return name, dict.fromkeys(_NAMES, name), known[name]
 
 
 class _Emulation:
@@ -186,17 +175,13 @@ class _Emulation:
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
         """What a kernel computes delta from, O or what is exact; None: neither, or not to be told."""
-        distances = {source: self._distance(ours, each) for source, each in _SHOWN_BY.items()}
+        distances = {}
+        for source, like in _SHOWN_BY.items():
+            exact = self.exact(like)
+            errors = {name: (ours[name] - exact[name]).square().nanmean() for name in ("dq", "dk")}
+            distances[source] = sum((error / exact[name].square().nanmean()).item() for name, error in errors.items())
         near, far = sorted(distances, key=distances.__getitem__)
         return near if distances[near] < _NEARER * distances[far] else None
-
-    def _distance(self, ours: Parts, like: BackwardPass) -> float:
-        """Of dQ and dK, squared and relative."""
-        exact = self.exact(like)
-        return sum(
-            ((ours[name] - exact[name]).square().nanmean() / exact[name].square().nanmean()).item()
-            for name in ("dq", "dk")
-        )
 
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
         theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
@@ -208,18 +193,17 @@ class _Emulation:
 
 
 def _squares(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean squared errors by head, of the kernel and of a backward pass, relative to the mean square."""
+    """Mean squared errors by key head, of the kernel and of a backward pass, relative to the mean square; fp64."""
+
+    def mean_square(x: Tensor, sharing: int) -> Tensor:
+        # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as
+        # long.
+        return x.square().reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
+
     squares = {}
     for name in _NAMES:
         sharing = groups if name == "dq" else 1  # K and V have key heads alone
-        size = _mean_square(exact[name], sharing)
-        kernels, passes = (_mean_square(x[name] - exact[name], sharing) / size for x in (ours, theirs))
+        size = mean_square(exact[name], sharing)
+        kernels, passes = (mean_square(x[name] - exact[name], sharing) / size for x in (ours, theirs))
         squares[name] = (kernels, passes)
     return squares
-
-
-def _mean_square(x: Tensor, groups: int) -> Tensor:
-    """Over all that shares one key head, fp64, (batch * key heads,); NaN where one is."""
-    batch, heads = x.shape[:2]
-    # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as long.
-    return x.square().reshape(batch * heads // groups, -1).mean(1).double()

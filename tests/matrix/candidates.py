@@ -60,7 +60,7 @@ _EIGHT_BITS = (
 
 @cache
 def on_device(backend: Backend) -> Mapping[str, Declaration]:
-    """As `candidates`, on a backend: where its products do what plans don't say by themselves, such plans too."""
+    """The candidates on a backend: where its products do what plans don't say by themselves, such plans too."""
     return candidates(() if backend.predicts else plan_changes(backend.arithmetic, backend.device))
 
 
@@ -89,30 +89,21 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
                 declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
     changes = [",".join(products[:count]) for count in range(1, len(products) + 1)]
     for text in (*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT):
-        if _multiplies_in_16_bits(declarations[text]):
+        algorithm, plan = declarations[text].algorithm, declarations[text].plan
+        # How a product whose result is in 16 bits comes about is the device's library's own.
+        if algorithm is STANDARD_ATTENTION or plan.qk.narrows or plan.o_bar.narrows:
             # What is cut into tiles has no long products.
-            own = changes if "tile=one" in text or not declarations[text].algorithm.tiled else changes[:1]
+            own = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
             declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in own}
-    return _without_doubles(declarations)
-
-
-def _multiplies_in_16_bits(declaration: Declaration) -> bool:
-    """Whether a product's result is in 16 bits: how it comes about is then the device's library's own."""
-    standard = declaration.algorithm is STANDARD_ATTENTION
-    return standard or declaration.plan.qk.narrows or declaration.plan.o_bar.narrows
+    first: dict[Declaration, str] = {}  # of those that do the same: `as_printed_v1` is `safe` by another name
+    for text, declaration in declarations.items():
+        first.setdefault(nameless(declaration), text)
+    return {text: declarations[text] for text in first.values()}
 
 
 def accepted(plans: Mapping[str, Declaration]) -> Mapping[str, Declaration]:
     """Those of them that kernels which people ship, or fixes, follow."""
     return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted}
-
-
-def _without_doubles(declarations: Mapping[str, Declaration]) -> dict[str, Declaration]:
-    """Those that do not do the same as one before them: `as_printed_v1` is `safe` by another name."""
-    first: dict[Declaration, str] = {}
-    for text, declaration in declarations.items():
-        first.setdefault(nameless(declaration), text)
-    return {text: declarations[text] for text in first.values()}
 
 
 @cache

@@ -33,11 +33,9 @@ class SelectionContext:
 
 
 def time_limit(cell: "Cell", given: float | None) -> float | None:
-    """Seconds that a cell may take, None: as many as it needs.
+    """Seconds that a cell may take, given what --cell-timeout says; None: as many as it needs.
 
-    Args:
-        cell: of a user's kernel, or of the suite's own, which is known to end.
-        given: what --cell-timeout says.
+    The suite's own kernels are known to end.
     """
     if given is not None or not cell.kernel.external:
         return given
@@ -80,24 +78,14 @@ class Experiment(ABC):
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """None, or why a cell can't run, in one line; by default running it tells."""
-        del cell, bench
         return None
 
     @abstractmethod
     def run(self, cell: "Cell", bench: Workbench) -> Result:
-        """Run one cell.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run one cell; whatever the kernel raises is raised."""
 
     def with_features(self, words: Sequence[str]) -> "Experiment | None":
-        """The same with further features of inputs; None where it has no inputs to add them to.
-
-        Args:
-            words: as `tiebreak.cases.added_features` takes them.
-        """
-        del words
+        """The same with further features of inputs, in words; None where it has no inputs to add them to."""
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -106,26 +94,15 @@ class Experiment(ABC):
 
     def input_kind(self, fmt: Format) -> str | None:
         """What a kernel that is not the suite's must take to be held to it by a profile; None: no profile does."""
-        del fmt
         return None
 
     def check(self, fmt: Format) -> None:
-        """Make sure, before any work, that its data can be read.
-
-        Raises:
-            UnusableExperimentError: they can't.
-        """
+        """Raise an `UnusableExperimentError`, before any work, if its data can't be read."""
         del fmt
 
     def group(self, fmt: Format) -> str | None:
         """What cells share that are best run on one worker, one after the other; None: nothing."""
-        del fmt
         return None
-
-    @property
-    def early(self) -> bool:
-        """Whether it is run before the longer ones: shows in a short time whether both passes of a kernel end."""
-        return False
 
     def cost(self, backend: Backend) -> float:
         """How long a cell takes, about, in steps of a training run with attention in one layer."""
@@ -159,7 +136,7 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """Return the experiments of a run.
+        """The experiments of a run.
 
         Args:
             captured: folder of captured tensors, which run alone unless cases are named.
@@ -171,10 +148,9 @@ class Kind:
         return () if captured is not None and not cases_named else self.experiments
 
     def measures(self) -> Mapping[str, Measure]:
-        """Return what its results measure, by name."""
+        """What its results measure, by name."""
         return {measure.name: measure for measure in self.measured}
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """Return kernels by name that it has beside the backend's own, and that --kernels takes."""
-        del backend
+        """Kernels by name that it has beside the backend's own, and that --kernels takes."""
         return {}

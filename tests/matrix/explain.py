@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from msgspec import structs
-
 from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
@@ -57,21 +55,22 @@ class Standing:
 
     @property
     def behaves(self) -> bool:
-        """Whether the bias is the kernel's in every cell, within the margin, as far as the heads of one batch tell.
+        """Whether it casts at random, and the bias is the kernel's in every cell, as far as one batch's heads tell.
 
         Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
         """
-        intervals = [(fit.mean, fit.half_width) for fit in self.fits.values()]
-        return all(
-            mean is not None and half is not None and abs(mean) <= MARGIN_ULPS and half <= 2 * MARGIN_ULPS
-            for mean, half in intervals
+        return drawn(parse_declaration(self.plan)) and all(
+            fit.mean is not None
+            and fit.half_width is not None
+            and abs(fit.mean) <= MARGIN_ULPS
+            and fit.half_width <= 2 * MARGIN_ULPS
+            for fit in self.fits.values()
         )
 
     @property
     def distance(self) -> float:
         """Mean |difference of bias| in ulps."""
-        distances = [math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values()]
-        return sum(distances) / len(distances)
+        return sum(math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values()) / len(self.fits)
 
     def equals(self, best: "Standing") -> bool:
         """Whether nothing tells it from the best."""
@@ -100,15 +99,13 @@ def explain(records: Iterable[Record]) -> dict[str, Explanation]:
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
-    """What the plans are that kernels declare, or that explanations name."""
+    """What the plans are that kernels declare, or that explanations name: rule or algorithm, and whether a fix."""
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    return {name: _described(declaration) for name, declaration in named.items()}
-
-
-def _described(declaration: Declaration) -> PlanRecord:
-    """Its rule by the name that its label has, or its algorithm where that leaves no choice."""
-    return PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain)
+    return {
+        name: PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain)
+        for name, declaration in named.items()
+    }
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:
@@ -118,9 +115,7 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
 
 def _explained(records: Sequence[Record]) -> Explanation:
     """What a search came to, or else the known plan with most bits."""
-    searched: Explanation | None = next(
-        (record.evidence[IDENTITY] for record in records if IDENTITY in record.evidence), None
-    )
+    searched: Explanation | None = next(filter(None, (record.evidence.get(IDENTITY) for record in records)), None)
     compared = [record for record in records if _fits(record)]
     if searched is not None and (searched.state == FOLLOWS or not compared):
         return searched
@@ -132,23 +127,19 @@ def _nearest_known(records: Sequence[Record]) -> Explanation:
     plans = [plan for plan in _fits(records[0]) if all(plan in _fits(record) for record in records)]
     standings = [Standing(plan, {record.case: _fits(record)[plan] for record in records}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))
+    state, named = UNEXPLAINED, [best]
     if best.followed:
-        equal = _families(standing for standing in standings if standing.equals(best))
-        return _of(AMBIGUOUS if len(equal) > 1 else FOLLOWS, equal)
-    alike = [standing for standing in standings if standing.behaves and drawn(parse_declaration(standing.plan))]
-    if best.mean <= RANDOM and alike:
-        return _of(BEHAVES_LIKE, _families(sorted(alike, key=lambda standing: standing.distance)))
-    worst = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
-    return structs.replace(_of(UNEXPLAINED, [best]), worst={case: share for share, case in worst})
+        named = _first_of_families(standing for standing in standings if standing.equals(best))
+        state = AMBIGUOUS if len(named) > 1 else FOLLOWS
+    elif best.mean <= RANDOM and (alike := [standing for standing in standings if standing.behaves]):
+        state, named = BEHAVES_LIKE, _first_of_families(sorted(alike, key=lambda standing: standing.distance))
+    shares = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
+    worst = {case: share for share, case in shares} if state == UNEXPLAINED else {}
+    return Explanation(state, tuple(each.plan for each in named), len(named[0].bits), named[0].mean, worst)
 
 
-def _of(state: str, standings: Sequence[Standing]) -> Explanation:
-    first = standings[0]
-    return Explanation(state, tuple(standing.plan for standing in standings), len(first.bits), first.mean)
-
-
-def _families(standings: Iterable[Standing]) -> list[Standing]:
-    """The first of each family: candidates come with the plainest first."""
+def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
+    """The first of those that tiles, the exponential's base, or a device's products alone tell apart: the plainest."""
     first: dict[Declaration, Standing] = {}
     for standing in standings:
         first.setdefault(_family(standing.plan), standing)
@@ -156,7 +147,7 @@ def _families(standings: Iterable[Standing]) -> list[Standing]:
 
 
 def _family(plan: str) -> Declaration:
-    """What tiles, the exponential's base, or how a device adds up a product alone tell apart.
+    """A plan in one tile, in base e, with exact products.
 
     In one tile a shift has nothing to lag behind, and a split none to be merged with; one product is O's own cast.
     """

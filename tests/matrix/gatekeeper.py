@@ -2,7 +2,6 @@
 
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,6 @@ class Gatekeeper:
 
     def __init__(self, config: pytest.Config, collector: RecordCollector) -> None:
         """Read the baseline.
-
-        Args:
-            config: pytest's.
-            collector: knows what is to run, and gives the run when the session has ended.
 
         Raises:
             UsageError: a baseline that tells nothing about this run, or that is where the run's own records go.
@@ -64,40 +59,47 @@ class Gatekeeper:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Judge the run; the collector has put it together before."""
-        run = self.collector.run
-        if run is not None:
-            self._summarise(report.summary_of_run(run, list(map(str, self.collector.verdicts(run)))))
-            self._annotate(run, None)
-        if self.path is None or session.config.getoption("collectonly"):
-            return
+        run, outcome = self.collector.run, None
+        if self.path is not None and not session.config.getoption("collectonly"):
+            try:
+                outcome = self._compared(session, self.path, run)
+            except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+                self.lines.append(str(error))
+                self._fall(session, _USAGE)
         if run is None:
-            self.lines.append(f"gate FELL: no cell ran, nothing was compared with {self.path}")
-            self._fall(session, pytest.ExitCode.TESTS_FAILED)
             return
+        summaries = [report.summary_of_run(run, list(map(str, self.collector.verdicts(run))))]
+        summaries += [report.summary_of_gate(outcome, self.path)] if outcome is not None and self.path else []
         try:
-            if self.baseline is not None:
-                self._judge(session, self.path, self.baseline, run)
-            if self.update:
-                gate.update(run, self.path)
-                self.lines.append(f"baseline updated: {self.path}")
-        except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
-            self.lines.append(str(error))
-            self._fall(session, _USAGE)
+            report.append_summary("\n\n".join(summaries))
+        except OSError as error:
+            self.lines.append(f"GITHUB_STEP_SUMMARY: {error.strerror or error}")
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            self.annotations = report.annotations(run, outcome, self._places())
 
-    def _judge(self, session: pytest.Session, path: Path, baseline: Run, run: Run) -> None:
-        entries = self.collector.excuses.entries
-        try:
-            outcome = gate.gate(baseline, run, self.limits, across=self.across, expected=entries)
-        except UsageError as error:
-            if not self.update:
-                raise UsageError(f"--baseline {path}: {error}") from error
-            self.lines.append(f"not compared: {error}")
-            return
-        self.lines.append(report.report(outcome, path))
-        self._summarise(report.summary_of_gate(outcome, path))
-        self._annotate(run, outcome)
-        if not outcome.held and not self.update:
+    def _compared(self, session: pytest.Session, path: Path, run: Run | None) -> gate.Outcome | None:
+        """What the gate finds; with --update-baseline the run is the baseline then, and falls by nothing."""
+        outcome = None
+        if run is None:
+            self.lines.append(f"gate FELL: no cell ran, nothing was compared with {path}")
             self._fall(session, pytest.ExitCode.TESTS_FAILED)
+            return None
+        if self.baseline is not None:
+            try:
+                entries = self.collector.excuses.entries
+                outcome = gate.gate(self.baseline, run, self.limits, across=self.across, expected=entries)
+            except UsageError as error:
+                if not self.update:
+                    raise UsageError(f"--baseline {path}: {error}") from error
+                self.lines.append(f"not compared: {error}")
+            else:
+                self.lines.append(report.report(outcome, path))
+                if not outcome.held and not self.update:
+                    self._fall(session, pytest.ExitCode.TESTS_FAILED)
+        if self.update:
+            gate.update(run, path)
+            self.lines.append(f"baseline updated: {path}")
+        return outcome
 
     def _fall(self, session: pytest.Session, status: int) -> None:
         """Fail a session that would have passed; one that was interrupted keeps its own exit code."""
@@ -105,24 +107,16 @@ class Gatekeeper:
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = status
 
-    def _summarise(self, text: str) -> None:
-        try:
-            report.append_summary(text)
-        except OSError as error:
-            self.lines.append(f"GITHUB_STEP_SUMMARY: {error.strerror or error}")
-
-    def _annotate(self, run: Run, outcome: gate.Outcome | None) -> None:
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            self.annotations = report.annotations(run, outcome, dict(self._places()))
-
-    def _places(self) -> Iterator[tuple[str, report.Place]]:
-        """Yield where users' kernels stand, in files of the repository that the workflow checked out."""
+    def _places(self) -> dict[str, report.Place]:
+        """Where users' kernels stand, in files of the repository that the workflow checked out."""
         root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
-        kernels = {cell.kernel.name: cell.kernel for cell in self.collector.expected.values()}
-        for kernel in (kernel for kernel in kernels.values() if isinstance(kernel, UserKernel)):
-            code = getattr(inspect.unwrap(kernel.caller.function), "__code__", None)
-            if code is not None and (path := Path(code.co_filename).resolve()).is_relative_to(root):
-                yield kernel.name, (path.relative_to(root).as_posix(), code.co_firstlineno)
+        places = {}
+        for kernel in {cell.kernel.name: cell.kernel for cell in self.collector.expected.values()}.values():
+            if isinstance(kernel, UserKernel):
+                code = getattr(inspect.unwrap(kernel.caller.function), "__code__", None)
+                if code is not None and (path := Path(code.co_filename).resolve()).is_relative_to(root):
+                    places[kernel.name] = path.relative_to(root).as_posix(), code.co_firstlineno
+        return places
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

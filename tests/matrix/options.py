@@ -1,5 +1,6 @@
 """The options of the matrix: how they are parsed and refused, kept, and given again by the command of one cell."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ class Option:
     choices: tuple[str, ...] | None = None  # the values that it may have; None: it says itself what it takes
     default: str | None = None  # its value where it is not given
     repeats: bool = False  # whether it may stand several times, each adding to the others
+    needs: str | None = None  # the option without which it means nothing
+    narrows: tuple[str, ...] = ()  # fields of a record by which it leaves cells out of a run
+    form: tuple[str, str] = ("(?s).*", "")  # what its value matches, and that in words
 
     @property
     def flag(self) -> str:
@@ -60,115 +64,92 @@ class Option:
         return [word for pair in pairs for word in pair]
 
 
+_POSITIVE = ("0*[1-9][0-9]{0,17}", "a positive integer")
 OPTIONS = {option.name: option for option in (
     Option("backend", "NAMES",
-           f"backends to run, of {', '.join(BACKENDS)} (default: all that can; with --kernel: cpu)"),
+           f"backends to run, of {', '.join(BACKENDS)} (default: all that can; with --kernel: cpu)",
+           narrows=("backend",)),
     Option("allow-missing", "NAMES",
-           "backends that may be missing although --backend names them; without it the run falls"),
+           "backends that may be missing although --backend names them; without it the run falls", needs="backend"),
     Option("as", "CARD",
            f"with --backend interpreter, compute as one of {', '.join(CARDS)} would; nothing runs on it"
            " (docs/triton.md)"),
     Option("kernels", "NAMES",
-           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it"),
+           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",
+           narrows=("kernel",)),
     Option("kernel", "TARGET",
            "add your own kernel: FILE.py:FUNCTION, package.module:function or an adapter; a"
            " function of (q, k, v, *, causal, scale) in (batch, heads, N, d) that returns O (docs/your-kernel.md says"
            " what else it may be); may be given several times; they run alone unless --kernels names others",
-           repeats=True),
+           repeats=True, narrows=("kernel", "backend")),  # alone it leaves out all backends but its default one
     Option("declare", "WORD=VALUE",
            "what the signature of your own kernel does not tell: layout=bnhd, takes=gqa, square=true, multiple_of=64,"
            " head_dims=[64,128], options.NAME=VALUE, backward=none (docs/your-kernel.md)",
-           repeats=True),
+           repeats=True, needs="kernel"),
     Option("plan", "NAME",
-           "hold your own kernel to what this rounding plan predicts, case by case; `tiebreak list plans` lists"),
+           "hold your own kernel to what this rounding plan predicts, case by case; `tiebreak list plans` lists",
+           needs="kernel"),
     Option("backward", None,
            "what your own kernel trains with in the training runs: its own backward pass (default; one that has none is"
            " skipped, and falls where this is said), or the suite's, behind its forward pass; such runs are labelled so"
-           " and nothing is claimed of them", choices=("own", "emulated")),
+           " and nothing is claimed of them", choices=("own", "emulated"), needs="kernel"),
     Option("fair", None,
            "hold your own kernel to no bias on every failure input; no deterministic cast of O can pass where O itself"
-           " ties"),
+           " ties", needs="kernel"),
     Option("no-worse-than", None,
            "hold your own kernel, on every failure input, to no more bias than O has that is rounded once, from fp32",
-           choices=("rounded",)),
+           choices=("rounded",), needs="kernel"),
     Option("rules", None,
            "say of every call which acceptance rules in public use would pass it; `tiebreak rules` lists them, and"
            " `tiebreak rules FILE` shows what they said"),
     Option("captured", "DIR",
            "add the q, k, v, dO in DIR/inputs-STEP.safetensors (docs/your-kernel.md) as cases, in the format that they"
-           " are in, fp32 rounded to --dtype; they run alone unless --cases is given"),
-    Option("cases", "NAMES", "cases to run, such as 'tied_maxima*' (default: all); `tiebreak list cases` lists"),
+           " are in, fp32 rounded to --dtype; they run alone unless --cases is given", narrows=("case",)),
+    Option("cases", "NAMES", "cases to run, such as 'tied_maxima*' (default: all); `tiebreak list cases` lists",
+           narrows=("case",)),
     Option("features", "NAMES",
            "run each case with each of these features added, such as window,sink,window+sink; softcap=30, sink=0 (how"
            " far below the maximum), window=100 (keys before a row's own) and pages=16 take a number"
-           " (docs/your-kernel.md)"),
+           " (docs/your-kernel.md)", narrows=("case",)),
     Option("experiments", "KINDS",
            f"kinds of experiment to run, of {', '.join(kinds())} (default: all but"
-           f" {', '.join(name for name, kind in kinds().items() if kind.on_request)})"),
-    Option("dtype", "NAMES", "formats of q, k, v and O: bf16, fp16 (default: bf16)", default="bf16"),
-    Option("seed", "N", "seed of all inputs (default: 1)", default="1"),
-    Option("heads", "N", "heads a cell draws at first; up to 8 times as many (default: 256)", default="256"),
+           f" {', '.join(name for name, kind in kinds().items() if kind.on_request)})", narrows=("experiment",)),
+    Option("dtype", "NAMES", "formats of q, k, v and O: bf16, fp16 (default: bf16)", default="bf16",
+           narrows=("format",)),
+    Option("seed", "N", "seed of all inputs (default: 1)", default="1", form=_POSITIVE),
+    Option("heads", "N", "heads a cell draws at first; up to 8 times as many (default: 256)", default="256",
+           form=_POSITIVE),
     Option("cell-timeout", "S",
            "seconds of CPU time that the kernel of a cell may take before its process is ended, with -n, and ten times"
            " that by the clock (default: 60 for a cell of your own, 600 for a training run of it; 15 times that in the"
-           " interpreter); a look at more heads for which the time is too short is left out"),
+           " interpreter); a look at more heads for which the time is too short is left out",
+           form=(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")),
     Option("budget", "TIME",
            "time for the whole run, such as 60s or 5m: the cases that tell most come first, and what is left out is"
            " named (docs/your-kernel.md)"),
     Option("expected", "FILE",
            "TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
            " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)"),
-    Option("save", "NAME", "keep the records as OUT/NAME.json"),
+    Option("save", "NAME", "keep the records as OUT/NAME.json",
+           form=(r"[^./\\][^/\\]*", "a plain name such as main; its folder is --out")),
     Option("out", "DIR", "folder for records (default: out)", default="out"),
     Option("baseline", "FILE", "compare with these records and fail if a cell is worse (docs/ci.md)"),
-    Option("fail", "LIMITS", "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself"),
-    Option("across", None, "the baseline is another platform's: bits are not compared"),
-    Option("update-baseline", None, "then make this run the baseline"),
+    Option("fail", "LIMITS", "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself",
+           needs="baseline"),
+    Option("across", None, "the baseline is another platform's: bits are not compared", needs="baseline"),
+    Option("update-baseline", None, "then make this run the baseline", needs="baseline"),
 )}  # fmt: skip
 #: What `tiebreak check` takes too, which has its targets for --kernel.
 FORWARDED = {option.dest: option for option in OPTIONS.values() if option.name != "kernel"}
+_OF_OUTPUT = {"allow-missing", "rules", "expected", "save", "out", "baseline", "fail", "across", "update-baseline"}
 #: What decides what runs, or what that is held to: a file of records keeps it.
-RECORDED = (
-    *(
-        "backend",
-        "as",
-        "kernels",
-        "kernel",
-        "declare",
-        "plan",
-        "backward",
-        "fair",
-        "no-worse-than",
-        "captured",
-        "cases",
-    ),
-    *("features", "experiments", "dtype", "seed", "heads", "cell-timeout", "budget"),
-)
-_NEEDS = {
-    "allow-missing": "backend",
-    **dict.fromkeys(("declare", "plan", "backward", "fair", "no-worse-than"), "kernel"),
-    **dict.fromkeys(("fail", "across", "update-baseline"), "baseline"),
-}  # an option that means nothing without another
-#: Fields of a record by which an option leaves cells out of a run.
-_NARROWS: Mapping[str, Sequence[str]] = {
-    "backend": ("backend",),
-    "kernels": ("kernel",),
-    "kernel": ("kernel", "backend"),  # alone it leaves out the suite's kernels, and every backend but its default one
-    **dict.fromkeys(("captured", "cases", "features"), ("case",)),
-    "experiments": ("experiment",),
-    "dtype": ("format",),
-}
+RECORDED = tuple(name for name in OPTIONS if name not in _OF_OUTPUT)
 _SUBJECT = ("backend", "kernel")  # what is under test: of that, a run that they narrow is a whole one
-#: Options that bring cells in by what they are, where the value of the others lists names.
+#: The cells that an option brings in, of those whose value lists no names of a record's.
 _BRINGS: Mapping[str, Callable[[Cell], bool]] = {
     "kernel": lambda cell: cell.kernel.external,
     "captured": lambda cell: bool(cell.experiment.options),
     "features": lambda cell: JOINED in cell.experiment.name,
-}
-_FIELDS: Mapping[str, Callable[[Cell], str]] = {
-    "backend": lambda cell: cell.backend.name,
-    "kernel": lambda cell: cell.kernel.name,
-    "case": lambda cell: cell.experiment.name,
 }
 _PYTEST = {"-k": "keyword", "-m": "markexpr", "--deselect": "deselect"}  # pytest's own options that leave cells out
 
@@ -187,18 +168,21 @@ def refuse_twice(words: Sequence[str]) -> None:
             raise UsageError(f"{option.flag}: {times}; give it once, lists are comma-separated")
 
 
-def refuse_lonely(value_of: Values) -> None:
-    """Refuse an option without the one that it is about, and a budget for what is compared with a baseline.
+def refuse_wrong(value_of: Values) -> None:
+    """Refuse a value of another form, an option without the one that it is about, and a budget beside a baseline.
 
     Raises:
-        UsageError: there is one; names both.
+        UsageError: there is one; names it.
     """
-    names = _given(value_of)
-    for name in names:
-        needed = OPTIONS[_NEEDS.get(name, name)]
-        if needed.name not in names:
-            raise UsageError(f"--{name} means nothing alone: it needs {needed.flag} {needed.metavar}")
-    if {"budget", "baseline"} <= set(names):
+    given = _given(value_of)
+    for option in OPTIONS.values():
+        text, (pattern, words) = value_of(option.dest), option.form
+        if isinstance(text, str) and not re.fullmatch(pattern, text):
+            raise UsageError(f"{option.flag} {text}: expected {words}")
+    for option in given:
+        if option.needs is not None and (needed := OPTIONS[option.needs]) not in given:
+            raise UsageError(f"{option.flag} means nothing alone: it needs {needed.flag} {needed.metavar}")
+    if {"budget", "baseline"} <= {option.name for option in given}:
         raise UsageError("--budget leaves out other cells each time, and --baseline compares all: give one")
 
 
@@ -210,14 +194,12 @@ def recorded(value_of: Values) -> dict[str, Any]:
 
 def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
     """Whether a run has all cells that there are, or all of the kernels and backends that it was pointed at."""
-    return not any(name in _NARROWS and not (of_subject and name in _SUBJECT) for name in _given(value_of))
+    return not any(each.narrows and not (of_subject and each.name in _SUBJECT) for each in _given(value_of))
 
 
-def _given(value_of: Values) -> list[str]:
-    """Names of the options that say something else than their defaults."""
-    return [
-        name for name, option in OPTIONS.items() if value_of(option.dest) not in (None, False, "", [], option.default)
-    ]
+def _given(value_of: Values) -> list[Option]:
+    """The options that say something else than their defaults."""
+    return [each for each in OPTIONS.values() if value_of(each.dest) not in (None, False, "", [], each.default)]
 
 
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
@@ -229,23 +211,26 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
         collected: ids of those that pytest left of them; empty: that is not known yet.
     """
     cells = list(cells)
-    found: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
-    for name, fields in _NARROWS.items():
-        value = value_of(OPTIONS[name].dest)
-        for field in fields if (words := OPTIONS[name].words(value)) else ():
-            given, names = found.setdefault(field, ([], []))
-            given.append(" ".join(words))
-            brings = _BRINGS.get(name)
-            names += [_FIELDS[field](cell) for cell in cells if brings(cell)] if brings else split(str(value))
-    ids = tuple(cell.id for cell in cells if cell.id in collected)
     left_out = []
+    ids = tuple(cell.id for cell in cells if cell.id in collected)
     if 0 < len(ids) < len(cells):
         values = {flag: value_of(name) or [] for flag, name in _PYTEST.items()}
-        said = [f"{flag} {word}" for flag, value in values.items()
-                for word in (value if isinstance(value, list) else [value])]  # fmt: skip
-        left_out = [Narrowing(tuple(said) or ("what pytest was given",), "id", ids)]
-    return (*left_out, *(Narrowing(tuple(given), field, tuple(dict.fromkeys(names)))
-                         for field, (given, names) in found.items()))  # fmt: skip
+        lists = {flag: value if isinstance(value, list) else [value] for flag, value in values.items()}
+        said = tuple(f"{flag} {word}" for flag, words in lists.items() for word in words)
+        left_out = [Narrowing(said or ("what pytest was given",), "id", ids)]
+    found: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
+    for option in OPTIONS.values():
+        value = value_of(option.dest)
+        for field in option.narrows if (words := option.words(value)) else ():
+            given, names = found.setdefault(field, ([], []))
+            given.append(" ".join(words))
+            if option.name not in _BRINGS:
+                names += split(str(value))
+                continue
+            for cell in filter(_BRINGS[option.name], cells):
+                names.append({"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name))
+    by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in found.items())
+    return (*left_out, *by_fields)
 
 
 def rerun(cell: Cell, settings: Settings) -> list[str]:

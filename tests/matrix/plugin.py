@@ -66,33 +66,19 @@ def _refuse(message: str) -> NoReturn:
     pytest.exit(" ".join(message.split()), returncode=_USAGE)
 
 
-def _number(config: pytest.Config, name: str, pattern: str, expected: str) -> str | None:
-    """Return what an option says, which has to be a number of some kind; None without it."""
-    text: str | None = config.getoption(name)
-    if text is not None and not re.fullmatch(pattern, str(text)):
-        _refuse(f"--{name.replace('_', '-')} {text}: expected {expected}")
-    return text
-
-
-def _limits(config: pytest.Config) -> tuple[float | None, float | None]:
-    """Return the seconds that a cell may take, and those that the whole run may."""
-    cell = _number(config, "cell_timeout", r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")
-    text = config.getoption("budget")
-    whole = None if text is None else budget.seconds_of(str(text))
-    if text is not None and whole is None:
-        _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
-    return None if cell is None else float(cell), whole
-
-
-def _settings(config: pytest.Config, cell_timeout: float | None) -> Settings:
-    seed, heads = (
-        int(_number(config, name, "0*[1-9][0-9]{0,17}", "a positive integer") or 0) for name in ("seed", "heads")
-    )
+def _settings(config: pytest.Config) -> Settings:
+    heads, cell_timeout = int(config.getoption("heads")), config.getoption("cell_timeout")
     if heads > HEADS_PER_BATCH and heads % HEADS_PER_BATCH:
         _refuse(f"--heads {heads}: expected at most {HEADS_PER_BATCH} or a multiple of {HEADS_PER_BATCH}")
-    as_rounded = config.getoption("no_worse_than") == "rounded"
-    asked = bool(config.getoption("fair")), as_rounded, bool(config.getoption("rules"))
-    return Settings(seed, heads, *asked, cell_timeout, _where(config))
+    return Settings(
+        seed=int(config.getoption("seed")),
+        heads=heads,
+        fair=bool(config.getoption("fair")),
+        as_rounded=config.getoption("no_worse_than") == "rounded",
+        rules=bool(config.getoption("rules")),
+        cell_timeout=None if cell_timeout is None else float(cell_timeout),
+        matrix=_where(config),
+    )
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
@@ -109,11 +95,15 @@ def _where(config: pytest.Config) -> tuple[str, ...]:
 
 def _selection(config: pytest.Config) -> Selection:
     alike = ("kernels", "cases", "plan", "captured", "experiments", "features")
-    fields: dict[str, Any] = {name: config.getoption(name) for name in alike}
-    fields |= {name: tuple(config.getoption(name)) for name in ("kernel", "declare")}
-    backends, formats, card = (config.getoption(name) for name in ("backend", "dtype", "as"))
-    emulated = config.getoption("backward") == "emulated"
-    return Selection(backends=backends, formats=formats, card=card, emulated_backward=emulated, **fields)
+    return Selection(
+        backends=config.getoption("backend"),
+        formats=config.getoption("dtype"),
+        kernel=tuple(config.getoption("kernel")),
+        declare=tuple(config.getoption("declare")),
+        card=config.getoption("as"),
+        emulated_backward=config.getoption("backward") == "emulated",
+        **{name: config.getoption(name) for name in alike},
+    )
 
 
 def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
@@ -145,10 +135,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(worker_input.get(_ENVIRONMENT, {}))
     try:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
-        options.refuse_lonely(config.getoption)
-        cell_timeout, whole = _limits(config)
-        config.stash[WATCH] = Watch.of(worker_input, cell_timeout, whole)
-        config.stash[_bench] = Workbench(_settings(config, cell_timeout))
+        options.refuse_wrong(config.getoption)
+        text = config.getoption("budget")
+        if text is not None and budget.seconds_of(text) is None:
+            _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
+        settings = _settings(config)
+        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and budget.seconds_of(text))
+        config.stash[_bench] = Workbench(settings)
         chosen, unavailable = _choose(config)
         if on_controller:
             check_usable(chosen)
@@ -176,45 +169,29 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     missing = [name for name in unavailable if name in named and name not in allowed]
     settings, excuses = config.stash[_bench].settings, config.stash[_excuses]
     collector = RecordCollector(config, chosen, settings, unavailable, excuses, missing)
-    _check_path(config, collector.file.path)
+    path = collector.file.path
+    if not any(config.getoption(option) for option in _NO_RUN):  # what can't be written to is refused before the work
+        try:
+            store.check_writable(path.parent)
+        except store.UnwritableFolderError as error:
+            _refuse(f"--out: {error}; name another folder")
+        if path.is_dir():
+            _refuse(f"--save {config.getoption('save')}: {path} is a folder; take another name")
     config.pluginmanager.register(collector, "tiebreak-collector")
     config.pluginmanager.register(Gatekeeper(config, collector), "tiebreak-gatekeeper")
-    _heed_sigterm(config)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else somebody handles it
+        signal.signal(signal.SIGTERM, _interrupt)
+        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
 
 
-def _heed_sigterm(config: pytest.Config) -> None:
-    """Make SIGTERM, which CI systems and schedulers send to end a job, an interruption, unless somebody handles it."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(_let_sigterm_end)
-
-
-def _let_sigterm_end() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM, which CI systems and schedulers send to end a job, is an interruption."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second shall not cost the records
     raise KeyboardInterrupt("SIGTERM")
-
-
-def _check_path(config: pytest.Config, path: Path) -> None:
-    """Refuse a place that can't be written to before the work, not after it."""
-    name = config.getoption("save")
-    if name is not None and (not name or {"/", "\\"} & set(name) or name.startswith(".")):
-        _refuse(f"--save {name}: expected a plain name such as main; its folder is --out")
-    if any(config.getoption(option) for option in _NO_RUN):
-        return
-    try:
-        store.check_writable(path.parent)
-    except store.UnwritableFolderError as error:
-        _refuse(f"--out: {error}; name another folder")
-    if path.is_dir():
-        _refuse(f"--save {name}: {path} is a folder; take another name")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist's own, whenever it was loaded
@@ -234,11 +211,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 def pytest_configure_node(node: Any) -> None:
     """Spread the workers over the devices, before a worker has used any."""
     number = re.search("[0-9]+$", node.gateway.id)
-    worker = int(number[0]) if number else 0
-    spread = [backend.worker_environment(worker) for backend in backends_of(node.config.stash[_cells].values())]
-    node.workerinput[_ENVIRONMENT] = {name: value for each in spread for name, value in each.items()}
-    node.workerinput |= node.config.pluginmanager.get_plugin("tiebreak-collector").watched(node.gateway.id)
-    node.workerinput |= node.config.stash[WATCH].budget.worker_input
+    environment: dict[str, str] = {}
+    for backend in backends_of(node.config.stash[_cells].values()):
+        environment |= backend.worker_environment(int(number[0]) if number else 0)
+    node.workerinput[_ENVIRONMENT] = environment
+    collector = node.config.pluginmanager.get_plugin("tiebreak-collector")
+    node.workerinput |= collector.watched(node.gateway.id, node.config.stash[WATCH])
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -268,14 +246,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: ranks.get(item, (-1, 0.0)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what lasts as long as the session, thousands of items, out of every later search for garbage."""
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """As it was: a run inside of a test is not the end of its process."""
-    gc.unfreeze()
+    session.config.add_cleanup(gc.unfreeze)  # a run inside of a test is not the end of its process
 
 
 def poison(item: pytest.Item) -> None:

@@ -1,13 +1,16 @@
-"""The way of the records: collected on the controller as tests report, written when the session ends, anyhow."""
+"""The way of the records: collected on the controller as tests report, kept on the way, written at the end, anyhow."""
 
+import contextlib
 import functools
+import os
 import re
 import shutil
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -16,16 +19,16 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
-from tiebreak.matrix import budget, options, watch
+from tiebreak.matrix import budget, options
 from tiebreak.matrix.checks import checks
-from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
+from tiebreak.matrix.checks.limits import GRADIENTS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
-from tiebreak.matrix.record_file import RecordFile
-from tiebreak.matrix.recording import crashed_record
+from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.watch import TimedOut, Watch, tell_late, timed_out
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
@@ -40,7 +43,58 @@ _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's wo
 _DEATHS = 2  # of workers by one kernel: from then on each of its cells has a process of its own
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
+_NEVER_RUN = "never run: too many of the workers died before its turn"
 POISONED = "tiebreak.poisoned"  # name of the property that says that a cell has left its worker's device unusable
+_EVERY = 10.0  # seconds between two copies on the way, at least
+_SHARE = 30.0  # times as long as the last one took: of a large file they are no load
+
+
+class RecordFile:
+    """Where a run's records go."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Nothing is written yet to the file; its name tells the run from others."""
+        self.path, self._name = path, name
+        self.taken: Path | None = None  # where the records would have gone, had another run not written there
+        self._seen = _stamp(path)
+        self._written, self._pause = monotonic(), _EVERY
+
+    def now_and_then(self, run: Callable[[], records.Run]) -> None:
+        """Keep what is done, if that was long ago: not even a killed process shall cost hours of work."""
+        began = monotonic()
+        if began - self._written < self._pause:
+            return
+        with contextlib.suppress(store.UnwritableFolderError):  # said when the session ends
+            self.write(run())
+        self._written = monotonic()
+        self._pause = max(_EVERY, _SHARE * (self._written - began))
+
+    def write(self, run: records.Run) -> None:
+        """Write the records; beside those of another run that has written to the same file since this one began.
+
+        Raises:
+            tiebreak.reports.records.store.UnwritableFolderError: they can't be written; the older file is left.
+        """
+        if _stamp(self.path) != self._seen:
+            self.taken = self.taken or self.path
+            self.path = self.path.with_name(f"{self.taken.stem}-{self._name[:8]}.json")
+        store.write(run, self.path)
+        self._seen = _stamp(self.path)
+
+    @property
+    def line(self) -> str:
+        """Where the records are, for the last line."""
+        taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
+        return f"records: {self.path}{taken if self.taken else ''}"
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What is another once a file has been written anew; None: there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class RecordCollector:
@@ -73,14 +127,13 @@ class RecordCollector:
         self.seconds: dict[str, float] = {}
         self.collected: set[str] = set()
         self.begun: set[str] = set()
-        self.run_again: set[str] = set()  # cells of which a second report came: something has rerun what failed
         self.name = uuid.uuid4().hex
         path = Path(str(config.getoption("out"))) / f"{config.getoption('save') or 'last'}.json"
         self.file = RecordFile(path, self.name)
         self.run: records.Run | None = None
         self.failure: str | None = None  # why the records could not be written
-        self.late: dict[str, watch.Late] = {}  # by kernel
-        self.first_late: dict[str, watch.TimedOut] = {}  # cells that passed their limit once, and run again
+        self.late: dict[str, list[str]] = {}  # by kernel: why its last cells have timed out, one after the other
+        self.first_late: dict[str, TimedOut] = {}  # cells that passed their limit once, and run again
         self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
@@ -124,74 +177,64 @@ class RecordCollector:
     @pytest.hookimpl(wrapper=True)  # before JUnit's XML takes the properties, and pytest counts what failed
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
         """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
-        self._take(report)
+        self.take(report)
         yield
 
-    def _take(self, report: pytest.TestReport) -> None:
+    def take(self, report: pytest.TestReport) -> None:
+        """Take the record of a cell, the first that comes of it."""
         if any(key == POISONED for key, _ in report.user_properties):
-            self._expect_to_leave(getattr(report, "node", None))
+            # The worker will end itself, and not by fault of its next cell.
+            session = self.config.pluginmanager.get_plugin("dsession")
+            if session is not None and isinstance(session.sched, CaseScheduling):
+                session.sched.leaving.add(getattr(report, "node", None))
         name = cell_id(report.nodeid)
         if name not in self.expected:
             return
-        carried = [value for key, value in report.user_properties if key == PROPERTY]
-        if name in self.records and carried:
-            self.run_again.add(name)
+        carried = next((str(value) for key, value in report.user_properties if key == PROPERTY), None)
         if name not in self.records and (carried or report.failed):
             if carried:
-                record = self._with_first_try(decode(str(carried[0]), records.Record))
+                record = decode(carried, records.Record)
             else:
                 record = self.excuses.excuse(self._without_record(name, report))
                 if record.excused is not None:
                     report.outcome, report.wasxfail = "skipped", record.excused
             self.records[name], self.seconds[name] = record, round(report.duration, 3)
-            in_time = records.IN_TIME not in record.answers
-            if in_time or not carried:  # a cell that was given up took no time
-                self._note_time(record.kernel, in_time=in_time)
+            late = record.answers.get(records.IN_TIME)
+            if late is None or not carried:  # a cell that was given up took no time
+                self._note_time(record.kernel, late.why if late else None)
             self.file.now_and_then(lambda: self._as_run(complete=False))
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
             report.user_properties += properties(self.records[name])
 
-    def _expect_to_leave(self, worker: Any) -> None:
-        """Tell the scheduler, if there is one, that a worker will end itself, and not by fault of its next cell."""
-        session = self.config.pluginmanager.get_plugin("dsession")
-        if session is not None and isinstance(session.sched, CaseScheduling):
-            session.sched.leaving.add(worker)
-
     @functools.cached_property
-    def _watches(self) -> Path:
+    def words(self) -> Path:
         """Where workers leave word before their watch ends them."""
         return Path(tempfile.mkdtemp(prefix="tiebreak-"))
 
-    def watched(self, worker: str) -> dict[str, Any]:
+    def watched(self, worker: str, watch: Watch) -> dict[str, Any]:
         """What a worker, which is about to start, is told of its watch."""
-        return watch.watched(self._watches / worker, [name for name, n in self.deaths.items() if n >= _DEATHS])
+        return watch.worker_input(self.words / worker, [name for name, n in self.deaths.items() if n >= _DEATHS])
 
     def pytest_unconfigure(self) -> None:
         """Leave nothing behind."""
-        if "_watches" in vars(self):
-            shutil.rmtree(self._watches, ignore_errors=True)
+        if "words" in vars(self):
+            shutil.rmtree(self.words, ignore_errors=True)
 
     def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
-        """Return the record of a cell whose test failed before it gave one: mostly its process has ended."""
+        """The record of a cell whose test failed before it gave one: mostly its process has ended."""
         why, cell = _why(report), self.expected[name]
         died = _WORKER_DIED.match(why)
         if died is None:
-            return crashed_record(cell, self.settings, why, in_time=not why.startswith("Failed: Timeout"))
+            check = records.IN_TIME if why.startswith("Failed: Timeout") else records.RUNS
+            return ended_record(cell, self.settings, check, why)
         self.deaths[cell.kernel.name] += 1
-        late, first = watch.timed_out(self._watches / died[1]), self.first_late.get(name)
+        late, first = timed_out(self.words / died[1]), self.first_late.get(name)
         if late is None:
-            return crashed_record(cell, self.settings, _DIED)
+            return ended_record(cell, self.settings, records.RUNS, _DIED)
         why = f"twice: {late.why}" if first else late.why
-        return crashed_record(cell, self.settings, why, in_time=False, own=late.own and first is not None)
-
-    def _with_first_try(self, record: records.Record) -> records.Record:
-        """Say of a cell that had no second try, since its kernel was given up, where it was in the first."""
-        answer, first = record.answers.get(records.IN_TIME), self.first_late.get(record.id)
-        if answer is None or first is None:
-            return record
-        return replace(record, answers={records.IN_TIME: replace(answer, why=f"{first.why}; {answer.why}")})
+        return ended_record(cell, self.settings, records.IN_TIME, why, met=False if late.own and first else None)
 
     def another_try(self, worker: str, nodeid: str) -> bool:
         """Whether what a worker ran as it died is run again: a cell that passed its limit for the first time.
@@ -199,22 +242,21 @@ class RecordCollector:
         A busy machine may be why, once.
         """
         name = cell_id(nodeid)
-        late = watch.timed_out(self._watches / worker)
+        late = timed_out(self.words / worker)
         if late is None or name not in self.expected or name in self.first_late:
             return False
         kernel = self.expected[name].kernel.name
         self.first_late[name] = late
         self.deaths[kernel] += 1
-        self._note_time(kernel, in_time=False)
+        self._note_time(kernel, late.why)
         return True
 
-    def _note_time(self, kernel: str, *, in_time: bool) -> None:
-        """Let workers know of a kernel whose cells time out, and of one whose cells do so no more."""
-        late = self.late.get(kernel, watch.Late())
-        now = watch.Late(late.ever, 0) if in_time else watch.Late(late.ever + 1, late.in_a_row + 1)
-        if now != late:
-            self.late[kernel] = now
-            watch.tell(self._watches, self.late)
+    def _note_time(self, kernel: str, late: str | None) -> None:
+        """Let workers know of a kernel whose cells time out, one after the other, and of one whose cells no more do."""
+        before = self.late.get(kernel, [])
+        self.late[kernel] = [] if late is None else [*before, late]
+        if before or late is not None:
+            tell_late(self.words, self.late)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Remember which cells have begun."""
@@ -236,8 +278,12 @@ class RecordCollector:
             return
         self.fallen = list(self._failures())
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
-        if not interrupted and not self.config.getoption("maxfail"):
-            self._account_for_lost()
+        lost = [name for name in self.expected if name in self.collected - self.records.keys()]
+        if lost and not interrupted and not self.config.getoption("maxfail"):
+            self.records |= {
+                name: ended_record(self.expected[name], self.settings, records.RUNS, _NEVER_RUN) for name in lost
+            }
+            self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
         explanations = explain(self.records.values())
         declared = [self.expected[name].kernel.declaration for name in self.records]
         run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
@@ -257,14 +303,14 @@ class RecordCollector:
             self.fallen.append(f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}")
         if session.exitstatus == pytest.ExitCode.OK:
             # What a record says and the session would pass over, as with a plug-in that runs again what failed.
-            again = dict.fromkeys(self.run_again, " at first, whatever came of it when it was run again")
             failed = [record for record in self.records.values() if record.fails]
-            self.fallen += [f"fell: {record.id} {record.outcome}{again.get(record.id, '')}" for record in failed]
+            self.fallen += [f"fell: {record.id} {record.outcome} at first, whatever came of it when it was run again"
+                            for record in failed]  # fmt: skip
             if self.fallen:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _failures(self) -> Iterator[str]:
-        """Yield what fails the session though no single cell fell."""
+        """What fails the session though no single cell fell."""
         whole = options.is_whole(self.config.getoption, of_subject=True) and self.expected.keys() <= self.records.keys()
         yield from self.excuses.stale(self.records.values(), whole=whole)
         for name in self.missing:
@@ -279,14 +325,6 @@ class RecordCollector:
                 yield f"fell: {name} gave no gradients, and --backward own asks for them"
         if not ran:
             yield "fell: no cell ran, and what did not run does not pass"
-
-    def _account_for_lost(self) -> None:
-        """Put a cell that was asked for into the records, also where all workers died before its turn."""
-        lost = [name for name in self.expected if name in self.collected - self.records.keys()]
-        why = "never run: too many of the workers died before its turn"
-        self.records |= {name: crashed_record(self.expected[name], self.settings, why) for name in lost}
-        if lost:
-            self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
 
     def _as_run(self, *, complete: bool) -> records.Run:
         left = self.collected - self.records.keys()
@@ -339,7 +377,7 @@ class RecordCollector:
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
-    """Return a run with the descriptions of what its records have, each once."""
+    """A run with the descriptions of what its records have, each once."""
     ran = {record.experiment for record in run.records}
     measured = {name for record in run.records for name in record.measures}
     asked = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
@@ -354,7 +392,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    """Return every measure of every kind of experiment, for the file of records."""
+    """Every measure of every kind of experiment, for the file of records."""
     return {
         name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
         for kind in kinds().values()
@@ -363,12 +401,12 @@ def measures() -> dict[str, records.MeasureRecord]:
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:
-    """Return every backend that cells run on, once."""
+    """Every backend that cells run on, once."""
     return list({cell.backend.name: cell.backend for cell in cells}.values())
 
 
 def properties(record: records.Record) -> list[tuple[str, object]]:
-    """Return what a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
+    """What a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
     entries: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
     for name, value in record.measures.items():
         entries[name] = record.number(name)
@@ -379,7 +417,7 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """Return why a test failed that gave no record, in one line."""
+    """Why a test failed that gave no record, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash else report.longrepr).strip().splitlines()
     if lines and _WORKER_DIED.match(lines[-1]):

@@ -1,6 +1,20 @@
-"""Whether a second run on the same input gives the same bits, and what a user's kernel leaves behind at every call."""
+"""What a second run on the same input gives: the same bits or others; and what a user's kernel leaves behind each time.
 
+A kernel may keep what it likes of its first calls: what it has compiled, tuned or looked up. It leaks if each of
+`CALLS` calls of the same input in a row leaves more memory, threads or open files behind. Memory counts as left behind
+if a call keeps at least as many bytes as the O that it returned: less may be a line in a log. A store that takes
+`CALLS` outputs before it lets the first one go is taken for a leak; a leak of less than O a call, or of memory that is
+not malloc's, such as a GPU's, is not seen.
+"""
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -8,10 +22,14 @@ from torch import Tensor
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput, Gradients
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.leaks import left_behind
 from tiebreak.matrix.workbench import SharedBatch
 
+CALLS = 8
 _NAMES = ("dq", "dk", "dv")
+_PAGE = 4096  # bytes: a call of a few numbers returns less than the process itself may keep meanwhile
+_COUNTED = {"threads": "/proc/self/task", "open files": "/proc/self/fd"}  # on Linux, one entry each
+_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+_Returned = TypeVar("_Returned")
 
 
 @dataclass(frozen=True)
@@ -30,18 +48,13 @@ class Repetition:
 
 
 def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repetition:
-    """Run a cell's kernel once more.
-
-    Args:
-        cell: whose kernel.
-        first: what it made of the inputs.
-        batch: them.
-    """
+    """Run a cell's kernel once more, on the inputs of which it has made `first`."""
     if cell.backend.repeats(cell.kernel):
         return Repetition()  # unit tests show it once for all
     if cell.kernel.o_first:
         first = replace(first, gradients=None)
-    kept = first.gradients and replace(first.gradients, **{name: torch.empty_like(x) for name, x in _tensors(first)})
+    ours = _tensors(first)
+    kept = first.gradients and replace(first.gradients, **{name: torch.empty_like(x) for name, x in ours.items()})
 
     def again() -> Repetition:
         backend = batch.on(cell.backend, cell.kernel, run=1)
@@ -49,9 +62,12 @@ def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repeti
         same = equal_bits(output.o.float(), first.o.float()) == 1.0
         if kept is None or output.gradients is None:
             return Repetition(same)
-        for name, x in _tensors(output):
+        equal = 0.0
+        for name, x in _tensors(output).items():
             getattr(kept, name).copy_(x)
-        return Repetition(same, _equal_gradients(output, first))
+            share = 1.0 if torch.equal(x, ours[name]) else equal_bits(x.float(), ours[name].float())
+            equal += share * x.numel()
+        return Repetition(same, equal / sum(x.numel() for x in ours.values()))
 
     if not cell.kernel.external:
         return again()
@@ -60,15 +76,73 @@ def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repeti
     return replace(repeated, leaks=leaks, gradients=None if repeated.equal_gradients is None else kept)
 
 
-def _tensors(output: AttentionOutput) -> tuple[tuple[str, Tensor], ...]:
+def _tensors(output: AttentionOutput) -> dict[str, Tensor]:
     """The dQ, dK and dV of a run that has them."""
-    return () if output.gradients is None else tuple((name, getattr(output.gradients, name)) for name in _NAMES)
+    return {} if output.gradients is None else {name: getattr(output.gradients, name) for name in _NAMES}
 
 
-def _equal_gradients(output: AttentionOutput, first: AttentionOutput) -> float:
-    """Share of elements of dQ, dK and dV that agree to the bit."""
-    same = elements = 0.0
-    for (_, ours), (_, theirs) in zip(_tensors(output), _tensors(first), strict=True):
-        share = 1.0 if torch.equal(ours, theirs) else equal_bits(ours.float(), theirs.float())
-        same, elements = same + share * ours.numel(), elements + ours.numel()
-    return same / elements
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h)."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
+
+
+@cache
+def mallinfo() -> Callable[[], Any] | None:
+    """glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
+    function: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo
+    counter: Callable[[], Any] | None = function
+    return counter
+
+
+def _resources() -> Mapping[str, int]:
+    """Amounts that the process holds of each kind, as far as this system reports them."""
+    counts = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
+    if (count := mallinfo()) is not None:
+        info = count()
+        counts["bytes"] = int(info.uordblks) + int(info.hblkhd)  # in use within the heaps, and mapped on their own
+    return counts
+
+
+def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
+    """Make a call; if it leaves something behind, repeat it to see whether it always does.
+
+    Args:
+        call: of the same kernel and input, which have met before; what it returns must hold no tensor.
+        returned: bytes of the O that the kernel returns.
+
+    Returns:
+        What the first call returned; and what each of `CALLS` calls left behind, in words, None where there is nothing.
+    """
+    limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
+    first, growth = _growth(call)
+    leaks = {name: least for name, least in growth.items() if least >= limits[name]}
+    if leaks:
+        with _young_heap():
+            for _ in range(CALLS - 1):
+                _, growth = _growth(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
+                leaks = {key: min(least, growth[key]) for key, least in leaks.items() if growth[key] >= limits[key]}
+                if not leaks:
+                    break
+    text = ", ".join(f"{least:,} {name}" for name, least in leaks.items())
+    return first, f"each of {CALLS} calls in a row left at least {text} behind" if leaks else None
+
+
+@contextmanager
+def _young_heap() -> Iterator[None]:
+    """Let the collector look at what comes from now on alone: at all of a test process it looks for half a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _growth(call: Callable[[], _Returned]) -> tuple[_Returned, Mapping[str, int]]:
+    before = _resources()
+    result = call()
+    after = _resources()
+    return result, {name: after[name] - count for name, count in before.items() if name in after}

@@ -1,29 +1,26 @@
 """Run one cell: put the kernel through its experiment, ask the checks, record."""
 
+import shlex
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
+from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.kernel import CannotRunError, Whose
-from tiebreak.matrix.checks import ask_all, checks
-from tiebreak.matrix.checks.contract import CHECK as CONTRACT
-from tiebreak.matrix.checks.contract import broken
+from tiebreak.matrix.checks import ask_all, checks, judging
+from tiebreak.matrix.checks.expectations import CONTRACT, contract_broken
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.raised import first_line, raised
-from tiebreak.matrix.recording import blank_record, result_record, skipped_record
+from tiebreak.matrix.options import rerun
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.trial import first_line, raised
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import RUNS, Answer, Record, outcome_of
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Answer, Estimate, Record, outcome_of
 
 
 def run_cell(cell: Cell, bench: Workbench) -> Record:
-    """Run one cell to its record. A kernel that raises crashes its own cell alone.
-
-    Args:
-        cell: what to run.
-        bench: inputs and predictions shared with the other cells of its case.
-
-    Returns:
-        The record, whatever happened.
-    """
+    """Run one cell to its record, whatever happens: a kernel that raises crashes its own cell alone."""
     settings = bench.settings
     try:
         with own_randomness(settings.seed):
@@ -34,17 +31,61 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         if error.whose is Whose.CALL:
             return skipped_record(cell, settings, first_line(error))
-        return _without_result(cell, bench, {CONTRACT.name: broken(raised(error, cell.kernel))})
+        return blank_record(cell, settings, records.FELL, {CONTRACT.name: contract_broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        return _without_result(cell, bench, {RUNS: Answer(False, checks()[RUNS].about, raised(error, cell.kernel))})
+        return ended_record(cell, settings, records.RUNS, raised(error, cell.kernel))
     answers = ask_all(result)
-    return result_record(cell, settings, result, outcome_of(answers, judging()), answers)
+    measured = {name: value for name, value in result.measures.items() if value is not None}
+    return replace(
+        blank_record(cell, settings, outcome_of(answers, judging()), answers),
+        verdict=result.verdict,
+        tied=result.tied,
+        in_training=result.in_training,
+        shown=result.shown,
+        heads=result.heads,
+        measures={
+            name: Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else records.finite(value)
+            for name, value in measured.items()
+        },
+        digest=result.digest,
+        evidence=dict(result.evidence),
+    )
 
 
-def judging() -> frozenset[str]:
-    """Names of the checks that are about a cell's rounding."""
-    return frozenset(name for name, check in checks().items() if check.judges)
+def command(cell: Cell, settings: Settings) -> str:
+    """The command that reruns one cell, as pytest's own name runs it."""
+    return shlex.join(["pytest", *settings.matrix, *rerun(cell, settings)])
 
 
-def _without_result(cell: Cell, bench: Workbench, answers: Mapping[str, Answer]) -> Record:
-    return blank_record(cell, bench.settings, outcome_of(answers, judging()), answers)
+def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[str, Answer] | None = None) -> Record:
+    """The record of a cell that has an outcome but no result."""
+    declared = cell.kernel.declaration
+    return Record(
+        id=cell.id,
+        backend=cell.backend.name,
+        kernel=cell.kernel.name,
+        case=cell.experiment.name,
+        case_version=cell.experiment.version,
+        format=cell.fmt.name,
+        seed=settings.seed,
+        heads=0,
+        experiment=cell.experiment.kind,
+        outcome=outcome,
+        command=command(cell, settings),
+        plan=declared.label if declared else None,
+        answers=answers or {},
+    )
+
+
+def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: bool | None = False) -> Record:
+    """The record of a cell that gave no result: by the check that it does not meet, of its end or of its time.
+
+    `met` is None where that tells nothing of the kernel.
+    """
+    answers = {check: Answer(met, checks()[check].about, why)}
+    return blank_record(cell, settings, outcome_of(answers, judging()), answers)
+
+
+def skipped_record(cell: Cell, settings: Settings, why: str) -> Record:
+    """The record of a cell that can't run."""
+    return replace(blank_record(cell, settings, records.SKIPPED), skipped=why)

@@ -53,7 +53,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         cells = [cell for test in tests if (cell := self.cells.get(cell_id(test))) is not None]
         if self.rank is not None:
             return min(map(self.rank, cells), default=())
-        early = any(cell.kernel.external and cell.experiment.early for cell in cells)
+        early = any(cell.kernel.external and "backward" in cell.experiment.tags for cell in cells)
         return not early, -sum(cell.experiment.cost(cell.backend) for cell in cells)
 
     def _assign_work_unit(self, node: Any) -> None:

@@ -1,8 +1,9 @@
 """Which cells a run has: the names on the command line, checked, and what they stand for."""
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
@@ -10,7 +11,7 @@ from tiebreak.backends.registry import BACKENDS, COMMONLY
 from tiebreak.cases.added_features import ADDED, added_features
 from tiebreak.cases.case import JOINED
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
-from tiebreak.kernels.formats import FP32, Format
+from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
@@ -62,7 +63,11 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     experiments = _pick("--cases", "case", selection.cases, _known(selection))
     if selection.features is not None:
         experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
-    _hold_to_formats(selection, experiments, formats)
+    for experiment in experiments:
+        own = experiment.formats() if experiment.options else None  # of captured tensors: someone has named a folder
+        if own is not None and not set(own) & set(formats):
+            advice = f"{experiment.name} is in {own[0].name}; add that, or leave it out with --cases"
+            raise SelectionError(f"--dtype {selection.formats}: {advice}")
     named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
     asked = (SelectionContext(pairs, running, *named, fmt, selection.emulated_backward) for fmt in formats)
     selected = [cell for each in asked for cell in cells_of(experiments, each)]
@@ -80,8 +85,9 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
     """
     listed: dict[str, None] = {}
     for name in split(names):
-        listed |= dict.fromkeys((_is_glob(name) and matching(name, ADDED)) or [name])
-        if name not in listed:
+        matched = matching(name, ADDED) if _is_glob(name) else []
+        listed |= dict.fromkeys(matched or [name])
+        if matched:
             continue
         try:
             features = added_features(name.split(JOINED))
@@ -101,15 +107,13 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
 def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
     """The cells of experiments: to each go kernels of its own kind and those of none."""
     owners: dict[tuple[str, str], set[str]] = {}
-    for kind, backend in itertools.product(kinds(), asked.backends):
+    for kind, backend in product(kinds(), asked.backends):
         for name in kinds()[kind].kernels(backend):
             owners.setdefault((backend.name, name), set()).add(kind)
-    contexts = {
-        kind: replace(
-            asked, pairs=[(at, it) for at, it in asked.pairs if kind in owners.get((at.name, it.name), {kind})]
-        )
-        for kind in kinds()
-    }
+    contexts = {}
+    for kind in kinds():
+        pairs = [(at, it) for at, it in asked.pairs if kind in owners.get((at.name, it.name), {kind})]
+        contexts[kind] = replace(asked, pairs=pairs)
     return [Cell(*pair, each, asked.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
 
 
@@ -138,15 +142,6 @@ def _known(selection: Selection) -> dict[str, Experiment]:
     return {experiment.name: experiment for each in offered for experiment in each}
 
 
-def _hold_to_formats(selection: Selection, experiments: Iterable[Experiment], formats: Sequence[Format]) -> None:
-    """Refuse formats that captured tensors, which someone has named a folder of, do not come in."""
-    for experiment in experiments:
-        formats_of_tensors = experiment.formats() if experiment.options else None
-        if formats_of_tensors is not None and not set(formats_of_tensors) & set(formats):
-            advice = f"{experiment.name} is in {formats_of_tensors[0].name}; add that, or leave it out with --cases"
-            raise SelectionError(f"--dtype {selection.formats}: {advice}")
-
-
 def matching_backends(selection: Selection) -> list[Backend]:
     """The backends that a run asks for, whether they can run or not.
 
@@ -168,13 +163,22 @@ def matching_backends(selection: Selection) -> list[Backend]:
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
+    """The kernels on every backend: the default ones, those of --kernels, and users'."""
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
     pairs = [(backend, kernel) for backend in backends for kernel in _kernels_of(backend, selection.kernels)]
     names = {kernel.name for _, kernel in pairs}
     if selection.kernels is not None:
-        _refuse_unknown(selection.kernels, names, backends)
+        kernels = [kernel.name for backend in backends for kernel in backend.kernels()]
+        trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
+        known = list(dict.fromkeys([*kernels, *trained]))
+        listed = "any rule@plan is one, and `tiebreak list kernels` names"
+        for name in split(selection.kernels):
+            if not matching(name, names):
+                raise SelectionError(f"--kernels: {unknown('kernel', name, known, listed)}")
+        if not names:
+            raise SelectionError(f"--kernels: {none_named('kernel', known, listed)}")
     for _, kernel in external:
         if kernel.name in names:
             target = " ".join(kernel.origin[:2])
@@ -206,26 +210,13 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
         default |= kind.kernels(backend)
     kernels: dict[str, Kernel] = {}
     for name in split(names):
-        try:
-            if not _is_glob(name):  # by its full name, a kernel that is for some inputs alone may meet any
-                kernels[name] = backend.kernel(name)
-                continue
-        except ValueError:
-            pass  # one of another kind of experiment, or another backend's own: `_refuse_unknown` decides
-        kernels.update({match: default[match] for match in matching(name, default)})
+        # By its full name a kernel that is for some inputs alone may meet any. One of another kind of experiment, or
+        # another backend's own, is looked for by its name; who has called for all backends refuses what none has.
+        with suppress(ValueError):
+            kernels |= {} if _is_glob(name) else {name: backend.kernel(name)}
+        if name not in kernels:
+            kernels |= {match: default[match] for match in matching(name, default)}
     return list(kernels.values())
-
-
-def _refuse_unknown(names: str, used: Collection[str], backends: Sequence[Backend]) -> None:
-    own = [kernel.name for backend in backends for kernel in backend.kernels()]
-    trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
-    known = list(dict.fromkeys([*own, *trained]))
-    listed = "any rule@plan is one, and `tiebreak list kernels` names"
-    for name in split(names):
-        if not matching(name, used):
-            raise SelectionError(f"--kernels: {unknown('kernel', name, known, listed)}")
-    if not used:
-        raise SelectionError(f"--kernels: {none_named('kernel', known, listed)}")
 
 
 def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:

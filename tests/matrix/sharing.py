@@ -25,12 +25,7 @@ class SharedArithmetic:
     """
 
     def __init__(self, arithmetic: Arithmetic, inputs: AttentionInputs) -> None:
-        """Share nothing yet.
-
-        Args:
-            arithmetic: what computes; its results may depend on its operands alone.
-            inputs: must outlive it.
-        """
+        """Of an arithmetic whose results depend on its operands alone, and inputs that outlive it."""
         self._arithmetic = arithmetic
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
@@ -47,29 +42,23 @@ class SharedArithmetic:
         return self._arithmetic.has_fp64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """As `Arithmetic.cast`."""
         if random is not None or not cast.narrows:
             return self._arithmetic.cast(x, cast, random)
         return self._once((x,), cast, lambda: self._arithmetic.cast(x, cast))
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.matmul`."""
         return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """As `Arithmetic.exp`."""
         return self._like(x, exponential, lambda: self._arithmetic.exp(x, exponential))
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """As `Arithmetic.exp_of_fma`."""
         return self._arithmetic.exp_of_fma(x, factor, addend, exponential)
 
     def tanh(self, x: Tensor) -> Tensor:
-        """As `Arithmetic.tanh`."""
         return self._arithmetic.tanh(x)
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.row_sum`."""
         return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))
 
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -79,7 +68,7 @@ class SharedArithmetic:
         """
         if not self._knows(operands):
             return make()
-        key = how, *map(place, operands)
+        key = how, *map(_place, operands)
         if key in self._results:
             result, version = self._results[key]
             return result if result._version == version else make()
@@ -119,11 +108,10 @@ class SharedEmulation(SharedArithmetic):
     """The emulation's, whose products have a value before their cast."""
 
     def __init__(self, inputs: AttentionInputs) -> None:
-        """As `SharedArithmetic`."""
         super().__init__(EmulatedArithmetic(), inputs)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """As `Arithmetic.matmul`, the cast after the product: plans of several casts share one product."""
+        """The cast comes after the product: plans of several casts share one."""
         if cast.every:  # which has no value before its cast
             return super().matmul(a, b, cast, accumulator)
 
@@ -144,6 +132,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def place(x: Tensor) -> tuple[Hashable, ...]:
+def _place(x: Tensor) -> tuple[Hashable, ...]:
     """What tells a part of a tensor from any other, and from itself once someone has written to it."""
     return x.data_ptr(), x.shape, x.stride(), x._version

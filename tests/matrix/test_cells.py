@@ -2,16 +2,15 @@
 
 import pytest
 
-from tiebreak.matrix.budget import BudgetSpentError
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
-from tiebreak.matrix.recording import crashed_record, skipped_record
-from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.run import ended_record, run_cell, skipped_record
+from tiebreak.matrix.watch import BudgetSpentError
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records.decode import encode
-from tiebreak.reports.records.record import CRASHED, NO_TIME, SKIPPED
+from tiebreak.reports.records.record import CRASHED, IN_TIME, NO_TIME, SKIPPED
 from tiebreak.reports.terminal import runnable
 
 
@@ -25,7 +24,7 @@ def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.Fi
         except BudgetSpentError:
             record = skipped_record(cell, bench.settings, NO_TIME)
     else:
-        record = crashed_record(cell, bench.settings, given_up, in_time=False)
+        record = ended_record(cell, bench.settings, IN_TIME, given_up)
     record = excuses.excuse(record)
     request.node.user_properties.append((PROPERTY, encode(record)))
     deadly = given_up is None and cell.kernel.name in watch.deadly

@@ -1,11 +1,30 @@
-"""A small call that shows whether a kernel can do what nobody has said of it."""
+"""What a kernel raised, in one line; and a small call that shows whether it can do what nobody has said of it."""
+
+from pathlib import Path
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.interpreter.memory import OutOfBoundsError
 from tiebreak.kernels.external.call import SHAPE
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose
-from tiebreak.matrix.raised import raised
+
+
+def first_line(error: Exception) -> str:
+    """Of its message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def raised(error: Exception, kernel: Kernel) -> str:
+    """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
+    code = kernel.caller.code if isinstance(kernel, UserKernel) else None
+    at = place_of(error, code.co_filename if code else "")
+    if isinstance(error, CannotRunError):
+        at = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else at
+        return f"{first_line(error)}{at}"
+    what = f"{type(error).__name__}: {first_line(error)}{at}"
+    return "; ".join([what, *getattr(error, "__notes__", ())])  # with what is known of the cause
 
 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:

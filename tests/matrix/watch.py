@@ -1,28 +1,46 @@
-"""What keeps one kernel under test from taking the run with it: a time limit, and processes that are not used again."""
+"""What ends a cell that takes too long: a time limit, and the time of the whole run; a process is not used again then.
+
+No kernel under test takes the run with it: workers watch themselves, and leave word of where they were.
+"""
 
 import faulthandler
 import json
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 from tiebreak.kernels.external.isolation import CLOCK
 from tiebreak.kernels.external.loading import is_users
-from tiebreak.matrix.budget import WITHOUT, Budget
 from tiebreak.matrix.experiment import Cell, time_limit
 
-_HURRIED, _GIVEN_UP = 2, 5  # time-outs of a kernel: all so far; in a row
-_LEFT = 0.1  # of its time limit, for each cell of a hurried kernel
+_GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
 _LATE = "late.json"  # beside the words of the workers
-_FILE, _DEADLY = "tiebreak_watch", "tiebreak_deadly"  # of a worker's input
+_FILE, _DEADLY, _DEADLINE = "tiebreak_watch", "tiebreak_deadly", "tiebreak_deadline"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
 _WALL = 10  # times the limit of CPU time: what sleeps, or waits for ever, ends then
 _CALLS = str(Path("external", "call.py"))  # the module that calls a user's function
+_SHARE = 0.9  # of a budget, for cells; the rest is for the start, and for what the records come to
+_STUCK = 5.0  # seconds after which a cell that does not end with the budget hangs
+
+now = time.monotonic  # one clock for all processes of a machine
+
+
+class BudgetSpentError(BaseException):
+    """Ends a cell in the midst of its work; no `except Exception` of a kernel takes it."""
+
+
+def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
+    raise BudgetSpentError
 
 
 @dataclass(frozen=True)
@@ -32,13 +50,24 @@ class Watch:
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     deadly: frozenset[str]  # kernels that have ended processes: each of their cells is the last of its process
-    budget: Budget = WITHOUT  # of the whole run
+    deadline: float | None = None  # of the whole run, on the clock of `now`; None: it takes as long as it takes
 
     @classmethod
     def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: float | None = None) -> "Watch":
-        """The watch of a worker with this input; of the only process, with none."""
+        """The watch of a worker with this input; of the only process, or of the controller, with none.
+
+        Args:
+            worker_input: as `worker_input` has it.
+            seconds: that a cell may take.
+            budget: seconds of the whole run.
+        """
+        begun = None if budget is None else now() + _SHARE * budget
         file, deadly = worker_input.get(_FILE), frozenset(worker_input.get(_DEADLY, ()))
-        return cls(None if file is None else Path(file), seconds, deadly, Budget.of(worker_input, budget))
+        return cls(None if file is None else Path(file), seconds, deadly, worker_input.get(_DEADLINE, begun))
+
+    def worker_input(self, file: Path, deadly: Collection[str]) -> dict[str, Any]:
+        """A worker's input, which its watch is made from."""
+        return {_FILE: str(file), _DEADLY: sorted(deadly), _DEADLINE: self.deadline}
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
@@ -49,60 +78,42 @@ class Watch:
         Raises:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent.
         """
-        limit = self.limit(cell)
-        wall = self.budget.limit(None if limit is None else _WALL * limit)
-        if self.file is None or wall is None:
-            with self.budget.over():
-                yield
-            return
-        with self.budget.over(), self.file.open("w") as word:
-            print(limit, file=word, flush=True)
-            faulthandler.dump_traceback_later(wall, exit=True, file=word)
-            try:
-                with nullcontext() if limit is None else CLOCK.limited(limit, word):
-                    yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-
-    def limit(self, cell: Cell) -> float | None:
-        """Seconds of CPU time that the kernel of a cell may take now; None: as many as it needs."""
+        left = math.inf if self.deadline is None else self.deadline - now()
+        if left <= 0:
+            raise BudgetSpentError
         limit = time_limit(cell, self.seconds)
-        if limit is None or self.seconds is not None or self._late(cell).ever < _HURRIED:
-            return limit
-        return _LEFT * limit
+        wall = min(math.inf if limit is None else _WALL * limit, left + _STUCK)
+        with ExitStack() as ends:
+            if left < math.inf and threading.current_thread() is threading.main_thread():
+                ends.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, _end_the_cell))
+                ends.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, left)
+            if self.file is not None and wall < math.inf:
+                word = ends.enter_context(self.file.open("w"))
+                print(limit, file=word, flush=True)
+                faulthandler.dump_traceback_later(wall, exit=True, file=word)
+                ends.callback(faulthandler.cancel_dump_traceback_later)
+                if limit is not None:
+                    ends.enter_context(CLOCK.limited(limit, word))
+            yield
 
     def given_up(self, cell: Cell) -> str | None:
         """None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
-        late = self._late(cell)
-        return f"not run: {late.in_a_row} of its cells in a row had timed out" if late.in_a_row >= _GIVEN_UP else None
-
-    def _late(self, cell: Cell) -> "Late":
-        if self.file is None:
-            return Late()
         try:
-            late = json.loads(self.file.with_name(_LATE).read_text())
+            late = json.loads(self.file.with_name(_LATE).read_text()) if self.file is not None else {}
         except OSError:  # none has been yet
-            return Late()
-        return Late(*late.get(cell.kernel.name, ()))
+            return None
+        whys = late.get(cell.kernel.name, ())
+        if len(whys) < _GIVEN_UP:
+            return None
+        return f"not run: {len(whys)} of its cells in a row had timed out: {whys[-1]}"
 
 
-class Late(NamedTuple):
-    """How often cells of a kernel have timed out."""
-
-    ever: int = 0
-    in_a_row: int = 0
-
-
-def tell(folder: Path, late: Mapping[str, Late]) -> None:
-    """Let all workers know, before their next cell, how often cells of each kernel have timed out."""
+def tell_late(folder: Path, late: Mapping[str, Sequence[str]]) -> None:
+    """Let all workers know, before their next cell, why the last cells of each kernel have timed out in a row."""
     part = folder / f"{_LATE}.part"
     part.write_text(json.dumps(late))
     part.replace(folder / _LATE)
-
-
-def watched(file: Path, deadly: Collection[str]) -> dict[str, Any]:
-    """A worker's input that its watch is made from."""
-    return {_FILE: str(file), _DEADLY: sorted(deadly)}
 
 
 class TimedOut(NamedTuple):

@@ -1,8 +1,10 @@
 """What cells of one case share on a worker: inputs, references, error bounds and the emulation's outputs."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION, Backend
@@ -10,19 +12,30 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
-from tiebreak.cases.errors import Errors, measure
+from tiebreak.cases.errors import Errors, by_key_head, in_units, measure
+from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.candidates import clipped
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import clipped, drawn, nameless
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.sharing import SharedArithmetic, SharedEmulation
 
 _FIRST_HEADS = 32  # on which all candidates are tried
+_REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one plan has in common with an output."""
+
+    bits: float  # share of elements of O that agree to the bit
+    difference: Interval  # of bias, in ulps, paired head by head
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,38 @@ class SharedBatch(Batch):
         if declaration not in self._predicted:
             self._predicted[declaration] = run_forward(declaration, self.inputs, self.emulation.arithmetic).o
         return self._predicted[declaration]
+
+    def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
+        """How each candidate fits an output.
+
+        All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the
+        bit, on all of them.
+
+        Args:
+            o: as the kernel returned it, (batch, heads, queries, d of V).
+            candidates: by name.
+
+        Returns:
+            In the candidates' order; of one that is out of reach what some heads say.
+        """
+        work = {name: nameless(self.clipped(declaration)) for name, declaration in candidates.items()}
+        some = self.first_heads
+        fitting = some._tried(o, work.values())
+        if some is not self:
+            best = max(fit.bits for fit in fitting.values())
+            near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or drawn(plan)]
+            fitting |= self._tried(o, near)
+        return {name: fitting[plan] for name, plan in work.items()}
+
+    def _tried(self, o: Tensor, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
+        entries, heads = self.inputs.q.shape[:2]
+        ours, units = o[:entries, :heads].float(), self.yardstick.units
+        fitting = {}
+        for declaration in dict.fromkeys(declarations):
+            theirs = self.predicted(declaration)
+            samples = by_key_head(in_units(ours.double() - theirs.double(), units), self.inputs.groups)
+            fitting[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
+        return fitting
 
     @cached_property
     def emulation(self) -> Backend:

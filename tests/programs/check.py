@@ -3,13 +3,19 @@
 import argparse
 import contextlib
 import io
+import multiprocessing
 import os
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Generator, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
@@ -23,7 +29,6 @@ from tiebreak.matrix.plugin import WATCH, faster_alone
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import timed_out
-from tiebreak.programs import forked
 from tiebreak.programs.levels import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
@@ -50,11 +55,11 @@ def main(arguments: Sequence[str]) -> int:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
     options = _parsed(arguments)
-    if forked.possible():
+    if can_fork():
         with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
             word, loaded = Path(folder) / "watch", Path(folder) / "loaded"
             follower = _Follower(sys.stderr, word if options.workers == _AUTO else None, loaded)
-            code = forked.in_a_fork(lambda: _check(options, follower))
+            code = in_a_fork(lambda: _check(options, follower))
             if code is not None:
                 return code
             if not loaded.exists():
@@ -70,6 +75,45 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
+def can_fork() -> bool:
+    """Whether a fork is safe here: other threads would be gone in it, and macOS' own libraries take none."""
+    return sys.platform == "linux" and threading.active_count() == 1
+
+
+def in_a_fork(work: Callable[[], int | None]) -> int | None:
+    """What some work gives in a fork, where what is imported need not be imported again; None if it ends the fork."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    fork = context.Process(target=_send, args=(work, writer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's, of the threads of NumPy's libraries, which are ready for a fork
+        fork.start()
+    writer.close()
+    # Ctrl-C reaches the fork by itself, SIGTERM through this process: what it does then is for both.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: fork.terminate())
+    try:
+        fork.join()
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    code: int | None = None
+    with reader, contextlib.suppress(EOFError):  # whose other end a process that the work has left behind may hold
+        code = reader.recv() if reader.poll() else None
+    return code
+
+
+def _send(work: Callable[[], int | None], writer: Connection) -> None:
+    try:
+        code = work()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        writer.send(code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # whatever threads the work has left
+
+
 def _check(options: argparse.Namespace, follower: "_Follower") -> int | None:
     """Run, and print what it came to; None if a run without workers has left out cells by itself."""
     code, printed = _run(options, follower)
@@ -81,10 +125,12 @@ def _check(options: argparse.Namespace, follower: "_Follower") -> int | None:
         return USAGE
     if follower.alone and not follower.interrupted and not run.complete:
         return None
-    if options.json == _STDOUT:
-        sys.stdout.write(as_json(follower.verdicts(run, options.command)))
-    elif options.json is not None:
-        write_text(as_json(follower.verdicts(run, options.command)), Path(options.json))
+    if options.json is not None:
+        text = as_json(follower.verdicts(run, options.command))
+        if options.json == _STDOUT:
+            sys.stdout.write(text)
+        else:
+            write_text(text, Path(options.json))
     if options.json != _STDOUT:
         terminal.show(follower.report(run))
     if follower.interrupted:
@@ -106,15 +152,6 @@ def judged(arguments: Sequence[str]) -> list[Verdict]:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    options = _parser().parse_args(arguments)
-    refuse_twice(arguments)
-    if options.json not in (None, _STDOUT) and not Path(options.json).parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
-    options.command = shlex.join(["tiebreak", "check", *arguments])
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tiebreak check",
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
@@ -129,7 +166,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--workers", type=_workers, default=_AUTO, metavar="N", help=workers)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
-    return parser
+    options = parser.parse_args(arguments)
+    refuse_twice(arguments)
+    if options.json not in (None, _STDOUT) and not Path(options.json).parent.is_dir():
+        raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+    options.command = shlex.join(["tiebreak", "check", *arguments])
+    return options
 
 
 def _workers(text: str) -> str:

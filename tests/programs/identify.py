@@ -16,8 +16,8 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
-from tiebreak.matrix.raised import raised
 from tiebreak.matrix.selection import Selection, SelectionError, matching_backends
+from tiebreak.matrix.trial import raised
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError

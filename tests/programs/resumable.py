@@ -4,7 +4,6 @@ import argparse
 import json
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiebreak.backends.platform import worker_count
-from tiebreak.reports import terminal
 from tiebreak.reports.cli import positive
 
 _Task = TypeVar("_Task")
@@ -45,8 +43,7 @@ def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
 def _whole(text: str) -> int:
     """How many characters of a file there are without a last line that a stop has cut."""
     end = text.rfind("\n") + 1
-    cut = text[end:].startswith('{"') and not text.endswith("}")
-    return end if cut else len(text)
+    return end if text[end:].startswith('{"') and not text.endswith("}") else len(text)
 
 
 def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
@@ -115,15 +112,8 @@ def expected(seconds: float) -> str:
 
 
 def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
-    """Show what each part came to as it ends: by a bar on a terminal; elsewhere in a line, with the time to go."""
-    from tqdm import tqdm  # not for those that read a file of parts alone
-
-    started, live = time.monotonic(), sys.stdout.isatty()
-    width = terminal.width() - 1  # on two lines it could not be renewed
-    with tqdm(lines, total=total, unit=noun, file=sys.stdout, disable=not live, ncols=width) as bar:
-        for number, line in enumerate(bar, start=1):
-            if live:
-                bar.set_postfix_str(line)
-            else:
-                rest = (time.monotonic() - started) / number * (total - number)
-                print(f"{line}; {number} of {total} {noun}s, {expected(rest)}", flush=True)
+    """Show what each part came to as it ends, with the time to go."""
+    started = time.monotonic()
+    for number, line in enumerate(lines, start=1):
+        rest = (time.monotonic() - started) / number * (total - number)
+        print(f"{line}; {number} of {total} {noun}s, {expected(rest)}", flush=True)

@@ -26,17 +26,16 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.candidates import tilings
-from tiebreak.matrix.checks import accuracy, ask_all, contract
-from tiebreak.matrix.checks.agreement import REPEATABLE
-from tiebreak.matrix.checks.gradients import CHECK as GRADIENTS
+from tiebreak.matrix.checks import ask_all
+from tiebreak.matrix.checks.expectations import CONTRACT, REPEATABLE
+from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call, shown, where_bias_is
 from tiebreak.matrix.experiments.training import TrainingRun, training_result
 from tiebreak.matrix.record_collector import described
-from tiebreak.matrix.recording import blank_record
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.profiles import ABSENT
@@ -229,7 +228,7 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
             yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
         elif told.met is not answer.met:
             yield f"answers.{name}: {_MET[told.met]}, and its measures say {_MET[answer.met]}"
-        elif (told.asked, told.source) != (answer.asked, answer.source) and name != accuracy.CHECK.name:
+        elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY.name:
             yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
 
 
@@ -240,7 +239,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
     nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
     verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
-    backward, kept = record.answers.get(GRADIENTS.name), record.answers.get(contract.CHECK.name)
+    backward, kept = record.answers.get(GRADIENTS.name), record.answers.get(CONTRACT.name)
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
     prediction = None
     if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded

@@ -218,8 +218,8 @@ def test_records_are_kept_on_the_way_now_and_then(
         kept.append((len(run.records), run.complete))
         write(run, path)
 
-    monkeypatch.setattr("tiebreak.matrix.record_file._EVERY", pause)
-    monkeypatch.setattr("tiebreak.matrix.record_file._SHARE", 0.0)
+    monkeypatch.setattr("tiebreak.matrix.record_collector._EVERY", pause)
+    monkeypatch.setattr("tiebreak.matrix.record_collector._SHARE", 0.0)
     monkeypatch.setattr(store, "write", note)
     assert matrix().ret == 0
     assert kept == expected

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 import tiebreak
 from tiebreak.matrix.plugin import faster_alone
-from tiebreak.programs import check, forked
+from tiebreak.programs import check
 from tiebreak.reports import cli, verdict
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option-either")
-    monkeypatch.setattr(forked, "possible", lambda: False)  # what is printed is looked at in this process
+    monkeypatch.setattr(check, "can_fork", lambda: False)  # what is printed is looked at in this process
     return tmp_path
 
 
@@ -199,8 +199,8 @@ def test_what_ends_the_one_process_is_told_from_what_ends_it_as_it_is_imported(
             follower.pytest_configure(SimpleNamespace(stash={}))
         return None
 
-    monkeypatch.setattr(forked, "possible", lambda: True)
-    monkeypatch.setattr(forked, "in_a_fork", lambda work: work())
+    monkeypatch.setattr(check, "can_fork", lambda: True)
+    monkeypatch.setattr(check, "in_a_fork", lambda work: work())
     monkeypatch.setattr(check, "_check", gone)
     assert check.main(["mine.py:attention"]) == code
     (line,) = capsys.readouterr().err.splitlines()

@@ -11,11 +11,10 @@ import pytest
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Interval
-from tiebreak.matrix.checks import ask_all, checks
-from tiebreak.matrix.checks.contract import broken
+from tiebreak.matrix.checks import ask_all, checks, judging
+from tiebreak.matrix.checks.expectations import contract_broken
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.run import judging
 from tiebreak.reports.records.record import (
     CRASHED,
     FELL,
@@ -218,7 +217,7 @@ def test_a_claim_is_told_with_its_sources() -> None:
 
 
 def test_a_broken_contract_is_not_met() -> None:
-    answer = broken("returned None")
+    answer = contract_broken("returned None")
     assert (answer.met, answer.why) == (False, "returned None")
     assert answer.asked == checks()["contract"].ask(result(contract=True)).asked  # type: ignore[union-attr]
 

@@ -23,7 +23,6 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.explain import explain, plans
-from tiebreak.matrix.fits import fits
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import SharedBatch, Workbench
@@ -212,7 +211,7 @@ def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> No
     fits_by_case = {}
     for case in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar"):
         o = run_forward(parse_declaration(plan), batch(case).inputs, EMULATION.arithmetic).o
-        shares = fits(o, batch(case), candidates())
+        shares = batch(case).fits(o, candidates())
         fits_by_case[case] = {name: FitRecord(0.0, 0.01, fit.bits) for name, fit in shares.items()}
     explanation = only(*(compared(case, each) for case, each in fits_by_case.items()))
     assert explanation_text(explanation) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
@@ -249,7 +248,7 @@ def test_a_kernel_that_scales_q_first_is_known(kernel: Callable[..., Tensor], pl
     """In PyTorch's own bf16, with a scale that is no power of two."""
     inputs = batch("random_odd").inputs
     o = kernel(*(x.bfloat16() for x in (inputs.q, inputs.k, inputs.v)), inputs.scale)
-    found = fits(o, batch("random_odd"), candidates())
+    found = batch("random_odd").fits(o, candidates())
     assert found[plan].bits > 0.995
     assert {text.partition(",tile")[0] for text, fit in found.items() if fit.bits >= FOLLOWED} == {plan}
 

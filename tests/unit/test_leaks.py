@@ -11,10 +11,9 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import TORCH_DTYPES
-from tiebreak.matrix import leaks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.leaks import CALLS, left_behind
+from tiebreak.matrix.repetition import CALLS, left_behind, mallinfo
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
@@ -47,7 +46,7 @@ def attention(q, k, v, *, causal=False, scale=None):
     return o
 """
 O_BYTES = 16 * 4 * 64 * 2  # of `random`, 16 heads
-needs_glibc = pytest.mark.skipif(leaks._mallinfo() is None, reason="this C library does not count its memory")
+needs_glibc = pytest.mark.skipif(mallinfo() is None, reason="this C library does not count its memory")
 needs_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
 
 

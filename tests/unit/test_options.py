@@ -15,7 +15,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import KIND, Call
 from tiebreak.matrix.options import OPTIONS, RECORDED, Option, refuse_twice
-from tiebreak.matrix.recording import command
+from tiebreak.matrix.run import command
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
@@ -44,7 +44,7 @@ def mine(pytester: pytest.Pytester) -> str:
 @pytest.fixture
 def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a kernel of one's own and one of the suite, on two calls each and one training run."""
-    monkeypatch.setitem(vars(KIND), "_scripted", FEW)  # all that there are: a run that names none has these
+    monkeypatch.setitem(vars(KIND), "experiments", FEW)  # all that there are: a run that names none has these
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")

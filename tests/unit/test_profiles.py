@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.matrix.recording import blank_record
+from tiebreak.matrix.run import blank_record
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs.profiles import PROFILES, profile

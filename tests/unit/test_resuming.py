@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs.resumable import read_parts, run_parts, show_progress
+from tiebreak.programs.resumable import read_parts, run_parts
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,3 @@ def test_a_line_of_something_else_is_refused_by_its_number(tmp_path: Path) -> No
     (tmp_path / "file").write_text('{"of": 2, "is_": 4}\n{"of": 2}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"file, line 2: none of this program's"):
         read_parts(tmp_path / "file", Square)
-
-
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    show_progress(["one", "two " * 40], 2, "run")
-    *_, last = capsys.readouterr().out.rstrip("\n").split("\r")
-    assert last.startswith("100%|")
-    assert "2/2" in last
-    assert len(last) < 90

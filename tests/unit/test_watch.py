@@ -132,36 +132,32 @@ def test_a_kernel_is_deadly_from_its_second_death_on(collecting: Collecting) -> 
     collector = collecting(*mine, *other)
 
     def deadly() -> set[str]:
-        return set(Watch.of(collector.watched("gw9"), None).deadly)
+        return set(Watch.of(collector.watched("gw9", Watch.of({}, None)), None).deadly)
 
     failed = pytest.TestReport(f"a.py::test_cell[{mine[2].id}]", ("a.py", None, "a.py"), {}, "failed", "no", "call")
     for report in (died(mine[0], "gw0"), died(other[0], "gw1"), failed):
         assert deadly() == set()
-        collector._take(report)
+        collector.take(report)
     assert deadly() == set()
-    collector._take(died(mine[1], "gw2"))
+    collector.take(died(mine[1], "gw2"))
     assert deadly() == {"flash@paper"}
 
 
-def test_a_kernel_that_hangs_is_hurried_and_then_given_up(collecting: Collecting) -> None:
-    """Workers that run already learn of it; another kernel has all its time, and one in time begins anew."""
+def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
+    """Workers that run already learn of it; other kernels go on, and one in time begins anew."""
     kernels = [replace(composed_kernel(name), external=True) for name in ("flash@paper", "standard")]
     mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
     collector = collecting(*mine, *other)
-    worker = Watch.of(collector.watched("gw9"), None)
-    (collector._watches / "gw0").write_text(DUMP)
-    limits = []
+    worker = Watch.of(collector.watched("gw9", Watch.of({}, None)), None)
+    (collector.words / "gw0").write_text(DUMP)
     for cell in mine[:5]:
         assert worker.given_up(mine[8]) is None
         assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
-        limits.append(worker.limit(mine[8]))
-    assert limits == [60.0, 6.0, 6.0, 6.0, 6.0]
-    assert worker.given_up(mine[8]) == "not run: 5 of its cells in a row had timed out"
-    assert (worker.limit(other[0]), worker.given_up(other[0])) == (60.0, None)
-    assert replace(worker, seconds=9.0).limit(mine[8]) == 9.0, "what was asked for stays"
-    collector._take(died(mine[5], "gw1"))  # it has died, and in time
+    where = "no result after 62.5 s; it was in hang (attention.py, line 8)"
+    assert worker.given_up(mine[8]) == f"not run: 5 of its cells in a row had timed out: {where}"
+    assert worker.given_up(other[0]) is None
+    collector.take(died(mine[5], "gw1"))  # it has died, and in time
     assert worker.given_up(mine[8]) is None
-    assert worker.limit(mine[8]) == 6.0
 
 
 def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
@@ -205,11 +201,11 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
 def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(collecting: Collecting) -> None:
     cell = Cell(CPU, composed_kernel("flash@paper"), Call(SCRIPTED[0]), BF16)
     collector = collecting(cell)
-    (collector._watches / "gw0").write_text(DUMP.replace("call.py", "workbench.py"))
-    collector._take(died(cell, "gw0"))
+    (collector.words / "gw0").write_text(DUMP.replace("call.py", "workbench.py"))
+    collector.take(died(cell, "gw0"))
     (record,) = collector.records.values()
     assert (record.outcome, record.met("in_time")) == (INCONCLUSIVE, None)
-    assert collector.late[cell.kernel.name].in_a_row == 1, "all the same it may hang in each of its cells"
+    assert len(collector.late[cell.kernel.name]) == 1, "all the same it may hang in each of its cells"
 
 
 def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
@@ -217,17 +213,17 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(col
     cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
     collector = collecting(*cells)
     for cell, first, second in zip(cells[:3], (None, DUMP, DUMP), (DUMP, DUMP, "suite's"), strict=True):
-        word = collector._watches / "gw0"
+        word = collector.words / "gw0"
         if first is not None:
             word.write_text(first)
             assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
             assert not collector.another_try("gw0", f"a.py::test_cell[{cell.id}]"), "there are two tries"
         word.write_text(DUMP.replace("call.py", "workbench.py") if second == "suite's" else second)
-        collector._take(died(cell, "gw0"))
+        collector.take(died(cell, "gw0"))
     records = [collector.records[cell.id] for cell in cells[:3]]
     assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
     assert records[1].reasons == ("twice: no result after 62.5 s; it was in hang (attention.py, line 8)",)
-    (collector._watches / "gw0").unlink()
+    (collector.words / "gw0").unlink()
     assert not collector.another_try("gw0", f"a.py::test_cell[{cells[3].id}]"), "it died, and in time"
 
 

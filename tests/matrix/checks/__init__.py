@@ -1,6 +1,5 @@
 """Checks: each one question asked of a result. A check is found by being in a module of this folder."""
 
-import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,14 +21,10 @@ class Check:
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
 
 
-def _answered_elsewhere(result: Result) -> None:
-    """A result there is only of a kernel that ran to its end."""
-    del result
-
-
+# Of a kernel that did not run to its end there is no result that could be asked.
 _ALWAYS = (
-    Check(RUNS, "the kernel ran to its end", _answered_elsewhere, wrong=True),
-    Check(IN_TIME, "the kernel ran in the time that a cell has", _answered_elsewhere, wrong=True),
+    Check(RUNS, "the kernel ran to its end", lambda result: None, wrong=True),
+    Check(IN_TIME, "the kernel ran in the time that a cell has", lambda result: None, wrong=True),
 )
 
 
@@ -41,19 +36,12 @@ def checks() -> Mapping[str, Check]:
     return {check.name: check for check in (*_ALWAYS, *sorted(asked, key=lambda check: check.name))}
 
 
+def judging() -> frozenset[str]:
+    """Names of the checks that are about a cell's rounding."""
+    return frozenset(name for name, check in checks().items() if check.judges)
+
+
 def ask_all(result: Result) -> dict[str, Answer]:
     """The answers to all checks that have something to ask, by name."""
     answers = {name: check.ask(result) for name, check in checks().items()}
     return {name: answer for name, answer in answers.items() if answer is not None}
-
-
-def numbers(result: Result, *names: str) -> tuple[float, ...] | None:
-    """The numbers of some measures; None if one of them is missing or NaN, which no check takes for a pass."""
-    measured = [result.number(name) for name in names]
-    known = tuple(number for number in measured if number is not None and not math.isnan(number))
-    return known if len(known) == len(names) else None
-
-
-def without_number(asked: str, *names: str) -> Answer:
-    """The answer where there is no number to tell from."""
-    return Answer(False, asked, f"there is no number for {' or '.join(names)}")

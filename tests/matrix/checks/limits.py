@@ -1,13 +1,38 @@
-"""Limits on measures: of O its largest error, its range and its NaN, of a training run its loss."""
+"""Limits on measures: of O and of gradients their largest errors, their NaN and their size, of a training run its loss.
 
+Errors of O and of gradients are also held to those of the plan that the kernel declares, or that it follows.
+"""
+
+import math
 from collections.abc import Callable, Iterator, Sequence
 
-from tiebreak.matrix.checks import Check, numbers, without_number
+from msgspec.structs import replace
+
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
+from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer
 
+_GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
+_GAINS = {
+    "dq_gain_error": "dQ",
+    "dk_gain_error": "dK",
+    "dv_gain_error": "dV",
+    "delta_bias_in_dq": "delta, read off dQ,",
+}
 
-def _check(
+
+def _answer(result: Result, asked: str, needed: Sequence[str], faults: Callable[..., Iterator[str]]) -> Answer:
+    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or shows a fault."""
+    known = [number for name in needed if (number := result.number(name)) is not None and not math.isnan(number)]
+    if len(known) < len(needed):
+        return Answer(False, asked, f"there is no number for {' or '.join(needed)}")
+    why = list(faults(*known))
+    return Answer(not why, asked, "; ".join(why))
+
+
+def _limit(
     name: str,
     about: str,
     asked: str,
@@ -16,7 +41,7 @@ def _check(
     *,
     always_of_users: bool = False,
 ) -> Check:
-    """Return a check of a kernel's numbers, one that is missing or NaN included.
+    """Return a check of a kernel's numbers.
 
     Args:
         name: of the check.
@@ -31,11 +56,8 @@ def _check(
         waived = result.waived(name) and not (always_of_users and result.contract)
         if needed[0] not in result.measures or waived:
             return None
-        holds, known = asked.format(plan=result.bound_of), numbers(result, *needed)
-        if known is None:
-            return without_number(holds, *needed)
-        why = [fault.format(plan=result.bound_of) for fault in faults(*known)]
-        return Answer(not why, holds, "; ".join(why))
+        answer, plan = _answer(result, asked, needed, faults), result.bound_of
+        return replace(answer, asked=answer.asked.format(plan=plan), why=answer.why.format(plan=plan))
 
     return Check(name, about, ask, wrong=True)
 
@@ -62,21 +84,64 @@ def _lost_loss(finite: float, steps: float) -> Iterator[str]:
         yield f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}"
 
 
-BOUND = _check(
+def _accuracy(result: Result) -> Answer | None:
+    ratio, apart = (result.measures.get(name) for name in ("square_ratio", "bias_apart"))
+    if not isinstance(ratio, Interval) or result.waived(ACCURACY.name):
+        return None
+    plan = result.held_to or "the plan that it is held to"
+    why = []
+    if not ratio.low <= LIMIT:
+        why.append(f"mean square {ratio.mean:.3g} times what {plan} has (at least {ratio.low:.3g}, {LIMIT} is allowed)")
+    if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
+        why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
+    return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
+
+
+def _gradients(result: Result) -> Answer | None:
+    if result.backward_error is not None:
+        why = f"its backward pass {result.backward_error}; declare backward=none if it has none"
+        return Answer(False, _GRADIENTS, why)
+    needed = ("gradients_nonfinite", "gradient_error_over_bound")
+    if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS.name):
+        return None
+    return _answer(result, _GRADIENTS, needed, lambda lost, share: _gradient_faults(result, lost, share))
+
+
+def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]:
+    if isinstance(result.measures.get("dq_gain_error"), Interval):
+        for name, gradient in _GAINS.items():
+            error = result.measures.get(name)
+            if isinstance(error, Interval) and error.beyond(GAIN):
+                yield f"{gradient} is off by {error.mean:+.2%} on the whole, on normal numbers"
+    if lost:
+        yield f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not"
+    if share > 1.0:
+        yield f"the largest error of dQ, dK and dV is {share:.3g} times its bound"
+    ratios = {name: result.measures.get(f"{name.lower()}_square_ratio") for name in ("dQ", "dK", "dV")}
+    larger = [
+        f"of {name} {ratio.mean:.3g} times (at least {ratio.low:.3g})"
+        for name, ratio in ratios.items()
+        if isinstance(ratio, Interval) and not ratio.low <= LIMIT
+    ]
+    if larger:
+        yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
+
+
+BOUND = _limit(
     "bound",
     "the largest error of O is within its plan's rounding-error bound",
     "largest error within the bound of plan {plan}",
     ["error_over_bound"],
     _beyond_bound,
 )
-RANGE = _check(
+RANGE = _limit(
     "range",
     "O, a weighted mean, lies within the range of the V that its row sees",
     "O within the range of V",
     ["outside_values"],
     _out_of_range,
 )
-FINITE = _check(
+FINITE = _limit(
     "finite",
     "O is finite where the reference is, and nowhere else",
     "finite where the reference is, and nowhere else",
@@ -84,10 +149,24 @@ FINITE = _check(
     _not_finite,
     always_of_users=True,
 )
-LOSS = _check(
+LOSS = _limit(
     "loss",
     "the loss of a training run stays a number",
     "a loss that is a number, to the last step",
     ["finite_steps", "steps"],
     _lost_loss,
+)
+ACCURACY = Check(
+    "accuracy",
+    "the errors of O are no larger than those of the plan that it declares, or follows",
+    _accuracy,
+    judges=True,
+    wrong=True,
+)
+GRADIENTS = Check(
+    "gradients",
+    "a kernel's own dQ, dK and dV are finite, within a rounding-error bound, of the right size on the whole, and err no"
+    " more than those of a backward pass that people ship",
+    _gradients,
+    wrong=True,
 )

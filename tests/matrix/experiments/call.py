@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
-from tiebreak.cases.errors import difference, merge, signed_error_ulps
+from tiebreak.cases.errors import difference, signed_error_ulps
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
@@ -25,19 +24,17 @@ from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix import acceptance
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
-from tiebreak.matrix.fits import Fit
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.sampling import Sample, rounded_errors, sampled
+from tiebreak.matrix.sampling import Sample, sampled
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import CaseBench, Workbench
+from tiebreak.matrix.workbench import Fit, Workbench
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -58,37 +55,26 @@ class Call(Experiment):
 
     @property
     def name(self) -> str:
-        """As `Experiment.name`."""
         return self.case.name
 
     @property
     def version(self) -> int:
-        """As `Experiment.version`."""
         return self.case.version
 
     @property
     def options(self) -> tuple[str, ...]:  # type: ignore[override]
-        """As `Experiment.options`."""
         return self.case.fixed_heads.options if self.case.fixed_heads else ()
 
     @property
     def time_limit(self) -> float:  # type: ignore[override]
-        """As `Experiment.time_limit`."""
         return _LONG if self.case.on_request else Experiment.time_limit
 
     @property
     def tags(self) -> frozenset[str]:
-        """As `Experiment.tags`."""
-        applying = {"call": True, "failure": self.case.failure, "backward": self.case.gradients}
-        return frozenset(tag for tag, applies in applying.items() if applies)
-
-    @property
-    def early(self) -> bool:
-        """As `Experiment.early`."""
-        return self.case.gradients
+        failing, backward = {"failure"} if self.case.failure else set(), {"backward"} if self.case.gradients else set()
+        return frozenset({"call"} | failing | backward)
 
     def described(self) -> records.CaseRecord:
-        """As `Experiment.described`."""
         case = self.case
         of, at = case.family or (None, None)
         return records.CaseRecord(
@@ -103,37 +89,31 @@ class Call(Experiment):
         )
 
     def formats(self) -> Sequence[Format] | None:
-        """As `Experiment.formats`."""
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
     def with_features(self, words: Sequence[str]) -> "Call":
-        """As `Experiment.with_features`."""
         return Call(with_features(self.case, words), self.case)
 
     def check(self, fmt: Format) -> None:
-        """As `Experiment.check`: captured tensors are read once, and features added to a few heads."""
-        if JOINED in self.name and self.case.fixed_heads is None:
-            try:
-                self.case.make(0, 0, 1, fmt)
-            except ValueError as error:
-                raise UnusableExperimentError(f"--features: {self.name}: {error}") from error
-        if self.case.fixed_heads is not None:
-            try:
-                self.case.make(0, 0, self.case.fixed_heads.heads, fmt)
-            except CapturedError as error:
-                raise UnusableExperimentError(str(error)) from error
+        """Captured tensors are read once, and features added to a few heads."""
+        fixed = self.case.fixed_heads
+        if fixed is None and JOINED not in self.name:
+            return
+        try:
+            self.case.make(0, 0, fixed.heads if fixed else 1, fmt)
+        except (CapturedError, ValueError) as error:
+            raise UnusableExperimentError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
-        """As `Experiment.group`: inputs, references and the emulation's outputs."""
+        """Inputs, references and the emulation's outputs."""
         return f"{self.name}-{fmt.name}"
 
     def input_kind(self, fmt: Format) -> str | None:
-        """As `Experiment.input_kind`: by the case's formats."""
         formats = self.case.formats(fmt)
         return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """As `Experiment.pairs`: all kernels but those for other formats."""
+        """All kernels but those for other formats."""
         formats = self.formats()
         if formats is not None and asked.fmt not in formats:
             return []
@@ -142,17 +122,16 @@ class Call(Experiment):
             pairs = [(backend, kernel) for backend, kernel in pairs if not kernel.external]
         if not self.case.only_claimed or asked.kernels_named:
             return pairs
-        return [(backend, kernel) for backend, kernel in pairs if self._says_something_about(kernel)]
-
-    def _says_something_about(self, kernel: Kernel) -> bool:
-        """Whether the case has a claim about a kernel, or its plan is not one of the roster's."""
-        declaration = kernel.declaration
-        if declaration is None or declaration.label not in roster_labels():
-            return True
-        return self.case.claim_about(declaration) is not None  # in bf16: another format has the same kernels
+        return [
+            (backend, kernel)
+            for backend, kernel in pairs
+            if (plan := kernel.declaration) is None
+            or plan.label not in roster_labels()
+            or self.case.claim_about(plan) is not None  # in bf16: another format has the same kernels
+        ]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """As `Experiment.refusal`: what the kernel takes decides, and what it fails on that it never said it takes."""
+        """What the kernel takes decides, and what it fails on that it never said it takes."""
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
             return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
@@ -161,16 +140,15 @@ class Call(Experiment):
         )
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """As `Experiment.run`: outputs, then what known plans make of the inputs, then measures."""
-        case_bench, known = bench.case(self.case, cell.fmt), bench.known(cell.backend, cell.kernel, cell.fmt)
+        """Outputs, then what known plans make of the inputs, then measures."""
+        case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
+        known = bench.known(cell.backend, kernel, cell.fmt)
         sample = sampled(cell, case_bench)
-        outputs = [draw.output for draw in sample.draws]
-        batches = [case_bench.batch(index) for index in range(len(outputs))]
+        outputs, batches = sample.outputs, [case_bench.batch(index) for index in range(len(sample.outputs))]
         repeated = repetition(cell, outputs[0], batches[0])
-        fits = attributed(sample, case_bench, known)
-        held_to = plan_held_to(sample, fits, case_bench, known)
-        backward = None
-        if held_to is not None and self.case.normal and cell.kernel.external:
+        fits = attributed(sample, known)
+        held_to, backward = plan_held_to(sample, fits, known), None
+        if held_to is not None and case.normal and kernel.external:
             runs = [output for output in (outputs[0].gradients, repeated.other_gradients) if output is not None]
             backward = backward_held_to(runs, outputs[0].o, held_to.declaration, batches[0], known) if runs else None
         observed = Observed(
@@ -180,15 +158,15 @@ class Call(Experiment):
             sample.declaration,
             sample.prediction,
             sample.equal_bits,
-            rounded_errors(cell, sample, case_bench),
+            sample.rounded,
             held_to.errors if held_to else None,
-            self.case.normal,
+            case.normal,
             repeated.equal_gradients,
             backward.squares if backward else (),
         )
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
         verdict = None if sample.verdict is None else sample.verdict.value
-        tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
+        tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
         return Result(
             measures=measures,
             shown=shown(sample.errors.nonfinite, sample.errors.gain, sample.errors.bias.mean, verdict),
@@ -196,41 +174,46 @@ class Call(Experiment):
             tied=tied,
             in_training=in_training,
             claims=tuple(_claims(sample)),
-            prediction=_prediction(cell, sample, case_bench),
+            prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
             backward_held_to=backward.name if backward else None,
             repeatable=repeated.same,
-            failure=self.case.failure,
-            contract=cell.kernel.external,
+            failure=case.failure,
+            contract=kernel.external,
             leaks=repeated.leaks,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
             remedy=sample.remedy,
             digest=digest(outputs[0]),
-            evidence=_evidence(cell, sample, case_bench, fits, backward),
+            evidence=_evidence(sample, fits, backward),
         )
 
 
-def _evidence(
-    cell: Cell, sample: Sample, bench: CaseBench, fits: Mapping[str, Fit], backward: BackwardHeldTo | None
-) -> dict[str, Any]:
+def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo | None) -> dict[str, Any]:
     """What a record keeps beside the measures: of the first batch."""
-    output, batch, errors = sample.draws[0].output, bench.batch(0), sample.errors
+    cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
     evidence: dict[str, Any] = {}
     if fits:
         evidence["fits"] = {
             name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in fits.items()
         }
-    if cell.kernel.external and (errors.error_over_bound > 1.0 or errors.nonfinite):  # no rounding explains O
+    no_rounding = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
+    if cell.kernel.external and no_rounding:
         slips = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
         evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits
     if bench.settings.rules:
         evidence["rules"] = acceptance.said(output, bench)
-    return evidence | (_drawings(cell, output, batch) if bench.case.traced else {})
+    if bench.case.traced:
+        evidence["histogram"] = _histogram(output, batch)
+        if cell.backend.predicts and cell.kernel.declaration is not None:
+            traced = trace(cell.kernel.declaration, batch.inputs, batch.ref)
+            error = tuple(map(records.finite, traced.error.tolist()))
+            evidence["trace"] = records.TraceRecord(error, tuple(traced.at_one))
+    return evidence
 
 
 def _claims(sample: Sample) -> Iterator[Claimed]:
@@ -238,27 +221,23 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         expectation = sample.claim.expectation
         measured = expectation.text(sample.errors)
         yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
-    if sample.rounded is not None:
+    if sample.held_to_rounded and sample.rounded is not None:
         measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
         yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
 
 
-def _prediction(cell: Cell, sample: Sample, bench: CaseBench) -> Predicted | None:
+def _prediction(sample: Sample) -> Predicted | None:
+    """Where it is not met, also whether it would be if the plan said how the device adds up products."""
     if sample.prediction is None:
         return None
+    label, backend = sample.declaration.label, sample.cell.backend
     measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    if sample.prediction_met is False:
-        measured += _as_the_device_multiplies(cell, sample, bench)
-    return Predicted(sample.declaration.label, sample.prediction_met, measured)
-
-
-def _as_the_device_multiplies(cell: Cell, sample: Sample, bench: CaseBench) -> str:
-    """Of an output that its plan does not predict: whether it would, if it said how the device adds up products."""
-    plan = ",".join([sample.declaration.label, *plan_changes(cell.backend.arithmetic, cell.backend.device)])
-    if plan == sample.declaration.label:
-        return ""
-    emulated = merge([bench.emulated(index, parse_declaration(plan))[1] for index in range(len(sample.draws))])
-    return f"; {plan}, as this device multiplies, does" if predicted(difference(sample.errors, emulated)) else ""
+    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_met is False else ()
+    if products:
+        plan = ",".join([label, *products])
+        if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
+            measured += f"; {plan}, as this device multiplies, does"
+    return Predicted(label, sample.prediction_met, measured)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
@@ -294,16 +273,6 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
     return records.Shown.of(KIND.described.headline or "", bias, verdict=verdict)
 
 
-def _drawings(cell: Cell, output: AttentionOutput, batch: Batch) -> dict[str, Any]:
-    """What is there to be drawn of the first batch: signed errors, and how they come about where that is known."""
-    evidence: dict[str, Any] = {"histogram": _histogram(output, batch)}
-    if cell.backend.predicts and cell.kernel.declaration is not None:
-        traced = trace(cell.kernel.declaration, batch.inputs, batch.ref)
-        error = tuple(map(records.finite, traced.error.tolist()))
-        evidence["trace"] = records.TraceRecord(error, tuple(traced.at_one))
-    return evidence
-
-
 def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord:
     error = signed_error_ulps(output.o.float(), batch.ref.o, batch.inputs.formats.output)
     error = error[torch.isfinite(error)]
@@ -322,18 +291,12 @@ class _Calls(Kind):
     """Scripted cases and captured ones."""
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """As `Kind.offered`."""
         try:
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
             raise UnusableExperimentError(str(error)) from error
-        scripted = self._scripted if captured is None or cases_named else ()
-        scripted = scripted if cases_named else tuple(call for call in scripted if not call.case.on_request)
-        return (*scripted, *map(Call, layers))
-
-    @cached_property
-    def _scripted(self) -> tuple[Call, ...]:
-        return tuple(map(Call, SCRIPTED))
+        cases = SCRIPTED if captured is None or cases_named else ()
+        return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 
 
 KIND = _Calls(

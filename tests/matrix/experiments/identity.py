@@ -31,11 +31,10 @@ class Identification(Experiment):
     informs: ClassVar[bool] = True
 
     def described(self) -> records.CaseRecord:
-        """As `Experiment.described`."""
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """As `Experiment.pairs`: users' kernels that declare nothing."""
+        """Users' kernels that declare nothing."""
         return [
             (backend, kernel)
             for backend, kernel in asked.pairs
@@ -45,11 +44,10 @@ class Identification(Experiment):
         ]
 
     def cost(self, backend: Backend) -> float:
-        """As `Experiment.cost`: two dozen calls, and a search through a thousand plans."""
+        """Two dozen calls, and a search through a thousand plans."""
         return 20.0 + 2.0 * backend.call_steps
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """As `Experiment.run`."""
         try:
             known = bench.known(cell.backend, cell.kernel, cell.fmt)
             identity = identify(known, beyond_known=False)

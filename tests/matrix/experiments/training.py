@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, SnippetResult, run_snippet
+from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format, Formats
@@ -82,7 +82,6 @@ class TrainingRun(Experiment):
 
     def input_kind(self, fmt: Format) -> str | None:
         """None where S is in a format that no device has."""
-        del fmt
         return None if self.snippet.amplified else "training runs"
 
     def cost(self, backend: Backend) -> float:
@@ -99,7 +98,7 @@ class TrainingRun(Experiment):
             return roster
         default = {(backend.name, kernel.name) for backend, kernel in roster}
         return [
-            (backend, _with_emulated_backward(kernel) if kernel.external and asked.emulated_backward else kernel)
+            (backend, _trained_by_suite(kernel) if kernel.external and asked.emulated_backward else kernel)
             for backend, kernel in asked.pairs
             if asked.cases_named
             or (backend.name, kernel.name) in default
@@ -120,25 +119,33 @@ class TrainingRun(Experiment):
         return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        del bench
-        if cell.kernel.external and (why := _untrainable(cell.kernel)) is not None:
-            return why
-        if not self.snippet.amplified:
-            return None
-        if not cell.backend.predicts:
+        kernel = cell.kernel
+        if kernel.external and CAUSAL not in kernel.takes:
+            return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
+        if kernel.external and not kernel.has_backward and not kernel.name.endswith(EMULATED_BACKWARD):
+            return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
+        if self.snippet.amplified and not cell.backend.predicts:
             return f"the device computes in no {self.snippet.scores.name}"
-        return None if cell.kernel.composed else f"the kernel can't be told to keep S in {self.snippet.scores.name}"
+        if self.snippet.amplified and not kernel.composed:
+            return f"the kernel can't be told to keep S in {self.snippet.scores.name}"
+        return None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         snippet, settings = self.snippet, bench.settings
         variant = _variant(cell.kernel, settings)
         with cell.backend.in_use():
             outcome = run_snippet(snippet, variant, cell.backend.arithmetic, settings.seed, cell.backend.device)
-        measures = {**outcome.measures, "steps": float(snippet.steps)}
+        series = {
+            name: tuple(records.finite(float(f"{value:.{_DIGITS}g}")) for value in values)
+            for name, values in outcome.series.items()
+        }
+        evidence: dict[str, Any] = {"series": records.SeriesRecord(outcome.steps, series)}
+        if outcome.variant.stable is not None:
+            evidence["paper"] = _SAID[outcome.variant.stable]
         return replace(
-            training_result(snippet, cell.kernel, settings, measures),
+            training_result(snippet, cell.kernel, settings, {**outcome.measures, "steps": float(snippet.steps)}),
             digest=hashlib.sha256(repr(outcome.losses).encode()).hexdigest()[:16],
-            evidence=_evidence(outcome),
+            evidence=evidence,
         )
 
 
@@ -152,19 +159,10 @@ def _variant(kernel: Kernel, settings: Settings) -> Variant:
     return Variant(kernel.name, implementation, held_to=held_to)
 
 
-def _with_emulated_backward(kernel: Kernel) -> Kernel:
+def _trained_by_suite(kernel: Kernel) -> Kernel:
     """A user's kernel with the suite's backward pass, under a name that says so: no claim speaks of it."""
     origin = (*kernel.origin, "--backward", "emulated")
     return replace(kernel, name=kernel.name + EMULATED_BACKWARD, has_backward=False, origin=origin)
-
-
-def _untrainable(kernel: Kernel) -> str | None:
-    """None, or why a user's kernel can't train."""
-    if CAUSAL not in kernel.takes:
-        return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
-    if kernel.has_backward or kernel.name.endswith(EMULATED_BACKWARD):
-        return None
-    return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
 
 
 def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measures: Mapping[str, float]) -> Result:
@@ -195,23 +193,10 @@ def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measur
     )
 
 
-def _evidence(result: SnippetResult) -> dict[str, Any]:
-    values = {name: tuple(map(_short, series)) for name, series in result.series.items()}
-    evidence: dict[str, Any] = {"series": records.SeriesRecord(result.steps, values)}
-    if result.variant.stable is not None:
-        evidence["paper"] = _SAID[result.variant.stable]
-    return evidence
-
-
-def _short(value: float) -> float | None:
-    return records.finite(float(f"{value:.{_DIGITS}g}"))
-
-
 class _TrainingRuns(Kind):
     """The snippets."""
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """The variants."""
         return {name: trained_kernel(variant) for name, variant in VARIANTS.items()} if backend.composed else {}
 
 

@@ -1,0 +1,85 @@
+"""What is expected of a cell: contract, calls that agree, a claim, a prediction, and heads enough for a verdict."""
+
+from tiebreak.cases.verdicts import Verdict
+from tiebreak.matrix.checks import Check
+from tiebreak.matrix.questions import comparison
+from tiebreak.matrix.result import Result
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer
+
+_CONTRACT = "shape, format and device of O; inputs and process left as they were"
+_DECIDED = "heads enough to tell whether it is biased"
+
+
+def _contract(result: Result) -> Answer | None:
+    """A kernel that breaks its contract gives no result: `contract_broken` answers for it."""
+    if not result.contract:
+        return None
+    return Answer(True, _CONTRACT) if result.leaks is None else contract_broken(f"leaks: {result.leaks}")
+
+
+def contract_broken(why: str) -> Answer:
+    """The answer of a kernel that broke its contract."""
+    return Answer(False, _CONTRACT, why)
+
+
+def _repeatable(result: Result) -> Answer | None:
+    if result.repeatable is None:
+        return None
+    why = "" if result.repeatable else "not repeatable: two runs on the same input differ in bits"
+    return Answer(result.repeatable, "the same bits twice", why)
+
+
+def _claim(result: Result) -> Answer | None:
+    claims = result.claims
+    if not claims:
+        return None
+    said = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
+    fell = [f"claim fell: {said[claim]}" for claim in claims if claim.met is False]
+    untold = [
+        f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy}"
+        for claim in claims
+        if claim.met is None
+    ]
+    asked, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
+    return Answer(False if fell else None if untold else True, asked, "; ".join(fell or untold), source)
+
+
+def _prediction(result: Result) -> Answer | None:
+    prediction = result.prediction
+    if prediction is None:
+        return None
+    asked = f"what {prediction.plan} predicts"
+    if prediction.met is None:
+        why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy}"
+    else:
+        why = "" if prediction.met else f"not {asked}: {prediction.measured}"
+    return Answer(prediction.met, asked, why)
+
+
+def _decided(result: Result) -> Answer | None:
+    if not (result.contract and result.failure) or result.verdict is None:
+        return None
+    if result.verdict != Verdict.INCONCLUSIVE.value:
+        return Answer(True, _DECIDED)
+    return Answer(None, _DECIDED, f"{result.heads} heads do not tell whether it is biased; {result.remedy}")
+
+
+CONTRACT = Check(
+    "contract", "a user's kernel returns what it must and leaves inputs and process as they were", _contract, wrong=True
+)
+REPEATABLE = Check("repeatable", "two runs on the same input give the same bits", _repeatable)
+USAGE = Check(
+    comparison.USAGE,
+    "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
+    lambda result: result.agreement.get(comparison.USAGE),
+    wrong=True,
+)
+INVARIANCE = Check(
+    comparison.INVARIANCE,
+    "a call that is changed in what should not matter has the same bits, or others without a bias",
+    lambda result: result.agreement.get(comparison.INVARIANCE),
+    judges=True,
+)
+CLAIMED = Check(CLAIM, "what the case claims about such a kernel", _claim, judges=True)
+PREDICTED = Check(PREDICTION, "what its declared plan predicts on the same inputs, emulated", _prediction, judges=True)
+DECIDED = Check("decided", "there were heads enough to tell whether a user's kernel is biased", _decided)
