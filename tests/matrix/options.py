@@ -228,7 +228,9 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
                 names += split(str(value))
                 continue
             for cell in filter(_BRINGS[option.name], cells):
-                names.append({"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name))
+                names.append(
+                    {"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name)
+                )
     by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in found.items())
     return (*left_out, *by_fields)
 
