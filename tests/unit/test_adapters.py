@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU
-from tiebreak.kernels.external import LoadError, external_kernel
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.adapters.foreign import needs_of
 from tiebreak.kernels.external.loading import load
@@ -403,30 +403,6 @@ def test_aiter_is_not_replaced_by_triton(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys.modules["aiter.ops.mha"], "ENABLE_CK", False)
     with pytest.raises(CannotRunError, match="unset ENABLE_CK"):
         CPU.run(external_kernel("aiter"), calls(BF16)["full"], gradients=False)
-
-
-def test_transformer_engines_switches_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    STAND_INS["transformer_engine"].install(monkeypatch)
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
-    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
-    q, k, v = (torch.ones(1, 8, 2, 16) for _ in "qkv")
-    load("transformer_engine")(q, k, v, causal=False, softmax_scale=1.0)
-    assert os.environ["NVTE_FLASH_ATTN"] == "1"
-    assert "NVTE_UNFUSED_ATTN" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
-        ("hf:flash", "no adapter 'hf:flash': "),
-        ("mine", "no adapter 'mine': known are flash_attn, "),
-    ],
-)
-def test_an_unknown_name_is_told_the_known_ones(name: str, message: str) -> None:
-    with pytest.raises(LoadError, match=re.escape(message)) as caught:
-        external_kernel(name)
-    assert "openvino; one of your own is path/to/file.py:function" in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 12), ("sdpa_math", 12), ("multihead_attention", 1)])

@@ -160,21 +160,19 @@ class TestTheModel:
         assert len(read(captured.written[0])[0]) == 6
 
     def test_it_is_let_go_and_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
-        def hooks() -> bool:
-            return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        def watched() -> tuple[bool, bool]:
+            """Whether torch's function is, and whether the model has hooks."""
+            hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            return torch.nn.functional.scaled_dot_product_attention is not before, hooks
 
         model, before = model_of(Layer), torch.nn.functional.scaled_dot_product_attention
-        captured = started(model, tmp_path, every=2)
+        captured, seen = started(model, tmp_path, every=2), []
         with contextlib.suppress(KeyboardInterrupt), captured:
-            assert torch.nn.functional.scaled_dot_product_attention is not before
-            assert hooks()
-            train(model, captured, steps=1)
-            assert not hooks()
-            train(model, captured, steps=3)
-            assert hooks()
+            for steps in (0, 1, 3):
+                train(model, captured, steps=steps)
+                seen.append(watched())
             raise KeyboardInterrupt
-        assert torch.nn.functional.scaled_dot_product_attention is before
-        assert not hooks()
+        assert [*seen, watched()] == [(True, True), (True, False), (True, True), (False, False)]
         assert (captured.looked, captured.steps) == (2, 4)
         assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
 
@@ -453,10 +451,9 @@ class TestRefusals:
             pass
 
     def test_a_budget_too_small_for_one_head(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
         message = r"^budget_mb: one head of layers\.0 takes 0\.00 MB, and the budget is 0\.01 MB.*raise it$"
-        with pytest.raises(CaptureError, match=message), started(model, tmp_path, budget_mb=0.0085) as captured:
-            train(model, captured, steps=1)
+        with pytest.raises(CaptureError, match=message):
+            caught(tmp_path, Layer, budget_mb=0.0085)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_folder_that_cannot_be_written_to_and_no_safetensors(

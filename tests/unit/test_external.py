@@ -98,8 +98,6 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
         ("def f(q, k, v, **more): return plain(q, k, v, **more)", {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE}),
         ("def f(q, k, v, attn_mask=None): return sdpa(q, k, v, attn_mask=attn_mask)",
          {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK}),
-        ("def f(q, k, v, attn_mask): return sdpa(q, k, v, attn_mask=attn_mask)",
-         {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK}),
         ("f = kernel(refuses='blind_rows, oblong_causal')(plain)", {CAUSAL, OWN_SCALE}),
         ("f = sdpa", {CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, *BY_MASK, OWN_SCALE, GROUPED}),
         ("def f(q, k, v, out, scale=None): out.copy_(plain(q, k, v, scale=scale))", {OWN_SCALE}),
@@ -107,7 +105,7 @@ def assert_right(output: AttentionOutput, call: AttentionInputs) -> None:
          {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS}),
         ("f = kernel(takes='gqa')(lambda q, k, v: sdpa(q, k, v, enable_gqa=True))", {GROUPED}),
     ],
-    ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask", "asked for",
+    ids=["suite", "bare", "triton", "required", "by position", "torch flags", "anything", "mask",
          "refused", "sdpa", "written into", "beside more", "said"],
 )  # fmt: skip
 def test_what_a_kernel_takes_follows_from_its_signature(
@@ -310,33 +308,27 @@ def test_what_can_not_be_met_is_told_in_one_line(
 
 
 def test_options_are_passed_as_they_are(loaded: Callable[..., Kernel]) -> None:
-    source = (
-        "def f(q, k, v, blocks, mode='slow'):\n    assert (blocks, mode) == (64, 'fast')\n    return plain(q, k, v)"
-    )
-    kernel = loaded(source, "options.blocks=64", "options.mode=fast")
-    assert_right(run(kernel, inputs()), inputs())
+    source = "def f(q, k, v, blocks, mode=''):\n    assert (blocks, mode) == (64, 'fast')\n    return plain(q, k, v)"
+    assert_right(run(loaded(source, "options.blocks=64", "options.mode=fast"), inputs()), inputs())
 
 
-def test_modules_beside_a_file_and_packages_are_found(tmp_path: Path) -> None:
-    (tmp_path / "sibling_of_a_kernel.py").write_text(FILE)
-    (tmp_path / "beside.py").write_text("from sibling_of_a_kernel import plain as f\n")
+def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_found(tmp_path: Path) -> None:
     package = tmp_path / "a_package_of_kernels"
     package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "inner.py").write_text(FILE)
-    (package / "outer.py").write_text("from .inner import plain as f\n")
+    for path, text in {
+        package / "__init__.py": "",
+        package / "inner.py": FILE,
+        package / "outer.py": "from .inner import plain as f\n",
+        tmp_path / "sibling_of_a_kernel.py": FILE,
+        tmp_path / "beside.py": "from sibling_of_a_kernel import plain as f\n",
+        tmp_path / "two.py": FILE + "def other(q, k, v): pass\n",
+    }.items():
+        path.write_text(text)
     for target in (tmp_path / "beside.py", package / "outer.py"):
         assert_right(run(external_kernel(f"{target}:f"), inputs()), inputs())
-
-
-def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
-    file = tmp_path / "alone.py"
-    file.write_text(FILE)
-    assert external_kernel(str(file)).name == "plain"
-    file = tmp_path / "two.py"
-    file.write_text(FILE + "def other(q, k, v): pass\n")
+    assert external_kernel(str(tmp_path / "sibling_of_a_kernel.py")).name == "plain"
     with pytest.raises(LoadError, match=r"name the function, as in .*two\.py:NAME; it has other, plain"):
-        external_kernel(str(file))
+        external_kernel(str(tmp_path / "two.py"))
 
 
 @pytest.mark.parametrize(
@@ -346,6 +338,10 @@ def test_the_only_function_of_a_file_needs_no_name(tmp_path: Path) -> None:
             (spec, "expected path/to/file.py:function, package.module:function or the name of")
             for spec in ("", ":", "kernel.py:", ":function", "package.module")
         ),
+        ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
+        ("hf:flash", "no adapter 'hf:flash': "),
+        ("mine", "no adapter 'mine': known are flash_attn, "),
+        ("mine", "openvino; one of your own is path/to/file.py:function"),
         ("no_such_package.module:f", "ModuleNotFoundError"),
         ("sound_kernel.py:absent", "has no function 'absent'; its functions are plain"),
         ("sound_kernel.py:kernel.nothing", "has no function 'kernel.nothing'; its functions are plain"),

@@ -3,10 +3,9 @@
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,8 +26,7 @@ MODEL = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, Q
 Kernel = Callable[..., Any]
 
 
-@dataclass
-class Asked:
+class Asked(NamedTuple):
     """A verdict of one call, in the place of a whole run's."""
 
     ok: bool
