@@ -18,7 +18,7 @@ from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
-from tiebreak.kernels.features import BLIND_ROWS, COMMON
+from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -393,15 +393,3 @@ def test_the_documented_example_is_a_case(pytester: pytest.Pytester) -> None:
     assert inputs.q.shape == (1, 16, 64, 32)
     assert inputs.causal
     assert bool((inputs.do != 0).any())
-
-
-def test_only_a_made_layer_may_hold_nan_and_rows_without_a_key(tmp_path: Path) -> None:
-    """What comes back of one is the fuzz's to test."""
-    made = {"causal": "true", "layer0.made": "true"}
-    layer = normal((1, 2, 4, 8), keys=2)
-    layer["v"][0, 0, 0, 0] = torch.nan
-    case = only_case(tmp_path / "made", layer, made)
-    assert case.gradients
-    assert BLIND_ROWS in case.make(1, 0, 256, BF16).asks()
-    other = only_case(tmp_path / "other", layer, {**made, "layer0.order": "bnhd"})
-    assert other.version != case.version
