@@ -1,10 +1,12 @@
-"""Capturing a model's calls of attention as it trains."""
+"""Capturing a model's calls of attention as it trains, in one process and in two."""
 
 import contextlib
 import gc
 import importlib
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 import types
 import weakref
@@ -475,3 +477,54 @@ def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: py
     assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
     captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
+
+
+# Its words: the rank, the folder that two processes meet in, and this file. Each has inputs of its own.
+RANK = """
+import json, os, runpy, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+rank, folder, tests = int(sys.argv[1]), Path(sys.argv[2]), runpy.run_path(sys.argv[3])
+torch.set_num_threads(1)
+distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def same(number, layer, kept):
+    batch, head = kept[f"layer{number}.heads"].T
+    parts = zip(("q", "k", "v", "o", "do"), (*layer.calls[1], layer.gradients[1]))
+    return all(torch.equal(kept[f"layer{number}.{part}"][:, 0], own[batch, head]) for part, own in parts)
+
+found = {}
+for name, wrap in {"ddp": nn.parallel.DistributedDataParallel, "fsdp": sharded}.items():
+    model = tests["model_of"](tests["Layer"], tests["Layer"])
+    model.register_forward_pre_hook(lambda module, given: (given[0] * (1 + rank),))
+    wrapped = wrap(model)
+    with tests["started"](wrapped, folder / name) as captured:
+        tests["train"](wrapped, captured, steps=2)
+    kept = [same(number, layer, load_file(captured.written[1])) for number, layer in enumerate(model.layers)]
+    found[name] = [*kept, *sorted(path.name for path in captured.written)]
+print(json.dumps(found), flush=True)
+distributed.barrier()
+os._exit(0)  # gloo may abort while the interpreter ends: "terminate called without an active exception"
+"""
+
+
+def test_under_ddp_and_fsdp_a_process_keeps_the_tensors_of_its_own_layers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    words = [[sys.executable, str(tmp_path / "train.py"), str(rank), str(tmp_path), __file__] for rank in (0, 1)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in words]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(error for _, error in outputs)
+    for rank, (printed, _) in enumerate(outputs):
+        expected = [True, True, *(f"inputs-00000{step}-rank{rank}.safetensors" for step in (0, 1))]
+        assert json.loads(printed.splitlines()[-1]) == {"ddp": expected, "fsdp": expected}
