@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,22 +269,12 @@ REFUSED = {
     **{name: {"blind"} for name in ("flash_attn_cute", "flashinfer", "transformer_engine", "npu_fusion_attention")},
     **{name: {"blind"} for name in ("sageattention", "flag_gems", "hf:eager", "jax", "onnxruntime")},
 }
-CAPPED, WINDOWED = {"flash_attn", "flash_attn_cute", "flashinfer"}, {"flash_attn", "flash_attn_cute"}
+PADDED = {"padded", "windowed", "causal window"}  # what goes by a mask too
+UNUSUAL = {*PADDED, "capped"}
+TAKEN = {"flashinfer": {"capped"}, **dict.fromkeys(("flash_attn", "flash_attn_cute"), UNUSUAL - {"padded"})}
 # Called for each row, as one of a causal sequence: then without gradients.
 ROW_BY_ROW = {"fla": {"full", "scale", "grouped", "short"}}
 FORWARD_ONLY = {"flashinfer", "sageattention", "onnxruntime", "openvino"}
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Finds nothing of some packages."""
-
-    packages: set[str]
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        del path, target
-        if name in self.packages:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def calls(fmt: Format) -> dict[str, AttentionInputs]:
@@ -336,11 +326,7 @@ def hold(adapter: str, kernel: Kernel, inputs_by_label: dict[str, AttentionInput
             ("O", "dQ", "dK", "dV"), actual, (ref.o, *reference_gradients(inputs, ref)), strict=False
         ):
             assert (tensor - right).norm() < 4 * ulp * right.norm(), f"{label}: {name}"
-    padded = adapter in HERE
-    untaken = {"capped"} - ({"capped"} if adapter in CAPPED else set())
-    untaken |= set() if padded else {"padded"}
-    untaken |= set() if padded or adapter in WINDOWED else {"windowed", "causal window"}
-    assert refused == REFUSED.get(adapter, set()) | untaken
+    assert refused == UNUSUAL - TAKEN.get(adapter, PADDED if adapter in HERE else set()) | REFUSED.get(adapter, set())
     assert without_gradients == (
         inputs_by_label.keys() - refused if adapter in FORWARD_ONLY else ROW_BY_ROW.get(adapter, set())
     )
@@ -375,7 +361,12 @@ def test_an_adapter_is_short_and_held_and_says_what_to_install(adapter: str, mon
     assert tops
     for name in [module for module in sys.modules if module.partition(".")[0] in tops]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Absent(tops), *sys.meta_path])
+
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name in tops:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
     reason = str(external_kernel(adapter).refusal(calls(FP16)["full"]))
     assert re.match(r"[\w-]+ is not installed: pip install .*$", reason), reason
 
