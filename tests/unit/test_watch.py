@@ -40,12 +40,6 @@ def mine(q, k, v, *, causal=False, scale=None):
         os.kill(os.getpid(), 11)
     return (q.float() @ k.float().mT * scale).softmax(-1).matmul(v.float()).to(q.dtype)
 
-def sound(q, k, v, *, causal=False, scale=None):
-    s = q.float() @ k.float().mT * scale
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return s.softmax(-1).matmul(v.float()).to(q.dtype)
-
 def talks(q, k, v):
     print("word " * 10**6)
     return q[:, :, :1]
@@ -170,14 +164,12 @@ def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
 
 
 def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
-    matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
+    matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a device is beyond use, which ends a worker before its next cell."""
-    sound = ("--kernel", mine.replace(":mine", ":sound"), "--plan", "fp32_inside")
-    options = (*sound, "--kernels", "standard", *CASES, "-n", "0")
-    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds, budget: Watch(None, seconds, frozenset({"sound"})))
-    result = matrix(*options)
-    assert {record.id for record in kept().records} == {"cpu-standard-random-bf16", "cpu-sound-random-bf16"}
+    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds, budget: Watch(None, seconds, frozenset({"fair"})))
+    result = matrix("--kernels", "standard,fair", *CASES, "-n", "0")
+    assert {record.id for record in kept().records} == {"cpu-standard-random-bf16", "cpu-fair-random-bf16"}
     assert not kept().complete
     assert result.ret != 0
 
