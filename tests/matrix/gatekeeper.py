@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.matrix.options import recorded
 from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, report
@@ -52,7 +53,8 @@ class Gatekeeper:
             gate.check_update(baseline, path, self.collector.narrowing())
             return baseline
         try:
-            gate.check_comparable(baseline, self.collector.platform(), self.collector.options(), across=self.across)
+            options = recorded(self.collector.config.getoption)
+            gate.check_comparable(baseline, self.collector.platform(), options, across=self.across)
         except UsageError as error:
             raise UsageError(f"--baseline {path}: {error}") from error
         return baseline

@@ -36,11 +36,6 @@ from tiebreak.reports.records import store
 
 _USAGE = 2
 _WORKER_GIB = 2.0
-# In the steps that `Experiment.cost` counts, of 0.125 s: 3.7 s of a worker's start, imports and collection (1 call of a
-# user's kernel: 5.3 s of CPU time without workers, 9.0 and 12.6 s with one and two).
-_WORKER_START = 30.0
-_WORTH = 120.0  # a quarter of a minute: for less the CPU time of n starts is not spent
-_SHARED_CORE = 0.75  # of a core's speed that is left where all are busy: 0.6 where two share their units, 1 of its own
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
@@ -49,7 +44,6 @@ WATCH = pytest.StashKey[Watch]()
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
-_chosen = pytest.StashKey[tuple[list[Cell], dict[str, str]]]()  # cells, and the backends that can't run
 _bench = pytest.StashKey[Workbench]()
 _excuses = pytest.StashKey[Excuses]()
 
@@ -106,26 +100,6 @@ def _selection(config: pytest.Config) -> Selection:
     )
 
 
-def _choose(config: pytest.Config) -> tuple[list[Cell], dict[str, str]]:
-    """The cells of the run and the backends that can't run, looked up once: a user's file is imported for it."""
-    if _chosen not in config.stash:
-        config.stash[_chosen] = cells(_selection(config))
-    return config.stash[_chosen]
-
-
-def faster_alone(config: pytest.Config, workers: int) -> bool:
-    """Whether one process is done with all cells before so many workers would be, or little later.
-
-    Alone they take the sum of their costs; n workers a start and an n-th of it, on cores that slow each other down.
-    """
-    try:
-        chosen, _ = _choose(config)
-    except SelectionError:  # which pytest_configure tells
-        return False
-    work, n = sum(cell.experiment.cost(cell.backend) for cell in chosen), min(workers, len(chosen))
-    return work - (_WORKER_START + work / (_SHARED_CORE * n)) < _WORTH
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Check every option before any work, on the controller and again on the workers."""
     # One thread a worker, however many workers: sums are added in one order and records repeat to the bit.
@@ -142,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings = _settings(config)
         config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and budget.seconds_of(text))
         config.stash[_bench] = Workbench(settings)
-        chosen, unavailable = _choose(config)
+        chosen, unavailable = cells(_selection(config))
         if on_controller:
             check_usable(chosen)
         for backend in backends_of(chosen):
@@ -182,10 +156,14 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else somebody handles it
         signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL) and None)
+        config.add_cleanup(_let_sigterm_end)
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
+
+
+def _let_sigterm_end() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -216,7 +194,7 @@ def pytest_configure_node(node: Any) -> None:
         environment |= backend.worker_environment(int(number[0]) if number else 0)
     node.workerinput[_ENVIRONMENT] = environment
     collector = node.config.pluginmanager.get_plugin("tiebreak-collector")
-    node.workerinput |= collector.watched(node.gateway.id, node.config.stash[WATCH])
+    node.workerinput |= node.config.stash[WATCH].worker_input(collector.words / node.gateway.id)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

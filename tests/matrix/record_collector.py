@@ -7,7 +7,6 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
@@ -28,7 +27,7 @@ from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.watch import TimedOut, Watch, tell_late, timed_out
+from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
@@ -40,7 +39,6 @@ from tiebreak.reports.verdict import Verdict, verdicts
 
 _USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
-_DEATHS = 2  # of workers by one kernel: from then on each of its cells has a process of its own
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
 _NEVER_RUN = "never run: too many of the workers died before its turn"
@@ -134,12 +132,7 @@ class RecordCollector:
         self.failure: str | None = None  # why the records could not be written
         self.late: dict[str, list[str]] = {}  # by kernel: why its last cells have timed out, one after the other
         self.first_late: dict[str, TimedOut] = {}  # cells that passed their limit once, and run again
-        self.deaths = Counter[str]()  # of workers, by the kernel that they ran
         self.fallen: list[str] = []  # what fails the session though no single cell fell
-
-    def options(self) -> dict[str, Any]:
-        """Those of the command line that decide what runs."""
-        return options.recorded(self.config.getoption)
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
         """What they leave out."""
@@ -213,10 +206,6 @@ class RecordCollector:
         """Where workers leave word before their watch ends them."""
         return Path(tempfile.mkdtemp(prefix="tiebreak-"))
 
-    def watched(self, worker: str, watch: Watch) -> dict[str, Any]:
-        """What a worker, which is about to start, is told of its watch."""
-        return watch.worker_input(self.words / worker, [name for name, n in self.deaths.items() if n >= _DEATHS])
-
     def pytest_unconfigure(self) -> None:
         """Leave nothing behind."""
         if "words" in vars(self):
@@ -229,7 +218,6 @@ class RecordCollector:
         if died is None:
             check = records.IN_TIME if why.startswith("Failed: Timeout") else records.RUNS
             return ended_record(cell, self.settings, check, why)
-        self.deaths[cell.kernel.name] += 1
         late, first = timed_out(self.words / died[1]), self.first_late.get(name)
         if late is None:
             return ended_record(cell, self.settings, records.RUNS, _DIED)
@@ -245,10 +233,8 @@ class RecordCollector:
         late = timed_out(self.words / worker)
         if late is None or name not in self.expected or name in self.first_late:
             return False
-        kernel = self.expected[name].kernel.name
         self.first_late[name] = late
-        self.deaths[kernel] += 1
-        self._note_time(kernel, late.why)
+        self._note_time(self.expected[name].kernel.name, late.why)
         return True
 
     def _note_time(self, kernel: str, late: str | None) -> None:
@@ -330,7 +316,7 @@ class RecordCollector:
         left = self.collected - self.records.keys()
         run = records.Run(
             platform=self.platform() | {"fingerprint": self._fingerprints},
-            options=self.options(),
+            options=options.recorded(self.config.getoption),
             narrowing=self.narrowing(),
             records=tuple(self.records[name] for name in self.expected if name in self.records),
             unavailable=self.unavailable,

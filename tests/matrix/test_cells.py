@@ -27,8 +27,7 @@ def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.Fi
         record = ended_record(cell, bench.settings, IN_TIME, given_up)
     record = excuses.excuse(record)
     request.node.user_properties.append((PROPERTY, encode(record)))
-    deadly = given_up is None and cell.kernel.name in watch.deadly
-    if deadly or (record.outcome == CRASHED and cell.backend.poisoned()):
+    if record.outcome == CRASHED and cell.backend.poisoned():
         poison(request.node)
     if record.outcome == SKIPPED:
         pytest.skip("; ".join(record.reasons))

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tiebreak.matrix.experiment import Cell, time_limit
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
 _LATE = "late.json"  # beside the words of the workers
-_FILE, _DEADLY, _DEADLINE = "tiebreak_watch", "tiebreak_deadly", "tiebreak_deadline"  # of a worker's input
+_FILE, _DEADLINE = "tiebreak_watch", "tiebreak_deadline"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
@@ -49,25 +49,18 @@ class Watch:
 
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
-    deadly: frozenset[str]  # kernels that have ended processes: each of their cells is the last of its process
     deadline: float | None = None  # of the whole run, on the clock of `now`; None: it takes as long as it takes
 
     @classmethod
     def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: float | None = None) -> "Watch":
-        """The watch of a worker with this input; of the only process, or of the controller, with none.
-
-        Args:
-            worker_input: as `worker_input` has it.
-            seconds: that a cell may take.
-            budget: seconds of the whole run.
-        """
+        """The watch of a worker with this input, or of the only process, with none; a budget of seconds begins then."""
         begun = None if budget is None else now() + _SHARE * budget
-        file, deadly = worker_input.get(_FILE), frozenset(worker_input.get(_DEADLY, ()))
-        return cls(None if file is None else Path(file), seconds, deadly, worker_input.get(_DEADLINE, begun))
+        file = worker_input.get(_FILE)
+        return cls(None if file is None else Path(file), seconds, worker_input.get(_DEADLINE, begun))
 
-    def worker_input(self, file: Path, deadly: Collection[str]) -> dict[str, Any]:
+    def worker_input(self, file: Path) -> dict[str, Any]:
         """A worker's input, which its watch is made from."""
-        return {_FILE: str(file), _DEADLY: sorted(deadly), _DEADLINE: self.deadline}
+        return {_FILE: str(file), _DEADLINE: self.deadline}
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:

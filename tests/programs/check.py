@@ -3,19 +3,11 @@
 import argparse
 import contextlib
 import io
-import multiprocessing
 import os
 import shlex
-import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -25,10 +17,8 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.options import FORWARDED, refuse_twice
-from tiebreak.matrix.plugin import WATCH, faster_alone
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
-from tiebreak.matrix.watch import timed_out
 from tiebreak.programs.levels import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
@@ -54,68 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
-    options = _parsed(arguments)
-    if can_fork():
-        with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
-            word, loaded = Path(folder) / "watch", Path(folder) / "loaded"
-            follower = _Follower(sys.stderr, word if options.workers == _AUTO else None, loaded)
-            code = in_a_fork(lambda: _check(options, follower))
-            if code is not None:
-                return code
-            if not loaded.exists():
-                print(f"tiebreak check: {' '.join(options.targets)}: it ended the process as it was imported, without"
-                      " a word", file=sys.stderr)  # fmt: skip
-                return USAGE
-            late = timed_out(word)
-            why = late.why if late else "the process has ended, or its device is beyond use"
-        print(f"tiebreak check: {why}; once more with workers, to tell which cells are to blame", file=sys.stderr)
-        options.workers = _AUTO
-    code = _check(options, _Follower(sys.stderr))
-    assert code is not None
-    return code
-
-
-def can_fork() -> bool:
-    """Whether a fork is safe here: other threads would be gone in it, and macOS' own libraries take none."""
-    return sys.platform == "linux" and threading.active_count() == 1
-
-
-def in_a_fork(work: Callable[[], int | None]) -> int | None:
-    """What some work gives in a fork, where what is imported need not be imported again; None if it ends the fork."""
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    fork = context.Process(target=_send, args=(work, writer))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's, of the threads of NumPy's libraries, which are ready for a fork
-        fork.start()
-    writer.close()
-    # Ctrl-C reaches the fork by itself, SIGTERM through this process: what it does then is for both.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, lambda *_: fork.terminate())
-    try:
-        fork.join()
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
-    code: int | None = None
-    with reader, contextlib.suppress(EOFError):  # whose other end a process that the work has left behind may hold
-        code = reader.recv() if reader.poll() else None
-    return code
-
-
-def _send(work: Callable[[], int | None], writer: Connection) -> None:
-    try:
-        code = work()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        writer.send(code)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)  # whatever threads the work has left
-
-
-def _check(options: argparse.Namespace, follower: "_Follower") -> int | None:
-    """Run, and print what it came to; None if a run without workers has left out cells by itself."""
+    options, follower = _parsed(arguments), _Follower(sys.stderr)
     code, printed = _run(options, follower)
     run = follower.run
     if run is None:
@@ -123,8 +52,6 @@ def _check(options: argparse.Namespace, follower: "_Follower") -> int | None:
             return INTERRUPTED
         print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
         return USAGE
-    if follower.alone and not follower.interrupted and not run.complete:
-        return None
     if options.json is not None:
         text = as_json(follower.verdicts(run, options.command))
         if options.json == _STDOUT:
@@ -162,7 +89,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     for option in FORWARDED.values():
         parser.add_argument(option.flag, **option.parsing | {"default": None})
-    workers = "worker processes; 0: none (default: none where that is faster, else as many as the machine carries)"
+    workers = (
+        "worker processes; 0: none, a kernel that hangs or dies ends the run (default: as many as the machine carries)"
+    )
     parser.add_argument("-n", "--workers", type=_workers, default=_AUTO, metavar="N", help=workers)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
@@ -207,17 +136,10 @@ def _refusal(printed: str) -> str:
 class _Follower:
     """A plug-in of the pytest that runs in silence: says on a stream how far it is, and keeps what it came to."""
 
-    def __init__(self, stream: TextIO, word: Path | None = None, loaded: Path | None = None) -> None:
-        """Begin.
-
-        Args:
-            stream: to say it on.
-            word: where this process, which may be ended, leaves word if a cell takes too long; None: it must go on.
-            loaded: a file to make when all kernels have been imported; None: nobody looks.
-        """
-        self.stream, self.word, self.loaded = stream, word, loaded
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
         self.began, self.told_at = time.monotonic(), 0.0
-        self.alone = self.interrupted = False
+        self.interrupted = False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.ended: set[str] = set()
@@ -238,23 +160,6 @@ class _Follower:
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
         parts = [*self.collector.report(run, terminal.width()), *self.collector.fallen, *lines]
         return "\n".join(["\n\n".join([*parts, self.collector.failure or self.collector.file.line]), *annotations])
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_xdist_auto_num_workers(self, config: pytest.Config) -> Generator[None, int | None, int | None]:
-        """None where that is faster, unless cells are to be ended one by one."""
-        workers = yield
-        limited = any(config.getoption(name) is not None for name in ("cell_timeout", "budget"))
-        if self.word is not None and workers is not None and not limited:
-            self.alone = faster_alone(config, workers)
-        return 0 if self.alone else workers
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Say that the kernels' files are imported, and let a cell that takes too long end a process to spare."""
-        if self.loaded is not None:
-            self.loaded.touch()
-        if self.alone:
-            config.stash[WATCH] = replace(config.stash[WATCH], file=self.word)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Get hold of what keeps the records, and of what judges them as a whole."""

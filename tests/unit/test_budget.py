@@ -68,7 +68,7 @@ def test_workers_share_the_deadline_and_what_hangs_ends_soon_after_it(
     begun = Watch.of({}, None, 60.0)
     monkeypatch.setattr(watch, "now", lambda: 150.0)
     for seconds in (6.0, 0.2):
-        worker = Watch.of(begun.worker_input(tmp_path / "gw0", ()), seconds)
+        worker = Watch.of(begun.worker_input(tmp_path / "gw0"), seconds)
         with worker.over(None):  # type: ignore[arg-type]
             assert worker.deadline == pytest.approx(154.0)  # a tenth is for the start and the end
     assert walls == pytest.approx([9.0, 2.0])

@@ -13,8 +13,9 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import KIND, Call
-from tiebreak.matrix.options import OPTIONS, RECORDED, Option, refuse_twice
+from tiebreak.matrix.experiments import call
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.options import OPTIONS, RECORDED, refuse_twice
 from tiebreak.matrix.run import command
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports import cli
@@ -44,7 +45,9 @@ def mine(pytester: pytest.Pytester) -> str:
 @pytest.fixture
 def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a kernel of one's own and one of the suite, on two calls each and one training run."""
-    monkeypatch.setitem(vars(KIND), "experiments", FEW)  # all that there are: a run that names none has these
+    monkeypatch.setattr(
+        call, "SCRIPTED", [each.case for each in FEW]
+    )  # all that there are: a run that names none has these
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")
@@ -61,17 +64,17 @@ def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("narrowed", "compared"),
     [
-        (("--kernels", "flash@paper", "--experiments", "call"), 4),
         (("--kernels", "flash@paper", "--cases", "random"), 2),
         (("--experiments", "call"), 2),  # the kernel of one's own alone
     ],
 )
 def test_what_an_option_leaves_out_has_not_vanished_and_is_not_lost_from_the_baseline(
-    matrix: MatrixRun, mine: str, baseline: Path, narrowed: tuple[str, ...], compared: int
+    matrix: MatrixRun, kept: Kept, mine: str, baseline: Path, narrowed: tuple[str, ...], compared: int
 ) -> None:
     options = ("--backend", "cpu", "--kernel", mine, *narrowed, *QUICK, "--baseline", str(baseline))
     held = matrix(*options)
     held.stdout.fnmatch_lines([f"gate held: {compared} cells compared with base.json: 0 worse, 0 better"])
+    assert {each.field: each.names for each in kept().narrowing}["backend"] == ("cpu",)
     before = baseline.read_bytes()
     refused = matrix(*options, "--update-baseline")
     assert refused.ret == 2
@@ -79,26 +82,12 @@ def test_what_an_option_leaves_out_has_not_vanished_and_is_not_lost_from_the_bas
     assert baseline.read_bytes() == before
 
 
-def test_a_kernel_of_ones_own_leaves_out_the_backends_that_it_does_not_run_on(
-    matrix: MatrixRun, kept: Kept, mine: str, baseline: Path
-) -> None:
-    """Its default is one backend, where the suite's kernels have all."""
-    matrix("--kernel", mine, "--kernels", "flash@paper", "--experiments", "call", *QUICK)
-    left_in = {each.field: each.names for each in kept().narrowing}
-    assert left_in["backend"] == ("cpu",)
-    assert left_in["kernel"] == ("flash@paper", "mine")
-
-
-@pytest.mark.parametrize(
-    "option", [option for option in OPTIONS.values() if option.once], ids=lambda option: option.name
-)
-def test_what_stands_twice_is_refused(option: Option) -> None:
-    value = option.choices[0] if option.choices else "1"
-    refuse_twice([option.flag, value, "--kernel", "a", "--kernel", "b"])
-    with pytest.raises(UsageError) as refused:
-        refuse_twice([option.flag, value, f"{option.flag}={value}"])
-    message = f"{option.flag}: given 2 times ({value}; {value}); give it once, lists are comma-separated"
-    assert str(refused.value) == message
+def test_what_stands_twice_is_refused() -> None:
+    for option in (option for option in OPTIONS.values() if option.once):
+        value = option.choices[0] if option.choices else "1"
+        refuse_twice([option.flag, value, "--kernel", "a", "--kernel", "b"])
+        with pytest.raises(UsageError, match=rf"^{option.flag}: given 2 times \({value}; {value}\); give it once"):
+            refuse_twice([option.flag, value, f"{option.flag}={value}"])
 
 
 def test_pytest_and_check_refuse_it(matrix: MatrixRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix import plugin, scheduling
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, Run
+from tiebreak.reports.records.record import CRASHED, HELD, Run
 
 ROOT = Path(__file__).parents[2]
 MatrixRun = Callable[..., pytest.RunResult]
@@ -110,16 +110,6 @@ class TestCells:
         digests = [{record["digest"] for record in all_records(pytester, f"seed{seed}")} for seed in "12"]
         assert not digests[0] & digests[1]
 
-    def test_too_few_heads_are_no_pass(self, matrix: MatrixRun, kept: Kept) -> None:
-        result = matrix("--backend", "emulation", "--kernels", "fair", "--cases", "tied_maxima[k=2]", "--heads", "1")
-        assert result.ret == 1
-        record = kept().records[0]
-        assert record.outcome == INCONCLUSIVE
-        assert record.heads == 8
-        assert re.match(
-            r"8 heads do not settle the claim: unbiased .*--heads [0-9]+ would do, about$", record.reasons[0]
-        )
-
     def test_no_name_has_the_ids_dash(self) -> None:
         names = [case.name for case in SCRIPTED]
         names += [kernel.name for backend in (EMULATION, CPU) for kernel in backend.kernels()]
@@ -130,44 +120,31 @@ class TestBadInput:
     """Exit code 2, one line that names the flag and what it takes, and nothing written."""
 
     KNOWN = (
-        ("--backend nosuch", r"--backend: unknown backend 'nosuch': known are .*emulation.*cpu"),
-        ("--kernels nosuch", r"--kernels: unknown kernel 'nosuch': any rule@plan .*`tiebreak list kernels"),
         ("--kernels nosuch@paper", r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper"),
-        ("--kernels=", r"--kernels: no kernel named: any rule@plan .*`tiebreak list kernels` names"),
-        ("--cases nosuch*", r"--cases: unknown case 'nosuch\*': `tiebreak list cases` names them"),
-        ("--cases ,", r"--cases: no case named: `tiebreak list cases` names them"),
-        ("--dtype bf17", r"--dtype: unknown format 'bf17': did you mean bf16"),
-        ("--dtype E4M3", r"--dtype: unknown format 'E4M3': known are bf16, fp16"),
         ("--plan nosuch --kernel mine.py:mine", r"--plan nosuch: unknown plan 'nosuch': `tiebreak list plans` names"),
-        ("--plan fused", "--plan .*needs --kernel"),
         ("--fair", "--fair .*needs --kernel"),
         ("--kernel mine.py:mine --backend emulation", "a kernel of your own .*not in the emulation: --backend cpu"),
         ("--kernel mine.py:fair --kernels fair", "--kernel mine.py:fair: --kernels has a fair too; give your function"),
         ("--kernel mine", r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*"),
-        ("--kernel mine.py", r"--kernel mine.py: name the function, as in mine.py:NAME; it has .*"),
         ("--kernel no.py:f", r"--kernel no.py:f: .*no such file: no.py"),
-        ("--kernel mine.py:f", r"--kernel mine.py:f: .*no function 'f'.* fair, mine, plain"),
         ("--kernel mine.py:N", r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
+        ("--kernel exits.py:f", r"--kernel exits.py:f: .*SystemExit: usage: exits.py FILE \(exits.py, line 1\)"),
+        ("--kernel ends.py:f", r"--kernel ends.py:f: .*Exit: bye \(ends.py, line 2\)"),
         ("--out mine.py", "--out: cannot write records to mine.py: .*; name another folder"),
-        ("--save a/b", "--save a/b: expected a plain name.*--out"),
         ("--save ..", r"--save \.\.: expected a plain name.*"),
-        ("--save=", "--save : expected a plain name.*"),
+        ("--save=", "--save : expected a plain name.*--out"),
         ("--heads 40", "--heads 40: expected at most 16 or a multiple of 16"),
-        ("--seed 0", "--seed 0: expected a positive integer"),
-        *((f"--heads={text}", f"--heads {re.escape(text)}: expected a positive integer")
-          for text in ("0", "-1", "x", "1.5", "", "9" * 30)),
-        *((f"--cell-timeout={text}", f"--cell-timeout {text}: expected a positive number of seconds")
-          for text in ("0", "-1", "soon")),
-    )  # fmt: skip
+        ("--heads=-1", "--heads -1: expected a positive integer"),
+        (f"--seed={'9' * 30}", f"--seed {'9' * 30}: expected a positive integer"),
+        ("--cell-timeout=soon", "--cell-timeout soon: expected a positive number of seconds"),
+    )
 
     @pytest.fixture(autouse=True)
     def files(self, pytester: pytest.Pytester) -> set[Path]:
         user_kernel(pytester)
         with (pytester.path / "mine.py").open("a") as file:
             file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
-        (pytester.path / "imports.py").write_text("import no_such_module\n")
         (pytester.path / "ends.py").write_text("import pytest\npytest.exit('bye')\n")
-        (pytester.path / "syntax.py").write_text("def f(:\n")
         (pytester.path / "exits.py").write_text("raise SystemExit('usage:\\n  exits.py FILE')\n")
         return set(pytester.path.iterdir())
 
@@ -179,24 +156,6 @@ class TestBadInput:
         assert len(lines) == 1
         assert re.fullmatch(f"Exit: {message}.*", lines[0])
         assert {path for path in Path.cwd().iterdir() if path.name != "__pycache__"} == files
-
-    @pytest.mark.parametrize(
-        ("spec", "message"),
-        [
-            ("imports.py:f", r"No module named 'no_such_module' \(imports.py, line 1\)"),
-            ("syntax.py:f", r"SyntaxError: .*\(syntax.py, line 1\)"),
-            ("exits.py:f", r"SystemExit: usage: exits.py FILE \(exits.py, line 1\)"),
-            ("ends.py:f", r"Exit: bye \(ends.py, line 2\)"),
-            ("no.such:f", "No module named 'no'"),
-        ],
-    )
-    def test_what_cannot_be_imported_is_one_line_that_names_the_users_line(
-        self, matrix: MatrixRun, spec: str, message: str
-    ) -> None:
-        result = matrix("--kernel", spec, "-n", "0")
-        assert result.ret == 2
-        (line,) = (line for line in (*result.outlines, *result.errlines) if line)
-        assert re.fullmatch(f"Exit: --kernel {spec}: cannot import {spec[:-2]}: .*{message}", line)
 
     def test_a_process_of_its_own_with_workers_ends_with_2_too(self, matrix: MatrixRun) -> None:
         result = matrix("--cases", "nosuch", "-n", "2", apart=True)
@@ -347,21 +306,18 @@ return plain(q, k, v, causal=causal, scale=scale)
 
 
 class TestFiles:
-    def test_records_are_kept_under_a_name_in_a_folder(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        result = matrix(*QUICK, "--save", "main", "--out", "some/where")
+    def test_records_are_kept_under_a_name_in_a_folder_and_the_table_closes_the_report_also_without_xdist(
+        self, matrix: MatrixRun, pytester: pytest.Pytester
+    ) -> None:
+        result = matrix(*QUICK, "--save", "main", "--out", "some/where", "-p", "no:xdist")
         assert result.ret == 0
+        result.stdout.fnmatch_lines(["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 5 held, 1 measured"])
         result.stdout.fnmatch_lines(["records: some/where/main.json"])
         assert [path.name for path in (pytester.path / "some" / "where").iterdir()] == ["main.json"]
         run = store.read(pytester.path / "some" / "where" / "main.json")
         assert run.complete
         assert run.options["heads"] == "16"
         assert set(run.seconds) == {record.id for record in run.records}
-
-    def test_tests_without_cells_write_nothing(self, pytester: pytest.Pytester) -> None:
-        pytester.makepyfile("def test_other(): pass")
-        result = pytester.runpytest_inprocess("-p", "tiebreak.matrix.plugin", "-p", "no:cacheprovider")
-        assert result.ret == 0
-        assert not list(pytester.path.glob("out/*"))
 
 
 class TestTerminal:
@@ -379,13 +335,6 @@ class TestTerminal:
         result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
         result.stdout.fnmatch_lines(["backend abacus did not run: its beads are stuck"])
         assert kept().unavailable == {"abacus": "its beads are stuck"}
-
-    def test_the_table_and_what_fell_close_the_report_also_without_xdist(self, matrix: MatrixRun) -> None:
-        result = matrix(*QUICK, "-p", "no:xdist")
-        result.assert_outcomes(passed=6)
-        result.stdout.fnmatch_lines(
-            ["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 5 held, 1 measured", "records: *"]
-        )
 
 
 class TestWorkers:
@@ -438,9 +387,7 @@ vars(CPU).update(
         ("test", "group"),
         [
             ("a.py::test_cell[cpu-flash@paper-tied_maxima[k=2]-bf16]", "a.py::tied_maxima[k=2]-bf16"),
-            ("a.py::test_cell[emulation-fair-tied_maxima[k=2]-bf16]", "a.py::tied_maxima[k=2]-bf16"),
-            ("a.py::test_cell[cpu-flash@paper-tied_maxima[k=2]-fp16]", "a.py::tied_maxima[k=2]-fp16"),
-            *((f"a.py::test_cell[emulation-fair@train-{name}-bf16]",) * 2 for name in ("train_drift", "train_runaway")),
+            ("a.py::test_cell[emulation-fair@train-train_drift-bf16]",) * 2,
             ("a.py::test_other[x-y-z]", "a.py::test_other[x-y-z]"),
         ],
     )

@@ -13,7 +13,6 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.isolation import Clock
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import RecordCollector
@@ -118,30 +117,12 @@ def died(cell: Cell, worker: str) -> pytest.TestReport:
     )
 
 
-def test_a_kernel_is_deadly_from_its_second_death_on(collecting: Collecting) -> None:
-    """A worker that starts is told so; other kernels, and deaths of no process, do not count."""
-    kernels = [composed_kernel(name) for name in ("flash@paper", "standard")]
-    mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:3]] for kernel in kernels)
-    collector = collecting(*mine, *other)
-
-    def deadly() -> set[str]:
-        return set(Watch.of(collector.watched("gw9", Watch.of({}, None)), None).deadly)
-
-    failed = pytest.TestReport(f"a.py::test_cell[{mine[2].id}]", ("a.py", None, "a.py"), {}, "failed", "no", "call")
-    for report in (died(mine[0], "gw0"), died(other[0], "gw1"), failed):
-        assert deadly() == set()
-        collector.take(report)
-    assert deadly() == set()
-    collector.take(died(mine[1], "gw2"))
-    assert deadly() == {"flash@paper"}
-
-
 def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
     """Workers that run already learn of it; other kernels go on, and one in time begins anew."""
     kernels = [replace(composed_kernel(name), external=True) for name in ("flash@paper", "standard")]
     mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
     collector = collecting(*mine, *other)
-    worker = Watch.of(collector.watched("gw9", Watch.of({}, None)), None)
+    worker = Watch.of(Watch.of({}, None).worker_input(collector.words / "gw9"), None)
     (collector.words / "gw0").write_text(DUMP)
     for cell in mine[:5]:
         assert worker.given_up(mine[8]) is None
@@ -161,17 +142,6 @@ def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
     assert [(record.outcome, record.reasons) for record in kept().records] == [
         (TIMED_OUT, ("not run: that is why",))
     ] * 3
-
-
-def test_no_other_cell_comes_after_one_of_a_deadly_kernel_in_its_process(
-    matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a device is beyond use, which ends a worker before its next cell."""
-    monkeypatch.setattr(watch.Watch, "of", lambda given, seconds, budget: Watch(None, seconds, frozenset({"fair"})))
-    result = matrix("--kernels", "standard,fair", *CASES, "-n", "0")
-    assert {record.id for record in kept().records} == {"cpu-standard-random-bf16", "cpu-fair-random-bf16"}
-    assert not kept().complete
-    assert result.ret != 0
 
 
 def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -> None:
