@@ -28,7 +28,7 @@ from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import Change, changes, combined, forward_alone, moves, plainness, text
 from tiebreak.programs.identify import main
-from tiebreak.reports.tables.plans import explanation_text
+from tiebreak.reports.tables.texts import explanation_text
 
 
 @pytest.fixture(autouse=True)

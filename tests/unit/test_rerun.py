@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.terminal import runnable
 
 COMMAND = "pytest --version"
 

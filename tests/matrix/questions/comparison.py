@@ -29,7 +29,7 @@ from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
-from tiebreak.reports.tables.changes import changes_text, worst
+from tiebreak.reports.tables.texts import changes_text, worst
 
 USAGE, INVARIANCE = "usage", "invariance"  # kinds of experiment, and the names of their checks
 WORSE = 4.0  # mean squared error over another that no other way of rounding explains

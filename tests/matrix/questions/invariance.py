@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import ONE_SIGNED, Draw, Scores, Shape, Values, scripted
-from tiebreak.cases.recipes import normal_numbers
+from tiebreak.cases.case import ONE_SIGNED, Draw, Scores, Shape, Values, normal_numbers, scripted
 from tiebreak.kernels.algorithms import SPLIT_ATTENTION
 from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel
