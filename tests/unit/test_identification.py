@@ -22,9 +22,8 @@ from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.identification import designed, identity, search
 from tiebreak.matrix.identification.asking import Asked, threads
 from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES, Designed
-from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.identification.identity import Rivals, identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
-from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import Change, changes, combined, forward_alone, moves, plainness, text
 from tiebreak.programs.identify import main
@@ -35,6 +34,31 @@ from tiebreak.reports.tables.texts import explanation_text
 def one_thread() -> Iterator[None]:
     with threads(1):
         yield
+
+
+EMULATED = EmulatedArithmetic()
+
+
+def _plan(text: str) -> Declaration:
+    return forward_alone(parse_declaration(text), BF16)
+
+
+def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
+    """A kernel that says nothing of the plan that it follows on some arithmetic."""
+    declaration = parse_declaration(plan)
+
+    def compute(inputs: AttentionInputs, ours: Arithmetic, gradients: bool) -> AttentionOutput:
+        return run_forward(declaration, inputs, arithmetic)
+
+    return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
+
+
+def _asked(kernel: Kernel, *names: str) -> Asked:
+    asked = Asked(EMULATION, kernel, BF16)
+    for each in DESIGNED:
+        if not names or each.name in names:
+            asked.ask(each)
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -50,12 +74,11 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str, asked: Sequence[str]) -> None:
-    truth, known = parse_declaration(plan), candidates().values()
-    answers = list(_asked(composed("k", truth), *asked).answers.values())
-    searched = Search(answers, BF16, [forward_alone(each, BF16) for each in known])
+    answers = list(_asked(_on(EMULATED, plan), *asked).answers.values())
+    searched = Search(answers, BF16, [forward_alone(each, BF16) for each in candidates().values()])
     nearest = searched.nearest(lambda line: None)
     assert searched.cost(nearest) == 0.0
-    assert forward_alone(truth, BF16) == nearest, text(nearest)
+    assert _plan(plan) == nearest, text(nearest)
 
 
 def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
@@ -70,36 +93,16 @@ def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with(monkeypat
     monkeypatch.setattr(identity, "SHAPES", (Designed("many", many, ""), Designed("wide", wide, "")))
     kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
     found = identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
-    assert found.plan is not None
-    assert _plan(found.plan) == _plan("flash@paper,tile=64")
+    assert _plan(str(found.plan)) == _plan("flash@paper,tile=64")
     assert found.share == 1.0
     assert found.bias["tied_maxima[k=2]"].verdict == "biased"
-    assert "tile" not in found.alike
-    assert "p_bar" not in found.alike
-    others = {shape: _plan(other.plan) for shape, other in found.elsewhere.items() if other.plan is not None}
-    tiles, of_many = _plan("flash@paper,tile=16"), _plan("flash@paper,p_bar=fp32,tile=64")
-    assert others.keys() == found.elsewhere.keys()
-    assert others.pop("many") == of_many
+    assert found.alike.keys().isdisjoint({"tile", "p_bar"})
+    others = {shape: _plan(str(other.plan)) for shape, other in found.elsewhere.items()}
+    assert others.pop("many") == _plan("flash@paper,p_bar=fp32,tile=64")
     assert "wide" in others
-    assert set(others.values()) == {tiles}
+    assert set(others.values()) == {_plan("flash@paper,tile=16")}
     assert found.headline.endswith("its plan changes with the shape of the call")
     assert "but not in " in explanation_text(found.explanation)
-
-
-def _asked(kernel: Kernel, *names: str) -> Asked:
-    asked = Asked(EMULATION, kernel, BF16)
-    for each in DESIGNED:
-        if not names or each.name in names:
-            asked.ask(each)
-    return asked
-
-
-@pytest.mark.parametrize("accumulator", ["sequential", "ampere"])
-def test_sums_of_a_device_are_named(accumulator: str) -> None:
-    plan = f"flash@fused,accumulator={accumulator},tile=64"
-    rivals = Rivals(_asked(composed("k", parse_declaration(plan))))
-    better = rivals.better(forward_alone(parse_declaration("flash@fused,tile=64"), BF16))
-    assert better == forward_alone(parse_declaration(plan), BF16)
 
 
 class _Fp32Sums(EmulatedArithmetic):
@@ -113,13 +116,24 @@ class _Fp32Sums(EmulatedArithmetic):
         return x.cumsum(-1)[..., -1:]
 
 
-def test_sums_that_products_do_not_show_are_no_devices() -> None:
-    """In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance."""
-    plan = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
-    better = Rivals(_asked(_on(_Fp32Sums(), plan))).better(
-        forward_alone(parse_declaration(f"{plan},accumulator=cdna3"), BF16)
-    )
-    assert better == forward_alone(parse_declaration(plan), BF16)
+FLAX = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "followed", "started"),
+    [
+        *(
+            (EMULATED, f"flash@fused,accumulator={sums},tile=64", "flash@fused,tile=64")
+            for sums in ("sequential", "ampere")
+        ),
+        # In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance.
+        (_Fp32Sums(), FLAX, f"{FLAX},accumulator=cdna3"),
+    ],
+)
+def test_sums_are_those_of_a_device_where_products_show_it(
+    kernel: EmulatedArithmetic, followed: str, started: str
+) -> None:
+    assert Rivals(_asked(_on(kernel, followed))).better(_plan(started)) == _plan(followed)
 
 
 def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
@@ -147,15 +161,6 @@ class _TruncatedSum(EmulatedArithmetic):
         return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
 
 
-def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
-    declaration = parse_declaration(plan)
-
-    def compute(inputs: AttentionInputs, ours: Arithmetic, gradients: bool) -> AttentionOutput:
-        return run_forward(declaration, inputs, arithmetic)
-
-    return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
-
-
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_MOST", 500)
     monkeypatch.setattr(identity, "_SWAPS", 0)
@@ -167,7 +172,7 @@ def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
-    kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
+    kernel = replace(_on(EMULATED, "standard"), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
         identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
 
@@ -197,10 +202,6 @@ def test_every_designed_input_can_be_made_in_its_formats() -> None:
             assert each.make(fmt, seed).q.isfinite().all(), (each.name, fmt, seed)
 
 
-def _plan(text: str) -> Declaration:
-    return forward_alone(parse_declaration(text), BF16)
-
-
 @pytest.mark.parametrize(
     ("plan", "plainer"),
     [
@@ -217,23 +218,20 @@ def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
     assert _plan(plan) == _plan(plainer)
     for each in (*DESIGNED, *LONG):
         inputs = each.make(BF16)
-        o, plain = (run_forward(parse_declaration(x), inputs, EmulatedArithmetic()).o for x in (plan, plainer))
+        o, plain = (run_forward(parse_declaration(x), inputs, EMULATED).o for x in (plan, plainer))
         assert torch.equal(o.nan_to_num(), plain.nan_to_num()), each.name
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
+def test_what_outputs_show_is_a_point() -> None:
+    plans = (
         "standard,o=input:up",
         "standard,o_bar=fp16,o=input:up",
         "flash@paper,o=input:up,tile=one",
         "split@paper,o=input:up,tile=64",
         "split@fused_fast_exp,o_bar=input,tile=one",
         "lazy@paper,tile=64",
-    ],
-)
-def test_what_outputs_show_is_a_point(plan: str) -> None:
-    assert text(_plan(plan)) == plan
+    )
+    assert tuple(text(_plan(plan)) for plan in plans) == plans
 
 
 OF_RULES: set[str] = {"rule", "algorithm"}
@@ -261,15 +259,13 @@ def test_points_that_hide_one_another_are_tried_together(plan: str, stages: Sequ
 
 
 def test_a_range_and_an_offset_are_moved_together() -> None:
-    in_tf32 = _plan("lazy@fused_fp8_offset,p_bar=tf32:up,tile=64")
-    in_fp16 = _plan("lazy@fused_fp8_offset,p_bar=fp16:up,tile=64")  # it has no range without the offset
-    assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}
+    in_tf32, in_fp16 = (_plan(f"lazy@fused_fp8_offset,p_bar={fmt}:up,tile=64") for fmt in ("tf32", "fp16"))
+    assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}  # it has no range without the offset
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
-    plan = forward_alone(parse_declaration("flash@fused,tile=64"), BF16)
-    for change, other in changes(plan, BF16):
-        assert forward_alone(parse_declaration(text(other)), BF16) == other, change
+    for change, other in changes(_plan("flash@fused,tile=64"), BF16):
+        assert _plan(text(other)) == other, change
 
 
 def test_the_shortest_text_of_a_plan_names_what_is_nearest() -> None:

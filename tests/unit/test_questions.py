@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.case import Shape, normal_numbers
+from tiebreak.cases.case import normal_numbers
 from tiebreak.kernels.external import LoadError
-from tiebreak.kernels.external.call import Places
 from tiebreak.kernels.external.kernels import UserKernel, users_kernel
 from tiebreak.kernels.external.options import INVARIANT, KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
@@ -25,14 +23,12 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import sdpa_math
-from tiebreak.kernels.vendor import through_autograd
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.questions import invariance
 from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
-from tiebreak.matrix.questions.session import Session
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
@@ -375,20 +371,6 @@ def test_where_do_lies_must_reach_the_backward_pass() -> None:
     lost = run(users(in_fp32, backward=deaf), "memory", heads=16)
     assert lost.outcome == records.INCONCLUSIVE
     assert lost.reasons == ("the knob did nothing: no bit changed by dO's storage in other strides",)
-
-
-@pytest.mark.parametrize("placing", [transposed, fused, misaligned])
-def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tensor], Tensor]) -> None:
-    def call(_: AttentionInputs, *qkv: Tensor) -> Tensor:
-        placed = placing(torch.empty(qkv[0].shape))
-        expected = placed.stride(), placed.storage_offset(), True
-        assert {(x.stride(), x.storage_offset(), x.requires_grad) for x in qkv} == {expected}
-        return scaled_dot_product_attention(*qkv)
-
-    kernel = Kernel("vendors", partial(through_autograd, call), None, has_backward=True)
-    asked = Session(Cell(CPU, kernel, ASKED["invariance[memory]"], BF16), seed=1, heads=32)
-    inputs = asked.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
-    assert len(asked.place(inputs, Places.all(placing)).backward(torch.empty(0))) == 3
 
 
 def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
