@@ -88,17 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", required=True, metavar="FILE:FUNCTION", help="your kernel, or MODULE:FUNCTION")
     parser.add_argument("--case", required=True, metavar="NAME", help="a scripted case, or a captured one")
     parser.add_argument("--captured", type=Path, metavar="DIR", help="folder of captured tensors that NAME is in")
-    parser.add_argument(
-        "--check", choices=(*_ANYWHERE, "bias"), help="what to keep; by default the first of these that holds"
-    )
+    parser.add_argument("--check", choices=(*_ANYWHERE, "bias"), help="what to keep (default: the first that holds)")
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
     parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of a scripted case (default: 1)")
-    parser.add_argument(
-        "--heads", type=positive, default=256, metavar="N", help="query heads to start from (default: 256)"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE",
-                        help="the script; default: shrunk.py")  # fmt: skip
+    parser.add_argument("--heads", type=positive, default=256, metavar="N", help="to start from (default: 256)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE", help="the script")
     return parser
 
 
@@ -174,10 +169,7 @@ def _rechecked(path: Path) -> bool:
 
 
 def script(seen: Seen, finding: Finding, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
-    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong.
-
-    It shows the finding on what is left of a case, whose origin is in words; of a bias the sign matters.
-    """
+    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
     inputs, fmt = seen.inputs, seen.inputs.formats.inputs
     dtype = TORCH_DTYPES[fmt]
     wrong, message = _verdict(seen, finding, sign)
