@@ -29,37 +29,32 @@ KERNELS = '''
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-
 def scores(q, k, causal, scale):
     s = q.float() @ k.float().mT * scale
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return s
 
+def weights(q, k, causal, scale):
+    s = scores(q, k, causal, scale)
+    return torch.exp(s - s.amax(-1, keepdim=True))
 
 def exact(q, k, v, causal, scale):
     return scores(q, k, causal, scale).softmax(-1) @ v.float()
 
-
 def precise(q, k, v, *, causal=False, scale=None):
     return exact(q, k, v, causal, scale).to(q.dtype)
 
-
 def unfused(q, k, v, *, causal=False, scale=None):
-    s = scores(q, k, causal, scale)
-    p = torch.exp(s - s.amax(-1, keepdim=True))
+    p = weights(q, k, causal, scale)
     return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
 
-
 def fused(q, k, v, *, causal=False, scale=None):
-    s = scores(q, k, causal, scale)
-    p = torch.exp(s - s.amax(-1, keepdim=True))
+    p = weights(q, k, causal, scale)
     return ((p.to(v.dtype).float() @ v.float()) / p.sum(-1, keepdim=True)).to(q.dtype)
-
 
 def sdpa(q, k, v, *, causal=False, scale=None):
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-
 
 def stochastic(q, k, v, *, causal=False, scale=None):
     """Fused, with a dithered shift and a stochastic cast of O."""
@@ -71,43 +66,29 @@ def stochastic(q, k, v, *, causal=False, scale=None):
     bits = o.view(torch.int32) + torch.randint(0, 1 << 16, o.shape, generator=noise, dtype=torch.int32)
     return (bits & -65536).view(torch.float32).to(q.dtype)
 
-
-
-
-
-
-
 def truncates(q, k, v, *, causal=False, scale=None):
     o = exact(q, k, v, causal, scale)
     return (o.view(torch.int32) & -65536).view(torch.float32).to(q.dtype)
-
 
 def grouped(q, k, v, *, causal=False, scale=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return precise(q, k, v, causal=causal, scale=scale)
 
-
-
 def of_key_heads(q, k, v, *, causal=False, scale=None):
     return precise(q[:, : k.shape[1]], k, v, causal=causal, scale=scale)
-
 
 def powers_of_two(q, k, v, *, causal=False, scale=None):
     if q.shape[-1] & (q.shape[-1] - 1):
         raise NotImplementedError("no such tile")
     return grouped(q, k, v, causal=causal, scale=scale)
 
-
 def unmasked(q, k, v, *, causal=False, scale=None):
     assert not causal
     return grouped(q, k, v, scale=scale)
 
-
 def square(q, k, v, *, causal=False, scale=None):
     assert not causal or q.shape[2] == k.shape[2], "as many queries as keys"
     return grouped(q, k, v, causal=causal, scale=scale)
-
-
 '''
 
 # Cases that tell plans apart, one that spans several tiles, and plain numbers.
