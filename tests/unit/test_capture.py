@@ -416,15 +416,13 @@ class TestOtherWaysToCall:
     @pytest.mark.parametrize("family", ["gpt2", "llama"])
     def test_hugging_faces_models(self, tmp_path: Path, family: str, implementation: str) -> None:
         library: Any = importlib.import_module("transformers")
-        common = {"vocab_size": 31, "attn_implementation": implementation}
         torch.manual_seed(1)
         if family == "gpt2":
-            small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "attn_pdrop": 0.0}
-            model = library.GPT2LMHeadModel(library.GPT2Config(**common, **small, bos_token_id=0, eos_token_id=0))
+            small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
         else:
             small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-            model = library.LlamaForCausalLM(library.LlamaConfig(**common, **small, intermediate_size=64))
-        model.train()
+        config = library.AutoConfig.for_model(family, vocab_size=31, attn_implementation=implementation, **small)
+        model = library.AutoModelForCausalLM.from_config(config).train()
         tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS) % 31
         with started(model, tmp_path) as captured:
             model(input_ids=tokens, labels=tokens).loss.backward()
