@@ -71,12 +71,6 @@ def as_inputs(layer: Tensors, *, causal: bool = False) -> AttentionInputs:
     return AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal)
 
 
-def scripted(name: str, heads: int) -> Tensors:
-    """A scripted case's tensors, as a file keeps them."""
-    inputs = next(case for case in SCRIPTED if case.name == name).make(1, 0, heads, BF16)
-    return {part: getattr(inputs, part).bfloat16().contiguous() for part in ("q", "k", "v", "do")}
-
-
 def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Sample:
     return sampling.sampled(Cell(CPU, kernel, Call(case), fmt), Workbench(Settings(heads=heads)).case(case, fmt))
 
@@ -246,7 +240,9 @@ class TestRuns:
         self, matrix: MatrixRun, pytester: pytest.Pytester, kept: Kept
     ) -> None:
         wide = {part: tensor.float() for part, tensor in normal((1, 12, 32, 16)).items()}
-        keep(pytester.path, {"0": scripted("tied_maxima[k=2]", 256), "1": wide})
+        inputs = next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]").make(1, 0, 256, BF16)
+        ties = {part: getattr(inputs, part).bfloat16().contiguous() for part in ("q", "k", "v", "do")}
+        keep(pytester.path, {"0": ties, "1": wide})
         words = ("--captured", "./", "--backend", "emulation", "--kernels", "flash@paper,fair")
         assert matrix(*words, "--dtype", "bf16,fp16").ret == 0
         records = {(record.case[-2], record.kernel, record.format): record for record in kept().records}

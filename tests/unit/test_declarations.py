@@ -30,6 +30,16 @@ LOW = PAPER.p_bar
 FORWARD = ("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "l", "o")
 POINTS = (*FORWARD, *BACKWARD_POINTS)
 FORMATS = ("input", "fp32", "bf16", "fp16", "tf32", "fp8_e5m2", "E5M7")
+# Changes of which a text has one or none.
+ONE_OF = (
+    ("l_from=rounded", "l_from=clamped", "l_from=unrounded"),
+    ("base=2", "base=e"),
+    ("offset=8", "p8=fp8_e5m2/micro32", "v8=fp8_e4m3/tensor", "smooth_k=yes"),
+    ("k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"),
+    ("contract=yes", "contract=no"),
+    ("accumulator=bfmmla", "accumulator=exact"),
+    ("tile=one", "tile=7", "tile=64x32", "tile=128"),
+)
 MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")
 
 
@@ -92,14 +102,8 @@ def _random_text(draw: random.Random) -> str:
     head = draw.choice([f"{rule}@{plan}" for rule in rule_names() for plan in plans] + ["standard"] * len(plans))
     changes = [f"{point}={draw.choice(FORMATS)}" for point in draw.sample(POINTS, 3)]
     changes = [text if text.endswith("fp32") else text + draw.choice(MODES) for text in changes]
-    changes += draw.sample(["l_from=rounded", "l_from=clamped", "l_from=unrounded"], draw.randint(0, 1))
-    changes += draw.sample(["base=2", "base=e"], draw.randint(0, 1))
-    eight_bits = ["offset=8", "p8=fp8_e5m2/micro32", "v8=fp8_e4m3/tensor", "smooth_k=yes"]
-    changes += draw.sample(eight_bits, draw.randint(0, 1))
-    changes += draw.sample(["k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"], draw.randint(0, 1))
-    changes += draw.sample(["contract=yes", "contract=no"], draw.randint(0, 1))
-    changes += draw.sample(["accumulator=bfmmla", "accumulator=exact"], draw.randint(0, 1))
-    changes += draw.sample(["tile=one", "tile=7", "tile=64x32", "tile=128"], draw.randint(0, 1))
+    for group in ONE_OF:
+        changes += draw.sample(group, draw.randint(0, 1))
     draw.shuffle(changes)
     return ",".join([head, *changes])
 

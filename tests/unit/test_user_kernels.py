@@ -116,10 +116,6 @@ def judge(matrix: MatrixRun, pytester: pytest.Pytester) -> MatrixRun:
     return run
 
 
-def output(result: pytest.RunResult) -> str:
-    return "\n".join(result.outlines)
-
-
 MASKS, SHAPES = ("random", "random_causal", "random_causal_chunk"), ("random_grouped", "random_odd", "random_wide")
 
 
@@ -151,21 +147,21 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
 
 def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(judge: MatrixRun, kept: Kept) -> None:
     plan, result = "flash@fused,tile=one", judge("fused")
-    assert result.ret == 0, output(result)
-    match = FOLLOWED_TEXT.search(output(result))
+    assert result.ret == 0
+    match = FOLLOWED_TEXT.search(result.stdout.str())
     assert match is not None
     assert match.group(1, 2) == ("fused", plan)
     explanation = kept().explanations["cpu-fused"]
     assert (explanation.state, explanation.plans) == (FOLLOWS, (plan,))
     held = judge("fused", "--plan", plan, cases="tied_maxima[k=2],sink_tie,random")
-    assert held.ret == 0, output(held)
+    assert held.ret == 0
     assert all(record.met(PREDICTION) and record.plan == plan for record in kept().records)
 
 
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
     result = judge("sdpa")
-    assert result.ret == 0, output(result)
-    match = FOLLOWED_TEXT.search(output(result))
+    assert result.ret == 0
+    match = FOLLOWED_TEXT.search(result.stdout.str())
     assert match is not None
     # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
     assert match[2] in ("flash@fused_fast_exp", "flash@fused")
@@ -173,7 +169,7 @@ def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> N
 
 def test_kernel_that_follows_no_plan_is_unexplained_and_held_to_the_loosest(judge: MatrixRun, kept: Kept) -> None:
     result = judge("truncates", cases="tied_maxima[k=2],sink_tie,random", heads=32)
-    assert result.ret == 1, output(result)
+    assert result.ret == 1
     nearest = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 3 cells \(.*\)"
     result.stdout.re_match_lines([f"cpu-truncates: {nearest}"])
     assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
@@ -194,7 +190,7 @@ def test_too_few_heads_explain_nothing(judge: MatrixRun) -> None:
 def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: MatrixRun, kept: Kept) -> None:
     """In one tile the maxima of `growing_maximum` are not the first thing in O-bar, and nothing is claimed of that."""
     result = judge("unfused", "--plan", "paper", cases="growing_maximum,ties_across_blocks", heads=64)
-    assert result.ret == 0, output(result)
+    assert result.ret == 0
     assert all(record.met(PREDICTION) and record.number("equal_bits") == 1.0 for record in kept().records)
     assert judge("unfused", "--plan", "fused", cases="tied_maxima[k=2]").ret == 1
     (record,) = kept().records
@@ -215,7 +211,7 @@ def test_a_fair_kernel_is_fair_and_told_that_its_random_bits_are_its_own(
     judge: MatrixRun, kept: Kept, plan: tuple[str, ...]
 ) -> None:
     result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256 if plan else 128)
-    assert result.ret == 0, output(result)
+    assert result.ret == 0
     claims = [record.answers[CLAIM] for record in kept().records if CLAIM in record.answers]
     assert [claim.source for claim in claims] == ["--fair: no bias on any failure input"] * 2
     assert all(claim.met for claim in claims)
