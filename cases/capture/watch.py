@@ -187,7 +187,7 @@ class Place(NamedTuple):
     """Where in a model a call was made, the same in a forward pass and where a checkpoint repeats it."""
 
     module: str  # the innermost module that was running
-    index: int  # of the call among those of one run of it
+    number: int  # of the call among those of one run of it
 
 
 # (place, a function that makes the call of it, O, O as (batch, heads, queries, d))
@@ -240,7 +240,7 @@ class Watch:
                     undo.callback(setattr, module, _EAGER, eager)
                     setattr(module, _EAGER, self._watched(eager, partial(hugging_face_call, "eager"), _tokens_first))
             # Hugging Face's registered functions, where some library has imported them.
-            functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+            functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
             for key in [] if functions is None else list(functions.valid_keys()):
                 if key == "sdpa" or "paged" in key:  # the first calls torch's function, the second is for inference
                     continue

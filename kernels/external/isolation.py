@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
@@ -52,7 +52,10 @@ def _fp32_precision(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]
     """The newer setting, in several places of their own from torch 2.9 on; some are not there before."""
 
     def place() -> Any:
-        return reduce(lambda owner, name: getattr(owner, name, None), path.split(".")[1:], torch.backends)
+        owner: Any = torch
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+        return owner
 
     return lambda: getattr(place(), "fp32_precision", None), lambda before: setattr(place(), "fp32_precision", before)
 

@@ -47,7 +47,8 @@ def load(target: str) -> Callable[..., Any]:
         asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
         at = "" if isinstance(error, SyntaxError) else place_of(error)
         raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
-    return _function(module, place, name)
+    function: Callable[..., Any] = _function(module, place, name)
+    return function
 
 
 def _function(module: Any, place: str, name: str) -> Any:

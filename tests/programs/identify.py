@@ -66,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
-    parser.add_argument(
-        "--seed", type=count, default=1, metavar="N", help="of the inputs by which no plan is chosen (default: 1)"
-    )
+    parser.add_argument("--seed", type=count, default=1, metavar="N", help="of inputs that choose no plan (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     return parser
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.external.script_call import ScriptCall
+from tiebreak.kernels.external import UserKernel, external_kernel
+from tiebreak.kernels.external.adapters import is_adapter
+from tiebreak.kernels.external.call import FULL
+from tiebreak.kernels.external.caller import Caller
+from tiebreak.kernels.external.loading import package_of
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import Kernel
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
     store.check_writable(options.output.parent)
     (backend,) = devices(options.backend, [options.kernel])
-    kernel, script_call = _kernel(options.kernel)
+    kernel = _kernel(options.kernel)
     inputs = _inputs(options)
     refusal = kernel.refusal(to_device(inputs, backend.device))
     if refusal is not None:
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         print("shrink: interrupted; the best so far is kept", file=sys.stderr, flush=True)
     left, finding = shrinker.seen(shrinker.part), shrinker.finding
     origin = f"{options.case}, seed {options.seed}" + ("" if wrong == finding.about else f": {wrong}")
-    store.write_text(script(left, finding, sign, script_call, backend.device, origin), options.output)
+    store.write_text(script(left, finding, sign, kernel, backend.device, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
     return INTERRUPTED if interrupted else (HELD if shown else FELL)
@@ -86,30 +88,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", required=True, metavar="FILE:FUNCTION", help="your kernel, or MODULE:FUNCTION")
     parser.add_argument("--case", required=True, metavar="NAME", help="a scripted case, or a captured one")
     parser.add_argument("--captured", type=Path, metavar="DIR", help="folder of captured tensors that NAME is in")
-    parser.add_argument(
-        "--check", choices=(*_ANYWHERE, "bias"), help="what to keep; by default the first of these that holds"
-    )
+    parser.add_argument("--check", choices=(*_ANYWHERE, "bias"), help="what to keep (default: the first that holds)")
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
     parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of a scripted case (default: 1)")
-    parser.add_argument(
-        "--heads", type=positive, default=256, metavar="N", help="query heads to start from (default: 256)"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE",
-                        help="the script; default: shrunk.py")  # fmt: skip
+    parser.add_argument("--heads", type=positive, default=256, metavar="N", help="to start from (default: 256)")
+    parser.add_argument("-o", "--output", type=Path, default=Path("shrunk.py"), metavar="FILE", help="the script")
     return parser
 
 
-def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
-    """The kernel, which is refused what a script can't write, and how a script writes it."""
+def _kernel(spec: str) -> UserKernel:
+    """The kernel, which is refused what a script can't write."""
     try:
         kernel = external_kernel(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    script_call = ScriptCall.from_kernel(kernel)
-    return replace(
-        kernel, missing_requirement=lambda inputs: kernel.missing_requirement(inputs) or script_call.refusal(inputs)
-    ), script_call
+
+    def missing_requirement(inputs: AttentionInputs) -> str | None:
+        return kernel.missing_requirement(inputs) or _unwritten(kernel.caller, inputs)
+
+    return replace(kernel, missing_requirement=missing_requirement)
+
+
+def _unwritten(caller: Caller, inputs: AttentionInputs) -> str | None:
+    """None, or why a script can't write the call of these inputs, in one line."""
+    if caller.arranged(inputs).inputs is not inputs:
+        return "the script has no words for dummy rows or keys"
+    if len(caller.convention.options.layout) < len(FULL):
+        return "the script has no words for a call for each sequence"
+    if any(isinstance(value, Tensor) for value in caller.call(inputs).keywords(inputs).values()):
+        return "the script has no words for a mask as a tensor"
+    return None
 
 
 def _inputs(options: argparse.Namespace) -> AttentionInputs:
@@ -159,28 +168,26 @@ def _rechecked(path: Path) -> bool:
     return shown
 
 
-def script(seen: Seen, finding: Finding, sign: float, call: ScriptCall, device: str, origin: str) -> str:
-    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong.
-
-    It shows the finding on what is left of a case, whose origin is in words; of a bias the sign matters.
-    """
+def script(seen: Seen, finding: Finding, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
+    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
     inputs, fmt = seen.inputs, seen.inputs.formats.inputs
     dtype = TORCH_DTYPES[fmt]
     wrong, message = _verdict(seen, finding, sign)
+    folder, module, function = _place(kernel)
     grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
     k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     mask = f" + torch.full(({queries}, {keys}), -torch.inf).triu({keys - queries + 1})" if inputs.causal else ""
-    about = f"{call.function}: {finding.about}. By tiebreak shrink from {origin}. Ends with 1 if it is wrong."
+    about = f"{function}: {finding.about}. By tiebreak shrink from {origin}. Ends with 1 if it is wrong."
     lines = [
         *textwrap.wrap(f'"""{about}"""', _LINE, break_long_words=False),
         "import importlib, sys, torch",
-        f"sys.path.insert(0, {json.dumps(call.folder)})",
-        f"kernel = importlib.import_module({json.dumps(call.module)})",
+        f"sys.path.insert(0, {json.dumps(folder)})",
+        f"kernel = importlib.import_module({json.dumps(module)})",
         "def bits(shape, text):",
         f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{device}")',
         *(f"{name} = {_bits(getattr(inputs, name), dtype)}" for name in "qkv"),
-        f"o = {call.call(inputs)}.cpu()",
+        f"o = {_call(kernel.caller, f'kernel.{function}', inputs)}.cpu()",
         f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{mask}",
         f"reference = s.softmax(-1) @ {v}",
         f"exponent = (torch.frexp(reference).exponent - 1).clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits}",
@@ -192,6 +199,46 @@ def script(seen: Seen, finding: Finding, sign: float, call: ScriptCall, device: 
         "sys.exit(int(wrong))",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _place(kernel: UserKernel) -> tuple[str, str, str]:
+    """The folder that a kernel's module is found in, the module, and its function there, with dots."""
+    target, function = kernel.origin[1], kernel.caller.function
+    place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
+    if is_adapter(target):
+        place, name = function.__module__, function.__name__
+    if not place.endswith(".py"):
+        return ".", place, name
+    root, module = package_of(Path(place).resolve())
+    return str(root) if Path(place).is_absolute() else os.path.relpath(root), module, name or function.__name__
+
+
+def _call(caller: Caller, function: str, inputs: AttentionInputs) -> str:
+    """An expression: O, (batch, heads, N, d), from q, k and v of that shape."""
+    convention, made = caller.convention, caller.call(inputs)
+    layout, keywords = convention.options.layout, made.keywords(inputs)
+    arguments, restored, q = "q, k, v", "", "q"
+    if layout != FULL:
+        order = ", ".join(str(FULL.index(letter)) for letter in layout)
+        arguments, q = f"*(x.permute({order}).contiguous() for x in (q, k, v))", f"q.permute({order}).contiguous()"
+        restored = f".permute({', '.join(str(layout.index(letter)) for letter in FULL)})"
+    if convention.out is not None:
+        keywords[convention.out] = _Written()
+    after, keywords = convention.arguments(keywords)
+    words = [arguments, *map(repr, after), *(f"{name}={value!r}" for name, value in keywords.items())]
+    call = f"{function}({', '.join(words)})"
+    if convention.out is not None:
+        return f"(o := torch.full_like({q}, torch.nan), {call})[0]{restored}"
+    with torch.no_grad():
+        several = isinstance(made.returned(made.placed(gradients=False)), (tuple, list))
+    return f"{call}{'[0]' if several else ''}{restored}"
+
+
+class _Written:
+    """The tensor that O is written into, by its name in the script."""
+
+    def __repr__(self) -> str:
+        return "o"
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> str:

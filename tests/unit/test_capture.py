@@ -1,10 +1,12 @@
-"""Capturing a model's calls of attention as it trains."""
+"""Capturing a model's calls of attention as it trains, in one process and in two."""
 
 import contextlib
 import gc
 import importlib
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 import types
 import weakref
@@ -160,21 +162,19 @@ class TestTheModel:
         assert len(read(captured.written[0])[0]) == 6
 
     def test_it_is_let_go_and_between_the_steps_that_are_looked_at_it_has_no_hooks(self, tmp_path: Path) -> None:
-        def hooks() -> bool:
-            return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        def watched() -> tuple[bool, bool]:
+            """Whether torch's function is, and whether the model has hooks."""
+            hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            return torch.nn.functional.scaled_dot_product_attention is not before, hooks
 
         model, before = model_of(Layer), torch.nn.functional.scaled_dot_product_attention
-        captured = started(model, tmp_path, every=2)
+        captured, seen = started(model, tmp_path, every=2), []
         with contextlib.suppress(KeyboardInterrupt), captured:
-            assert torch.nn.functional.scaled_dot_product_attention is not before
-            assert hooks()
-            train(model, captured, steps=1)
-            assert not hooks()
-            train(model, captured, steps=3)
-            assert hooks()
+            for steps in (0, 1, 3):
+                train(model, captured, steps=steps)
+                seen.append(watched())
             raise KeyboardInterrupt
-        assert torch.nn.functional.scaled_dot_product_attention is before
-        assert not hooks()
+        assert [*seen, watched()] == [(True, True), (True, False), (True, True), (False, False)]
         assert (captured.looked, captured.steps) == (2, 4)
         assert [path.name for path in captured.written] == [f"inputs-00000{n}.safetensors" for n in (0, 2)]
 
@@ -416,15 +416,13 @@ class TestOtherWaysToCall:
     @pytest.mark.parametrize("family", ["gpt2", "llama"])
     def test_hugging_faces_models(self, tmp_path: Path, family: str, implementation: str) -> None:
         library: Any = importlib.import_module("transformers")
-        common = {"vocab_size": 31, "attn_implementation": implementation}
         torch.manual_seed(1)
         if family == "gpt2":
-            small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "attn_pdrop": 0.0}
-            model = library.GPT2LMHeadModel(library.GPT2Config(**common, **small, bos_token_id=0, eos_token_id=0))
+            small = {"n_layer": 2, "n_embd": 32, "n_head": 4, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
         else:
             small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-            model = library.LlamaForCausalLM(library.LlamaConfig(**common, **small, intermediate_size=64))
-        model.train()
+        config = library.AutoConfig.for_model(family, vocab_size=31, attn_implementation=implementation, **small)
+        model = library.AutoModelForCausalLM.from_config(config).train()
         tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS) % 31
         with started(model, tmp_path) as captured:
             model(input_ids=tokens, labels=tokens).loss.backward()
@@ -453,10 +451,9 @@ class TestRefusals:
             pass
 
     def test_a_budget_too_small_for_one_head(self, tmp_path: Path) -> None:
-        model = model_of(Layer)
         message = r"^budget_mb: one head of layers\.0 takes 0\.00 MB, and the budget is 0\.01 MB.*raise it$"
-        with pytest.raises(CaptureError, match=message), started(model, tmp_path, budget_mb=0.0085) as captured:
-            train(model, captured, steps=1)
+        with pytest.raises(CaptureError, match=message):
+            caught(tmp_path, Layer, budget_mb=0.0085)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_folder_that_cannot_be_written_to_and_no_safetensors(
@@ -478,3 +475,54 @@ def test_the_summary_is_printed_with_the_next_command(tmp_path: Path, capsys: py
     assert printed.endswith(f"next: python -m pytest -n auto tests/matrix --captured {tmp_path}\n")
     captured = caught(tmp_path, lambda: Layer(lambda q, k, v: (q @ k.mT).softmax(-1) @ v))
     assert "no call was seen: torch's scaled_dot_product_attention" in captured.summary()
+
+
+# Its words: the rank, the folder that two processes meet in, and this file. Each has inputs of its own.
+RANK = """
+import json, os, runpy, sys
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+rank, folder, tests = int(sys.argv[1]), Path(sys.argv[2]), runpy.run_path(sys.argv[3])
+torch.set_num_threads(1)
+distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+def same(number, layer, kept):
+    batch, head = kept[f"layer{number}.heads"].T
+    parts = zip(("q", "k", "v", "o", "do"), (*layer.calls[1], layer.gradients[1]))
+    return all(torch.equal(kept[f"layer{number}.{part}"][:, 0], own[batch, head]) for part, own in parts)
+
+found = {}
+for name, wrap in {"ddp": nn.parallel.DistributedDataParallel, "fsdp": sharded}.items():
+    model = tests["model_of"](tests["Layer"], tests["Layer"])
+    model.register_forward_pre_hook(lambda module, given: (given[0] * (1 + rank),))
+    wrapped = wrap(model)
+    with tests["started"](wrapped, folder / name) as captured:
+        tests["train"](wrapped, captured, steps=2)
+    kept = [same(number, layer, load_file(captured.written[1])) for number, layer in enumerate(model.layers)]
+    found[name] = [*kept, *sorted(path.name for path in captured.written)]
+print(json.dumps(found), flush=True)
+distributed.barrier()
+os._exit(0)  # gloo may abort while the interpreter ends: "terminate called without an active exception"
+"""
+
+
+def test_under_ddp_and_fsdp_a_process_keeps_the_tensors_of_its_own_layers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANK)
+    words = [[sys.executable, str(tmp_path / "train.py"), str(rank), str(tmp_path), __file__] for rank in (0, 1)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in words]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(error for _, error in outputs)
+    for rank, (printed, _) in enumerate(outputs):
+        expected = [True, True, *(f"inputs-00000{step}-rank{rank}.safetensors" for step in (0, 1))]
+        assert json.loads(printed.splitlines()[-1]) == {"ddp": expected, "fsdp": expected}

@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Gate = Callable[[], pytest.RunResult]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my-kernel"
 WORKFLOW = EXAMPLE / ".github" / "workflows" / "attention.yml"
 ACTION = EXAMPLE.parents[1] / "action.yml"
@@ -19,39 +17,28 @@ SOUND = "acc = acc * rescale + _product(p.to(v.dtype), v[..., tile, :])"
 PLANTED = "acc = (acc * rescale + _product(p.to(v.dtype), v[..., tile, :])).to(v.dtype).float()"
 
 
-def inputs() -> dict[str, str]:
-    """What the workflow gives the action."""
+def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CI runs once all is installed, as it stands in the workflow, in a copy of the repository."""
     (step,) = [step for step in yaml.safe_load(WORKFLOW.read_text())["jobs"]["cpu"]["steps"] if "with" in step]
     assert step["uses"].startswith("OWNER/tiebreak@v")
-    given: dict[str, str] = step["with"]
+    given = step["with"]
     assert given.keys() <= yaml.safe_load(ACTION.read_text())["inputs"].keys()
-    return given
-
-
-@pytest.fixture
-def gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Runs what CI runs once all is installed, as it stands in the workflow, in a copy of the repository."""
+    words = ("--kernel", given["target"], "--across", "--baseline", given["baseline"], *given["options"].split())
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "0")  # a worker would import torch again
     for name in ("attention.py", "baseline.json", "pyproject.toml"):
         shutil.copy(EXAMPLE / name, pytester.path)
-    given = inputs()
-    words = ("--kernel", given["target"], "--across", "--baseline", given["baseline"], *given["options"].split())
-    return lambda: pytester.runpytest_inprocess(*words)
-
-
-def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(
-    gate: Gate, pytester: pytest.Pytester
-) -> None:
-    before = gate()
+    before = pytester.runpytest_inprocess(*words)
     assert before.ret == 0
     before.stdout.fnmatch_lines(["6 cells: 4 held, 2 excused*", "gate held: 6 cells compared with baseline.json*"])
     kernel = pytester.path / "attention.py"
     source = kernel.read_text(encoding="utf-8")
     assert source.count(SOUND) == 1
     kernel.write_text(source.replace(SOUND, PLANTED), encoding="utf-8")
-    fell = gate()
+    fell = pytester.runpytest_inprocess(*words)
     assert fell.ret == 1
     fell.stdout.fnmatch_lines(["gate FELL: 6 cells compared with baseline.json*"])
     worse = [line for line in fell.outlines if line.startswith("worse ")]

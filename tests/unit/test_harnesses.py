@@ -3,10 +3,9 @@
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,10 +24,10 @@ from tiebreak.reports.errors import UsageError
 HARNESSES = Path(__file__).parents[2] / "examples" / "harnesses"
 MODEL = "import torch\nclass ModelNew(torch.nn.Module):\n    def forward(self, Q, K, V): return "
 Kernel = Callable[..., Any]
+Harness = Callable[..., Any]
 
 
-@dataclass
-class Asked:
+class Asked(NamedTuple):
     """A verdict of one call, in the place of a whole run's."""
 
     ok: bool
@@ -55,20 +54,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     return verdicts
 
 
-def adapter(name: str, monkeypatch: pytest.MonkeyPatch, upstream: dict[str, dict[str, Any]]) -> ModuleType:
-    """An adapter beside upstream's modules, of which each has what the adapter takes from it."""
-    for path, names in upstream.items():
-        module = ModuleType(path)
-        vars(module).update(names)
-        monkeypatch.setitem(sys.modules, path, module)
-        if parent := path.rpartition(".")[0]:
-            setattr(sys.modules[parent], path.rpartition(".")[2], module)
-    spec = importlib.util.spec_from_file_location(f"harness_{name}", HARNESSES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    """Loads an adapter beside upstream's modules, of which each has what the adapter takes from it."""
+
+    def adapter(name: str, upstream: dict[str, dict[str, Any]]) -> Any:
+        for path, names in upstream.items():
+            module = ModuleType(path)
+            vars(module).update(names)
+            monkeypatch.setitem(sys.modules, path, module)
+            if parent := path.rpartition(".")[0]:
+                setattr(sys.modules[parent], path.rpartition(".")[2], module)
+        spec = importlib.util.spec_from_file_location(f"harness_{name}", HARNESSES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+
+    return adapter
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -79,12 +83,13 @@ def zeros(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float
     return torch.zeros_like(q)
 
 
-both = pytest.mark.parametrize(("kernel", "good"), [(attention, True), (zeros, False)])
+@pytest.fixture(params=[attention, zeros])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
-@both
 def test_flashinfer_bench_is_told_of_ragged_prefill_that_returns_or_writes_into_tensors(
-    kernel: Kernel, good: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, asked: list[Asked], harness: Harness
 ) -> None:
     """Its own check passes, and the evaluation that it is given in the place of None makes a solution incorrect."""
 
@@ -101,7 +106,7 @@ def test_flashinfer_bench_is_told_of_ragged_prefill_that_returns_or_writes_into_
         "flashinfer_bench.bench.utils": {"make_eval": lambda status, device, log_path, correctness: status},
         "flashinfer_bench.data": {"EvaluationStatus": SimpleNamespace(INCORRECT_NUMERICAL="incorrect")},
     }
-    adapter("flashinfer_bench_evaluator", monkeypatch, upstream)
+    harness("flashinfer_bench_evaluator", upstream)
     (evaluator,) = upstream["flashinfer_bench.bench.evaluators.registry"]["_EVALUATORS"]
     assert evaluator.can_evaluate(
         SimpleNamespace(inputs=dict.fromkeys(["q", "k", "v", "qo_indptr", "kv_indptr", "sm_scale"]))
@@ -116,32 +121,28 @@ def test_flashinfer_bench_is_told_of_ragged_prefill_that_returns_or_writes_into_
 
         run.metadata = SimpleNamespace(destination_passing_style=writes)  # type: ignore[attr-defined]
         judged = evaluator.check_correctness(None, run, [], [], None, "log", "cpu")
-        assert judged == ("correctness", None if good else "incorrect")
-    assert asked == [Asked(good, "cpu")] * 2
+        assert judged == ("correctness", None if kernel is attention else "incorrect")
+    assert asked == [Asked(kernel is attention, "cpu")] * 2
 
 
-@both
-def test_kernel_bench_runs_a_models_source(
-    kernel: Kernel, good: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_bench_runs_a_models_source(kernel: Kernel, asked: list[Asked], harness: Harness) -> None:
     def upstreams(original: str, custom: str, **options: Any) -> SimpleNamespace:
         assert options == {"precision": torch.bfloat16, "device": "cpu"}
         return SimpleNamespace(correctness=True, metadata={})
 
     names = {"KernelExecResult": None, "eval_kernel_against_ref": upstreams,
              "get_torch_dtype_from_string": {"bf16": torch.bfloat16}.get}  # fmt: skip
-    module = adapter("kernelbench_eval", monkeypatch, {"kernelbench": {}, "kernelbench.eval": names})
-    o = "torch.nn.functional.scaled_dot_product_attention(Q, K, V)" if good else "torch.zeros_like(Q)"
+    module = harness("kernelbench_eval", {"kernelbench": {}, "kernelbench.eval": names})
+    o = "torch.nn.functional.scaled_dot_product_attention(Q, K, V)" if kernel is attention else "torch.zeros_like(Q)"
     result = module.eval_attention_against_ref("", MODEL + o, device="cpu")
-    assert (result.correctness, result.metadata) == (good, {"tiebreak": str(asked[0])})
+    assert (result.correctness, result.metadata) == (kernel is attention, {"tiebreak": str(asked[0])})
 
 
-@both
 def test_hugging_faces_runner_verifies_with_what_it_is_given(
-    kernel: Kernel, good: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, asked: list[Asked], harness: Harness
 ) -> None:
     upstream = {"kernels": {}, "kernels.benchmark": {"Benchmark": type("Benchmark", (), {"device": "cpu"})}}
-    benchmark = adapter("hf_kernels_benchmark", monkeypatch, upstream).TiebreakAttentionBenchmark()
+    benchmark = harness("hf_kernels_benchmark", upstream).TiebreakAttentionBenchmark()
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, None]:
         return kernel(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2), None
@@ -150,36 +151,32 @@ def test_hugging_faces_runner_verifies_with_what_it_is_given(
     benchmark.setup()
     benchmark.benchmark_attention()
     verified = [torch.allclose(benchmark.out, benchmark.verify_attention(), atol=1e-2) for _ in range(2)]
-    assert verified == [good, good]
+    assert verified == [kernel is attention] * 2
     assert len(asked) == 1
 
 
-@both
-def test_gpu_modes_check_has_the_submissions_kernel(
-    kernel: Kernel, good: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_modes_check_has_the_submissions_kernel(kernel: Kernel, asked: list[Asked], harness: Harness) -> None:
     upstream = {
         "utils": {"make_match_reference": lambda *_, **limits: lambda data, output: (True, "")},
         "submission": {"custom_kernel": lambda data: kernel(*data)},
     }
-    module = adapter("gpu_mode_reference", monkeypatch, upstream)
+    module = harness("gpu_mode_reference", upstream)
     data = tuple(torch.zeros(1, 1, 2, 4) for _ in range(3))
-    assert module.check_implementation(data, data[0]) == (good, str(asked[0]))
+    assert module.check_implementation(data, data[0]) == (kernel is attention, str(asked[0]))
 
 
-@both
 def test_backend_bench_judges_attention_operators_once_each(
-    kernel: Kernel, good: bool, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, asked: list[Asked], harness: Harness
 ) -> None:
     def upstreams(op: object, impl: Kernel, test: SimpleNamespace) -> SimpleNamespace:
         return SimpleNamespace(is_correct=True, error_type="", error_msg="")
 
     names = {"eval_correctness_test": upstreams}
-    adapter("backendbench_eval", monkeypatch, {"BackendBench": {}, "BackendBench.eval": names})
+    harness("backendbench_eval", {"BackendBench": {}, "BackendBench.eval": names})
     judge = sys.modules["BackendBench.eval"].eval_correctness_test
     test = SimpleNamespace(args=tuple(torch.zeros(1, 1, 2, 4) for _ in range(3)))
     results = [judge(op, kernel, test) for op in ("aten.scaled_dot_product_attention.default",) * 2]
-    assert [result.is_correct for result in results] == [good, good]
+    assert [result.is_correct for result in results] == [kernel is attention] * 2
     assert judge("aten.relu.default", kernel, test).is_correct
     assert len(asked) == 1
 
@@ -189,10 +186,10 @@ def test_tensors_on_a_device_without_a_backend_are_one_line() -> None:
         tiebreak.check(attention, device="mps:0")
 
 
-def test_public_judges_pass_what_is_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_judges_pass_what_is_no_attention(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one head: what passes there is not a matter of chance."""
     monkeypatch.setitem(sys.modules, "tabulate", SimpleNamespace(tabulate=None))
-    module = adapter("zeros", monkeypatch, {})
+    module = harness("zeros", {})
     monkeypatch.setattr(module, "HEADS", 1)
     told = {
         judge.name.split()[0]: [judge.verdict(each).partition(",")[0] for each in module.KERNELS]

@@ -1,8 +1,8 @@
 """Naming a kernel's plan from its outputs."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,25 +19,13 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.candidates import candidates
-from tiebreak.matrix.identification import search
+from tiebreak.matrix.identification import designed, identity, search
 from tiebreak.matrix.identification.asking import Asked, threads
-from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES
-from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES, Designed
+from tiebreak.matrix.identification.identity import Rivals, identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
-from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import (
-    ALGORITHM,
-    RULE,
-    TILE,
-    Change,
-    changes,
-    combined,
-    forward_alone,
-    moves,
-    plainness,
-    text,
-)
+from tiebreak.matrix.identification.space import Change, changes, combined, forward_alone, moves, plainness, text
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.texts import explanation_text
 
@@ -48,62 +36,73 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "standard,divisor=input:up,s=input:zero,l=input",  # found by two changes at once
-        "dithered@fused,pv=fp16:away,o=input:zero,tile=one",  # O's cast hides the rest
-    ],
-)
-def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
-    truth = parse_declaration(plan)
-    answers = list(_asked(composed("k", truth)).answers.values())
-    searched = Search(answers, BF16, [forward_alone(known, BF16) for known in candidates().values()])
-    nearest = searched.nearest(lambda line: None)
-    assert searched.cost(nearest) == 0.0
-    assert forward_alone(truth, BF16) == nearest, text(nearest)
+EMULATED = EmulatedArithmetic()
 
 
-def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """A kernel whose tiles go by the head dimension, and its P by the number of elements."""
-    del gradients
-    plan = "flash@paper,l=input,tile=16" if inputs.q.shape[-1] > 64 else "flash@paper,l=input,tile=64"
-    plan = "flash@paper,p_bar=fp32,l=input,tile=64" if inputs.q.numel() >= 2**18 else plan
-    return run_forward(parse_declaration(plan), inputs, arithmetic)
+def _plan(text: str) -> Declaration:
+    return forward_alone(parse_declaration(text), BF16)
 
 
-def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with() -> None:
-    kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
-    identity = identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
-    assert identity.plan is not None
-    assert _plan(identity.plan) == _plan("flash@paper,l=input,tile=64")
-    assert identity.share == 1.0
-    assert identity.bias["tied_maxima[k=2]"].verdict == "biased"
-    assert "tile" not in identity.alike
-    assert "p_bar" not in identity.alike
-    others = {shape: _plan(other.plan) for shape, other in identity.elsewhere.items() if other.plan is not None}
-    tiles, of_many = _plan("flash@paper,l=input,tile=16"), _plan("flash@paper,p_bar=fp32,l=input,tile=64")
-    assert others.keys() == identity.elsewhere.keys()
-    assert others.pop("64 x 64 x 64") == of_many
-    assert "8 x 64 x 256, d = 128" in others
-    assert set(others.values()) == {tiles}
-    assert identity.headline.endswith("its plan changes with the shape of the call")
-    assert "but not in " in explanation_text(identity.explanation)
+def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
+    """A kernel that says nothing of the plan that it follows on some arithmetic."""
+    declaration = parse_declaration(plan)
+
+    def compute(inputs: AttentionInputs, ours: Arithmetic, gradients: bool) -> AttentionOutput:
+        return run_forward(declaration, inputs, arithmetic)
+
+    return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
 
 
-def _asked(kernel: Kernel) -> Asked:
+def _asked(kernel: Kernel, *names: str) -> Asked:
     asked = Asked(EMULATION, kernel, BF16)
-    for designed in DESIGNED:
-        asked.ask(designed)
+    for each in DESIGNED:
+        if not names or each.name in names:
+            asked.ask(each)
     return asked
 
 
-@pytest.mark.parametrize("accumulator", ["sequential", "ampere"])
-def test_sums_of_a_device_are_named(accumulator: str) -> None:
-    plan = f"flash@fused,accumulator={accumulator},tile=64"
-    rivals = Rivals(_asked(composed("k", parse_declaration(plan))))
-    better = rivals.better(forward_alone(parse_declaration("flash@fused,tile=64"), BF16))
-    assert better == forward_alone(parse_declaration(plan), BF16)
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        # Found by two changes at once.
+        (
+            "standard,divisor=input:up,s=input:zero,l=input",
+            ("equal_keys", "probabilities", "tied_scores", "long_sums", "normal_128", "own_scale"),
+        ),
+        # O's cast hides the rest.
+        ("dithered@fused,pv=fp16:away,o=input:zero,tile=one", ()),
+    ],
+)
+def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str, asked: Sequence[str]) -> None:
+    answers = list(_asked(_on(EMULATED, plan), *asked).answers.values())
+    searched = Search(answers, BF16, [forward_alone(each, BF16) for each in candidates().values()])
+    nearest = searched.nearest(lambda line: None)
+    assert searched.cost(nearest) == 0.0
+    assert _plan(plan) == nearest, text(nearest)
+
+
+def _by_shape(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+    """A kernel whose tiles go by the head dimension, and its P by the number of heads."""
+    plan = "flash@paper,tile=16" if inputs.q.shape[-1] > 64 else "flash@paper,tile=64"
+    plan = "flash@paper,p_bar=fp32,tile=64" if inputs.q.shape[:2] == (1, 16) else plan
+    return run_forward(parse_declaration(plan), inputs, arithmetic)
+
+
+def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, wide = (designed._normal(*size) for size in ((16, 16, 64, 64), (1, 8, 64, 128)))
+    monkeypatch.setattr(identity, "SHAPES", (Designed("many", many, ""), Designed("wide", wide, "")))
+    kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
+    found = identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
+    assert _plan(str(found.plan)) == _plan("flash@paper,tile=64")
+    assert found.share == 1.0
+    assert found.bias["tied_maxima[k=2]"].verdict == "biased"
+    assert found.alike.keys().isdisjoint({"tile", "p_bar"})
+    others = {shape: _plan(str(other.plan)) for shape, other in found.elsewhere.items()}
+    assert others.pop("many") == _plan("flash@paper,p_bar=fp32,tile=64")
+    assert "wide" in others
+    assert set(others.values()) == {_plan("flash@paper,tile=16")}
+    assert found.headline.endswith("its plan changes with the shape of the call")
+    assert "but not in " in explanation_text(found.explanation)
 
 
 class _Fp32Sums(EmulatedArithmetic):
@@ -117,21 +116,30 @@ class _Fp32Sums(EmulatedArithmetic):
         return x.cumsum(-1)[..., -1:]
 
 
-def test_sums_that_products_do_not_show_are_no_devices() -> None:
-    """In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance."""
-    plan = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
-    better = Rivals(_asked(_on(_Fp32Sums(), plan))).better(
-        forward_alone(parse_declaration(f"{plan},accumulator=cdna3"), BF16)
-    )
-    assert better == forward_alone(parse_declaration(plan), BF16)
+FLAX = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "followed", "started"),
+    [
+        *(
+            (EMULATED, f"flash@fused,accumulator={sums},tile=64", "flash@fused,tile=64")
+            for sums in ("sequential", "ampere")
+        ),
+        # In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance.
+        (_Fp32Sums(), FLAX, f"{FLAX},accumulator=cdna3"),
+    ],
+)
+def test_sums_are_those_of_a_device_where_products_show_it(
+    kernel: EmulatedArithmetic, followed: str, started: str
+) -> None:
+    assert Rivals(_asked(_on(kernel, followed))).better(_plan(started)) == _plan(followed)
 
 
 def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
     plan, rival = _plan("standard"), _plan("standard,p_bar=fp32")
-    normal = next(designed for designed in DESIGNED if designed.name == "normal")
-    asked = Asked(EMULATION, composed("k", plan), BF16)
-    changed = asked.ask(normal)
-    assert changed is not None
+    asked = _asked(composed("k", plan), "normal")
+    changed = asked.answers["normal"]
     row, other = (0, 0, 0), changed.predicted(rival)
     assert int((changed.o[row] != other[row]).sum()) > 12
     changed.o[row] = other[row]
@@ -153,38 +161,18 @@ class _TruncatedSum(EmulatedArithmetic):
         return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
 
 
-def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
-    declaration = parse_declaration(plan)
-
-    def compute(inputs: AttentionInputs, ours: Arithmetic, gradients: bool) -> AttentionOutput:
-        del ours, gradients
-        return run_forward(declaration, inputs, arithmetic)
-
-    return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
-
-
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_MOST", 500)
-    identity = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
-    assert identity.plan is None
-    assert "none known" in identity.headline
-    assert identity.unexplained
-
-
-def test_a_kernel_that_is_not_deterministic_is_refused() -> None:
-    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, calls: list[int]) -> AttentionOutput:
-        del gradients
-        calls.append(1)
-        seeded = replace(inputs, noise_seed=len(calls))
-        return run_forward(parse_declaration("fair"), seeded, arithmetic)
-
-    kernel = replace(composed("k", parse_declaration("fair")), compute=partial(compute, calls=[]))
-    with pytest.raises(UnidentifiedError, match="not deterministic"):
-        identify(KnownPlans(Asked(replace(EMULATION, predicts=False), kernel, BF16)))
+    monkeypatch.setattr(identity, "_SWAPS", 0)
+    found = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
+    assert found.plan is None
+    assert "none known" in found.headline
+    assert found.stopped
+    assert found.unexplained
 
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
-    kernel = replace(composed("k", parse_declaration("standard")), missing_requirement=lambda inputs: "d must be 7")
+    kernel = replace(_on(EMULATED, "standard"), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
         identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
 
@@ -209,14 +197,9 @@ def test_a_kernel_that_cannot_be_asked_is_one_line_and_bad_usage(
 
 
 def test_every_designed_input_can_be_made_in_its_formats() -> None:
-    for designed in (*DESIGNED, *LONG, *SHAPES):
-        for fmt in designed.formats:
-            for seed in range(3):
-                assert designed.make(fmt, seed).q.isfinite().all(), (designed.name, fmt, seed)
-
-
-def _plan(text: str) -> Declaration:
-    return forward_alone(parse_declaration(text), BF16)
+    for each in (*DESIGNED, *LONG, *SHAPES):
+        for fmt, seed in itertools.product(each.formats, range(2)):
+            assert each.make(fmt, seed).q.isfinite().all(), (each.name, fmt, seed)
 
 
 @pytest.mark.parametrize(
@@ -233,64 +216,56 @@ def _plan(text: str) -> Declaration:
 )
 def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
     assert _plan(plan) == _plan(plainer)
-    for designed in (*DESIGNED, *LONG):
-        inputs = designed.make(BF16)
-        o, plain = (run_forward(parse_declaration(each), inputs, EmulatedArithmetic()).o for each in (plan, plainer))
-        assert torch.equal(o.nan_to_num(), plain.nan_to_num()), designed.name
+    for each in (*DESIGNED, *LONG):
+        inputs = each.make(BF16)
+        o, plain = (run_forward(parse_declaration(x), inputs, EMULATED).o for x in (plan, plainer))
+        assert torch.equal(o.nan_to_num(), plain.nan_to_num()), each.name
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
+def test_what_outputs_show_is_a_point() -> None:
+    plans = (
         "standard,o=input:up",
         "standard,o_bar=fp16,o=input:up",
         "flash@paper,o=input:up,tile=one",
         "split@paper,o=input:up,tile=64",
         "split@fused_fast_exp,o_bar=input,tile=one",
         "lazy@paper,tile=64",
-    ],
-)
-def test_what_outputs_show_is_a_point(plan: str) -> None:
-    assert text(_plan(plan)) == plan
+    )
+    assert tuple(text(_plan(plan)) for plan in plans) == plans
+
+
+OF_RULES: set[str] = {"rule", "algorithm"}
+OF_SCALE: tuple[set[str], ...] = ({"divisor"}, {"scale"}, {"q", "s"})
 
 
 @pytest.mark.parametrize(
     ("plan", "stages", "found"),
     [
+        ("flash_1@fused,q=fp16,s=input:zero,base=2", ({"q"}, {"s"}), "flash_1@fused,q=input:zero,s=input,base=2"),
         (
-            "flash_1@fused,q=fp16,s=input:zero,base=2,tile=32",
-            ({"q"}, {"s"}),
-            "flash_1@fused,q=input:zero,s=input,base=2,tile=32",
+            "flash@fused,q=fp16,s=input:zero,base=2",
+            (OF_RULES, {"s"}, {"shifted"}),
+            "dithered@fused,q=fp16,s=input,shifted=input:down,base=2",
         ),
-        (
-            "flash@fused,q=fp16,s=input:zero,base=2,tile=32",
-            ({RULE, ALGORITHM}, {"s"}, {"shifted"}),
-            "dithered@fused,q=fp16,s=input,shifted=input:down,base=2,tile=32",
-        ),
-        ("flash@all_bf16,shifted=input,tile=32", ({RULE, ALGORITHM},), "dithered@all_bf16,shifted=input,tile=32"),
-        ("flash@fused,tile=128", ({ALGORITHM}, {TILE}, {"pv", "o_bar"}), "split@paper,tile=32"),
+        ("flash@all_bf16,shifted=input", (OF_RULES,), "dithered@all_bf16,shifted=input"),
+        ("flash@fused,tile=128", ({"algorithm"}, {"tile"}, {"pv", "o_bar"}), "split@paper"),
+        ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero"),
+        ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero"),
     ],
 )
 def test_points_that_hide_one_another_are_tried_together(plan: str, stages: Sequence[set[str]], found: str) -> None:
-    assert _plan(found) in set(combined([_plan(plan)], BF16, *stages, usual=True))
-
-
-def test_the_scale_is_cast_together_with_q_or_s() -> None:
-    plans = set(combined([_plan("fixed_offset@fp32_inside,tile=32")], BF16, {"divisor"}, {"scale"}, {"q", "s"}))
-    assert _plan("fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero,tile=32") in plans
-    assert _plan("fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero,tile=32") in plans
+    plan, found = (text if "tile" in text else f"{text},tile=32" for text in (plan, found))
+    assert _plan(found) in set(combined([_plan(plan)], BF16, *stages, usual=stages is not OF_SCALE))
 
 
 def test_a_range_and_an_offset_are_moved_together() -> None:
-    in_tf32 = _plan("lazy@fused_fp8_offset,p_bar=tf32:up,tile=64")
-    in_fp16 = _plan("lazy@fused_fp8_offset,p_bar=fp16:up,tile=64")  # it has no range without the offset
-    assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}
+    in_tf32, in_fp16 = (_plan(f"lazy@fused_fp8_offset,p_bar={fmt}:up,tile=64") for fmt in ("tf32", "fp16"))
+    assert in_fp16 in {other for _, other in moves(in_tf32, BF16)}  # it has no range without the offset
 
 
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
-    plan = forward_alone(parse_declaration("flash@fused,tile=64"), BF16)
-    for change, other in changes(plan, BF16):
-        assert forward_alone(parse_declaration(text(other)), BF16) == other, change
+    for change, other in changes(_plan("flash@fused,tile=64"), BF16):
+        assert _plan(text(other)) == other, change
 
 
 def test_the_shortest_text_of_a_plan_names_what_is_nearest() -> None:

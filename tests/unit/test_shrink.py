@@ -3,7 +3,6 @@
 import re
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.kernels.roster import composed_kernel
 from tiebreak.programs import shrink
-from tiebreak.programs.shrink_search import FINITE, MANY, Part, Shrinker, cut, fewest
+from tiebreak.programs.shrink_search import FINITE, MANY, Part, Shrinker, cut
 from tiebreak.reports import cli
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -128,15 +126,6 @@ def shape(name: str = "k") -> tuple[int, ...]:
     return tuple(map(int, match[1].split(",")))
 
 
-@pytest.mark.parametrize("needed", [{63}, {7, 8, 9, 60}])
-def test_the_fewest_items_are_what_is_needed(needed: set[int]) -> None:
-    def keeps(part: Sequence[int]) -> bool:
-        assert part
-        return needed <= set(part)
-
-    assert set(fewest(range(64), keeps)) == needed
-
-
 def test_a_part_is_what_it_was_in_the_whole_and_has_its_scale() -> None:
     rng = torch.Generator().manual_seed(1)
     q, do = (torch.randn(2, 4, 5, 8, generator=rng) for _ in range(2))
@@ -164,18 +153,6 @@ def test_under_a_mask_rows_keep_their_keys() -> None:
     shrinker.shrink(FINITE)
     assert shrinker.part.causal
     assert len(shrinker.part.queries) == len(shrinker.part.keys) == len(shrinker.part.columns) == 1
-
-
-def test_a_tie_is_left_of_a_kernel_whose_ties_go_one_way() -> None:
-    inputs = CASES["tied_maxima[k=2]"].make(1, 0, 64, BF16)
-    shrinker = Shrinker(CPU, composed_kernel("flash@paper"), inputs, lambda line: None)
-    shrinker.bias(1.0)
-    part, seen = shrinker.part, shrinker.seen(shrinker.part)
-    assert (len(part.batch), len(part.heads), len(part.queries), len(part.keys)) == (1, 1, 1, 3)
-    assert len(part.columns) <= 3
-    assert 0.5 < seen.error.nan_to_num(nan=0.0).max() < 0.57
-    scores = reference(seen.inputs).s.flatten().sort().values
-    assert scores[1] == scores[2] > scores[0]
 
 
 def test_exact_ties_that_all_break_one_way_are_shown_by_many_heads() -> None:

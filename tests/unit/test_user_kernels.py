@@ -10,7 +10,6 @@ from functools import lru_cache
 import pytest
 
 from tiebreak.backends.backend import CPU
-from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
@@ -30,41 +29,32 @@ KERNELS = '''
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-
 def scores(q, k, causal, scale):
     s = q.float() @ k.float().mT * scale
     if causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return s
 
+def weights(q, k, causal, scale):
+    s = scores(q, k, causal, scale)
+    return torch.exp(s - s.amax(-1, keepdim=True))
 
 def exact(q, k, v, causal, scale):
     return scores(q, k, causal, scale).softmax(-1) @ v.float()
 
-
 def precise(q, k, v, *, causal=False, scale=None):
     return exact(q, k, v, causal, scale).to(q.dtype)
 
-
 def unfused(q, k, v, *, causal=False, scale=None):
-    s = scores(q, k, causal, scale)
-    p = torch.exp(s - s.amax(-1, keepdim=True))
+    p = weights(q, k, causal, scale)
     return ((p.to(v.dtype) @ v) / p.sum(-1, keepdim=True)).to(q.dtype)
 
-
 def fused(q, k, v, *, causal=False, scale=None):
-    s = scores(q, k, causal, scale)
-    p = torch.exp(s - s.amax(-1, keepdim=True))
+    p = weights(q, k, causal, scale)
     return ((p.to(v.dtype).float() @ v.float()) / p.sum(-1, keepdim=True)).to(q.dtype)
-
-
-def eager(q, k, v, *, causal=False, scale=None):
-    return (scores(q, k, causal, scale).softmax(-1).to(v.dtype).float() @ v.float()).to(q.dtype)
-
 
 def sdpa(q, k, v, *, causal=False, scale=None):
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-
 
 def stochastic(q, k, v, *, causal=False, scale=None):
     """Fused, with a dithered shift and a stochastic cast of O."""
@@ -76,48 +66,29 @@ def stochastic(q, k, v, *, causal=False, scale=None):
     bits = o.view(torch.int32) + torch.randint(0, 1 << 16, o.shape, generator=noise, dtype=torch.int32)
     return (bits & -65536).view(torch.float32).to(q.dtype)
 
-
-
-
-
-
-
 def truncates(q, k, v, *, causal=False, scale=None):
     o = exact(q, k, v, causal, scale)
     return (o.view(torch.int32) & -65536).view(torch.float32).to(q.dtype)
-
 
 def grouped(q, k, v, *, causal=False, scale=None):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return precise(q, k, v, causal=causal, scale=scale)
 
-
-
 def of_key_heads(q, k, v, *, causal=False, scale=None):
     return precise(q[:, : k.shape[1]], k, v, causal=causal, scale=scale)
-
 
 def powers_of_two(q, k, v, *, causal=False, scale=None):
     if q.shape[-1] & (q.shape[-1] - 1):
         raise NotImplementedError("no such tile")
     return grouped(q, k, v, causal=causal, scale=scale)
 
-
 def unmasked(q, k, v, *, causal=False, scale=None):
     assert not causal
     return grouped(q, k, v, scale=scale)
 
-
 def square(q, k, v, *, causal=False, scale=None):
     assert not causal or q.shape[2] == k.shape[2], "as many queries as keys"
     return grouped(q, k, v, causal=causal, scale=scale)
-
-
-def halves(q, k, v, *, causal=False, scale=None):
-    assert q.shape[-1] % 64 == 0, "one warp a row"
-    return grouped(q, k, v, causal=causal, scale=scale)[..., : 64 if q.shape[-1] == 128 else None]
-
-
 '''
 
 # Cases that tell plans apart, one that spans several tiles, and plain numbers.
@@ -145,10 +116,6 @@ def judge(matrix: MatrixRun, pytester: pytest.Pytester) -> MatrixRun:
     return run
 
 
-def output(result: pytest.RunResult) -> str:
-    return "\n".join(result.outlines)
-
-
 MASKS, SHAPES = ("random", "random_causal", "random_causal_chunk"), ("random_grouped", "random_odd", "random_wide")
 
 
@@ -165,7 +132,6 @@ MASKS, SHAPES = ("random", "random_causal", "random_causal_chunk"), ("random_gro
         ("square", MASKS, "held held skipped",
          r"tried with causal mask of fewer or more queries than keys and d = 32 and 16 queries and 100 keys, it raised"
          r" AssertionError: as many queries as keys \(mine"),
-        ("halves", SHAPES, "held skipped fell", r"tried with d = 40 .* it raised AssertionError: one warp a row"),
     ],
 )  # fmt: skip
 def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
@@ -179,29 +145,23 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
     assert re.search(why, "; ".join(reason for record in records for reason in record.reasons))
 
 
-@pytest.mark.parametrize(("kernel", "plan"), [("fused", "flash@fused,tile=one"), ("eager", "standard")])
-def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(
-    judge: MatrixRun, kept: Kept, kernel: str, plan: str
-) -> None:
-    if kernel == "eager":  # no product here is a long one; AMX' sums of so few terms have the bits of exact ones
-        of_device = ",".join((plan, *plan_changes(CPU.arithmetic, CPU.device)[:1]))
-        plan = plan if "amx" in of_device else of_device
-    result = judge(kernel)
-    assert result.ret == 0, output(result)
-    match = FOLLOWED_TEXT.search(output(result))
+def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(judge: MatrixRun, kept: Kept) -> None:
+    plan, result = "flash@fused,tile=one", judge("fused")
+    assert result.ret == 0
+    match = FOLLOWED_TEXT.search(result.stdout.str())
     assert match is not None
-    assert match.group(1, 2) == (kernel, plan)
-    explanation = kept().explanations[f"cpu-{kernel}"]
+    assert match.group(1, 2) == ("fused", plan)
+    explanation = kept().explanations["cpu-fused"]
     assert (explanation.state, explanation.plans) == (FOLLOWS, (plan,))
-    held = judge(kernel, "--plan", plan, cases=TELLING.removesuffix(",tied_p_bar"))  # which takes more heads
-    assert held.ret == 0, output(held)
+    held = judge("fused", "--plan", plan, cases="tied_maxima[k=2],sink_tie,random")
+    assert held.ret == 0
     assert all(record.met(PREDICTION) and record.plan == plan for record in kept().records)
 
 
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
     result = judge("sdpa")
-    assert result.ret == 0, output(result)
-    match = FOLLOWED_TEXT.search(output(result))
+    assert result.ret == 0
+    match = FOLLOWED_TEXT.search(result.stdout.str())
     assert match is not None
     # Without vector instructions its exponential is exact at 0 and its plan is `fused`.
     assert match[2] in ("flash@fused_fast_exp", "flash@fused")
@@ -209,7 +169,7 @@ def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> N
 
 def test_kernel_that_follows_no_plan_is_unexplained_and_held_to_the_loosest(judge: MatrixRun, kept: Kept) -> None:
     result = judge("truncates", cases="tied_maxima[k=2],sink_tie,random", heads=32)
-    assert result.ret == 1, output(result)
+    assert result.ret == 1
     nearest = r"unexplained: no known plan agrees; nearest is \S+ with \d\d\.\d\d % of bits in 3 cells \(.*\)"
     result.stdout.re_match_lines([f"cpu-truncates: {nearest}"])
     assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
@@ -229,8 +189,8 @@ def test_too_few_heads_explain_nothing(judge: MatrixRun) -> None:
 
 def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: MatrixRun, kept: Kept) -> None:
     """In one tile the maxima of `growing_maximum` are not the first thing in O-bar, and nothing is claimed of that."""
-    result = judge("unfused", "--plan", "paper", cases="growing_maximum,ties_across_blocks", heads=256)
-    assert result.ret == 0, output(result)
+    result = judge("unfused", "--plan", "paper", cases="growing_maximum,ties_across_blocks", heads=64)
+    assert result.ret == 0
     assert all(record.met(PREDICTION) and record.number("equal_bits") == 1.0 for record in kept().records)
     assert judge("unfused", "--plan", "fused", cases="tied_maxima[k=2]").ret == 1
     (record,) = kept().records
@@ -251,7 +211,7 @@ def test_a_fair_kernel_is_fair_and_told_that_its_random_bits_are_its_own(
     judge: MatrixRun, kept: Kept, plan: tuple[str, ...]
 ) -> None:
     result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256 if plan else 128)
-    assert result.ret == 0, output(result)
+    assert result.ret == 0
     claims = [record.answers[CLAIM] for record in kept().records if CLAIM in record.answers]
     assert [claim.source for claim in claims] == ["--fair: no bias on any failure input"] * 2
     assert all(claim.met for claim in claims)

@@ -70,12 +70,12 @@ def mine(pytester: pytest.Pytester) -> str:
 def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_record(
     matrix: MatrixRun, kept: Kept, mine: str
 ) -> None:
-    cases = ("--cases", "random,random_odd,random_causal,random_causal_chunk", "--heads", "16", "--plan", "fp32_inside")
+    cases = ("--cases", "random,random_odd,random_causal", "--heads", "16", "--plan", "fp32_inside")
     Path("mine.py").write_text(f"from tiebreak.matrix import watch\nwatch._WALL = 1{KERNEL}")  # sleeping takes no CPU
     options = ("--kernel", mine, "--backend", "cpu", "--kernels", "standard", *cases, "--cell-timeout", "4", "-n", "1")
     result = matrix(*options)
     assert result.ret == 1
-    assert result.stdout.str().count("replacing crashed worker") == 4, "one that hangs has a second try, no other"
+    assert result.stdout.str().count("replacing crashed worker") == 3, "one that hangs has a second try, no other"
     run = kept()
     assert run.complete
     of_mine, others = ({record.case: record for record in run.records if record.kernel == name}
@@ -84,7 +84,6 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
         "random": HELD,
         "random_odd": TIMED_OUT,
         "random_causal": CRASHED,
-        "random_causal_chunk": CRASHED,
     }
     assert others.keys() == of_mine.keys()
     assert {record.outcome for record in others.values()} <= {HELD, MEASURED}
@@ -92,7 +91,7 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     assert late.met("in_time") is False
     assert "twice: no result after 4 s; it was in mine (mine.py, line 9)" in late.reasons[0]
     died = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
-    assert {of_mine[case].reasons for case in ("random_causal", "random_causal_chunk")} == {(died,)}
+    assert of_mine["random_causal"].reasons == (died,)
 
 
 @pytest.fixture
@@ -158,16 +157,6 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
     assert timed_out(file) == ("no result after 60 s of CPU time; it was in spins (attention.py, line 9)", True)
 
 
-def test_time_that_passes_in_the_suites_own_code_is_not_told_of_the_kernel(collecting: Collecting) -> None:
-    cell = Cell(CPU, composed_kernel("flash@paper"), Call(SCRIPTED[0]), BF16)
-    collector = collecting(cell)
-    (collector.words / "gw0").write_text(DUMP.replace("call.py", "workbench.py"))
-    collector.take(died(cell, "gw0"))
-    (record,) = collector.records.values()
-    assert (record.outcome, record.met("in_time")) == (INCONCLUSIVE, None)
-    assert len(collector.late[cell.kernel.name]) == 1, "all the same it may hang in each of its cells"
-
-
 def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
     """Where the user's code was once, and the suite's the second time, is not told of the kernel."""
     cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
@@ -182,6 +171,8 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(col
         collector.take(died(cell, "gw0"))
     records = [collector.records[cell.id] for cell in cells[:3]]
     assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
+    assert [record.met("in_time") for record in records] == [None, False, None]
+    assert len(collector.late["flash@paper"]) == 5, "it may hang in each of its cells, wherever it was"
     assert records[1].reasons == ("twice: no result after 62.5 s; it was in hang (attention.py, line 8)",)
     (collector.words / "gw0").unlink()
     assert not collector.another_try("gw0", f"a.py::test_cell[{cells[3].id}]"), "it died, and in time"
@@ -206,16 +197,12 @@ def test_the_clock_counts_the_cpu_time_of_calls_alone(tmp_path: Path, monkeypatc
     assert clock.left is None
 
 
-@pytest.mark.parametrize(("workers", "warned"), [("0", True), ("1", False)])
-def test_a_time_limit_without_workers_is_said_to_have_no_effect(matrix: MatrixRun, workers: str, warned: bool) -> None:
-    few = ("--backend", "emulation", "--kernels", "standard", "--cases", "random", "--collect-only")
-    line = "--cell-timeout has no effect without workers"
-    result = matrix(*few, "-n", workers, "--cell-timeout", "9")
-    assert (line in result.stdout.str()) is warned
-    assert line not in matrix(*few, "-n", "0").stdout.str()
-
-
-def test_what_a_kernel_prints_without_end_is_cut(matrix: MatrixRun, mine: str) -> None:
-    result = matrix("--kernel", mine.replace(":mine", ":talks"), "--cases", "random", "--heads", "16", "-n", "0")
+def test_what_a_kernel_prints_is_cut_and_a_time_limit_without_workers_has_no_effect(
+    matrix: MatrixRun, mine: str
+) -> None:
+    line, options = "--cell-timeout has no effect without workers", ("--cases", "random", "--heads", "16", "-n", "0")
+    result = matrix("--kernel", mine.replace(":mine", ":talks"), *options, "--cell-timeout", "9")
     assert result.ret == 1
+    assert line in result.stdout.str()
     assert 1_000 < len(result.stdout.str()) < 30_000
+    assert line not in matrix("--kernels", "standard", *options, "--collect-only").stdout.str()

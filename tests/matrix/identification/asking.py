@@ -53,7 +53,6 @@ class Answer:
 
     @cached_property
     def emulation(self) -> Arithmetic:
-        """The emulation's, with what plans share on this input."""
         return SharedEmulation(self.inputs)
 
     def _clipped(self, declaration: Declaration) -> Declaration:

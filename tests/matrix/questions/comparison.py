@@ -76,10 +76,6 @@ class Difference:
         )
 
     @property
-    def harmless(self) -> bool:
-        return not self.lost and self.worse <= WORSE
-
-    @property
     def text(self) -> str:
         if self.lost:
             return f"is NaN or Inf in {self.lost} elements"
@@ -108,26 +104,19 @@ class WithinError:
     settled: bool = True  # a few heads always tell
 
     def compare(
-        self,
-        words: str,
-        plain: Answers,
-        other: Answers,
-        inputs: AttentionInputs,
-        cut: Cut = WHOLE,
-        again: Answers | None = None,
+        self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE, same: bool = False
     ) -> None:
         """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
 
-        If one more plain call, `again`, has O's bits, `other` must have them too. Gradients need not: where they are
-        added up by atomics, two calls agree by chance.
+        Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
+        atomics, two calls agree by chance.
         """
-        repeats = again is not None and torch.equal(again[O], plain[O])
         for part, ours, theirs in cut.pairs(plain, other):
             known = self.asked.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
                 differs = Difference.between(ours, theirs, cut.of(part, exact(inputs, part)), self.fmt)
                 self.differences.append(differs)
-                if (repeats and part == O) or not differs.harmless:
+                if (same and part == O) or differs.lost or differs.worse > WORSE:
                     self.asked[words] = f"{known}, {part} too" if known else f"{words}: {part} {differs.text}"
 
     @property

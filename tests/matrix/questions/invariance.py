@@ -333,14 +333,10 @@ def repeat(session: Session, found: WithoutBias) -> None:
         plain = least = session.run(inputs)
         for _ in range(_CALLS - 1):
             again = session.run(inputs)
-            least = {part: _less_alike(x, least[part], again[part]) for part, x in plain.items()}
+            # Of two more answers the one that has fewer of the plain one's bits.
+            least = {part: min(least[part], again[part], key=partial(equal_bits, x)) for part, x in plain.items()}
         found.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
         found.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])
-
-
-def _less_alike(plain: Tensor, kept: Tensor, other: Tensor) -> Tensor:
-    """Return that of two more answers which has fewer of the plain one's bits."""
-    return kept if torch.equal(other, plain) or equal_bits(other, plain) >= equal_bits(kept, plain) else other
 
 
 QUESTIONS = (

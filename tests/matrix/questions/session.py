@@ -40,12 +40,9 @@ class Question:
 
 
 @dataclass(frozen=True)
-class CallShape:
+class CallShape(Shape):
     """Sizes of a small call, and its mask."""
 
-    queries: int
-    keys: int
-    d: int
     causal: bool = False
 
 
