@@ -252,7 +252,7 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of its own."""
+    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of it."""
     left, parts = tuple(items), 2
     while len(left) > 1:
         step = -(-len(left) // parts)
