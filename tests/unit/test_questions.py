@@ -74,10 +74,10 @@ def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest
     def attention(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
         keys = k.shape[2]
         size = max(-(-keys // num_splits), shortest) if heeds else keys
-        s = (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).split(size, -1)
+        s = torch.split(q.float() @ k.float().mT / math.sqrt(q.shape[-1]), size, -1)
         lse = torch.stack([torch.logsumexp(part, -1, keepdim=True) for part in s])
         stored = []
-        for part, values in zip(s, v.float().split(size, 2), strict=True):
+        for part, values in zip(s, torch.split(v.float(), size, 2), strict=True):
             p = torch.exp(part - part.amax(-1, keepdim=True))
             stored.append((p.to(q.dtype).float() @ values / p.sum(-1, keepdim=True)).to(partial).float())
         return (torch.softmax(lse, 0) * torch.stack(stored)).sum(0).to(q.dtype)
@@ -340,7 +340,8 @@ def truncating(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[
     """A sound backward pass, but that dV is rounded toward zero where a sequence is alone, or dO is not aligned."""
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        dq, dk, dv = torch.autograd.grad(scaled_dot_product_attention(*leaves), leaves, do.float())
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2])
+    dq, dk, dv = torch.autograd.grad(out, leaves, do.float())
     if len(do) == 1 or do.data_ptr() % 16:
         dv = dv.view(torch.int32).bitwise_and(-65536).view(torch.float32)
     return tuple(x.to(do.dtype) for x in (dq, dk, dv))
