@@ -44,7 +44,8 @@ class Part:
     def whole(cls, inputs: AttentionInputs) -> "Part":
         (batch, heads, queries, d), groups = inputs.q.shape, inputs.groups
         sizes = batch, heads // groups, groups, queries, inputs.k.shape[2], d
-        return cls(*(tuple(range(size)) for size in sizes), causal=inputs.causal)
+        places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in zip(AXES, sizes, strict=True)}
+        return cls(**places, causal=inputs.causal)
 
     @property
     def size(self) -> str:
@@ -197,7 +198,8 @@ class Shrinker:
         whole = self.inputs
         if not whole.causal:
             scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
-            order = scores.unflatten(1, (-1, whole.groups)).mean(2).argsort(descending=True, stable=True)[..., None]
+            shared = scores.reshape(len(scores), -1, whole.groups, scores.shape[-1]).mean(2)
+            order = shared.argsort(descending=True, stable=True)[..., None]
             k, v = (x.gather(2, order.expand_as(x)) for x in (whole.k, whole.v))
             self.inputs = replace(whole, k=k, v=v)
             if not self.keeps(self.part, finding):
@@ -252,7 +254,7 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of its own."""
+    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of it."""
     left, parts = tuple(items), 2
     while len(left) > 1:
         step = -(-len(left) // parts)

@@ -10,8 +10,6 @@ import pytest
 
 from tiebreak.reports.terminal import runnable
 
-COMMAND = "pytest --version"
-
 
 def script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,27 +28,25 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("other", [True, False])
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("my environment/bin", "pytest --version"),
+        # `make` leaves its environment off the PATH, where a pytest of the system may stand.
+        ("system", "'my environment/bin/python' -m pytest --version"),
+        ("empty", "'my environment/bin/python' -m pytest --version"),
+    ],
+)
 def test_it_names_the_python_where_the_shell_finds_another_pytest_or_none(
-    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool
-) -> None:
-    """`make` leaves its environment off the PATH, where a pytest of the system may stand."""
-    if other:
-        script(python.with_name("pytest"), "echo this one")
-        system = script(tmp_path / "system" / "pytest", "echo another pytest; exit 3")
-        monkeypatch.setenv("PATH", f"{system.parent}{os.pathsep}{os.defpath}")
-    assert runnable(COMMAND) == "'my environment/bin/python' -m pytest --version"
-    if not other:
-        done = subprocess.run(runnable(COMMAND), shell=True, capture_output=True, text=True, check=True)
-        assert f"pytest {pytest.__version__}" in done.stdout + done.stderr
-
-
-def test_it_is_short_where_the_shell_finds_this_environments_pytest(
-    python: Path, monkeypatch: pytest.MonkeyPatch
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, expected: str
 ) -> None:
     script(python.with_name("pytest"), "echo this one")
-    monkeypatch.setenv("PATH", f"{python.parent}{os.pathsep}{os.defpath}")
-    assert runnable(COMMAND) == COMMAND
+    script(tmp_path / "system" / "pytest", "echo another pytest; exit 3")
+    monkeypatch.setenv("PATH", f"{tmp_path / first}{os.pathsep}{os.defpath}")
+    assert runnable("pytest --version") == expected
+    if first == "system":
+        done = subprocess.run(expected, shell=True, capture_output=True, text=True, check=True)
+        assert f"pytest {pytest.__version__}" in done.stdout + done.stderr
 
 
 def test_elsewhere_its_path_is_whole_and_arguments_and_other_commands_stay(

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,15 +78,7 @@ def picky(q, k, v, *, causal=False, scale=None):
     return unfused(q, k, v, scale=scale)
 """
 LINES = 20  # of a script whose tensors take one line each
-CAPTURED = ("--case", "captured[step=1.layer=0]", "--captured", ".")
 OVERFLOWS = ("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32")
-
-
-def captured_in(folder: Path, **keywords: str) -> None:
-    """A captured file of one layer, of step 1."""
-    rng = torch.Generator().manual_seed(1)
-    parts: dict[str, Tensor] = {part: torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")}
-    save_file({f"layer0.{part}": x for part, x in parts.items()}, folder / "inputs-1.safetensors", keywords)
 
 
 @pytest.fixture
@@ -119,9 +112,9 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def shape(name: str = "k") -> tuple[int, ...]:
-    """That of a tensor in the script."""
-    match = re.search(rf"^{name} = bits\(\(([\d, ]+)\)", Path("shrunk.py").read_text(), re.MULTILINE)
+def shape() -> tuple[int, ...]:
+    """That of k in the script."""
+    match = re.search(r"^k = bits\(\(([\d, ]+)\)", Path("shrunk.py").read_text(), re.MULTILINE)
     assert match is not None
     return tuple(map(int, match[1].split(",")))
 
@@ -199,25 +192,21 @@ def test_what_the_kernel_refuses_is_not_left() -> None:
     assert d == 16
 
 
+TOKENS_FIRST = "*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), "
+
+
 @pytest.mark.parametrize(
-    ("kernel", "written"),
+    ("kernel", "captured", "written"),
     [
-        (
-            "mine.py:tokens_first",
-            "kernel.tokens_first(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), is_ca",
-        ),
-        (
-            "mine.py:writes",
-            "(o := torch.full_like(q.permute(0, 2, 1, 3).contiguous(), torch.nan), "
-            "kernel.writes(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), ",
-        ),
-        ("mine.py:several", "kernel.several(q, k, v, 0.5)[0]"),
-        ("mine.py:Attention.plain", "kernel.Attention.plain(q, k, v)"),
-        ("inside/deep/mine.py:zero", "kernel.zero(q, k, v, "),
+        ("mine.py:tokens_first", {"causal": "true"}, f"kernel.tokens_first({TOKENS_FIRST}is_ca"),
+        ("mine.py:writes", {"causal": "true"}, f"contiguous(), torch.nan), kernel.writes({TOKENS_FIRST}"),
+        ("mine.py:several", {"causal": "false", "scale": "0.5"}, "kernel.several(q, k, v, 0.5)[0]"),
+        ("mine.py:Attention.plain", {"causal": "false"}, "kernel.Attention.plain(q, k, v)"),
+        ("inside/deep/mine.py:zero", {"causal": "true"}, "kernel.zero(q, k, v, "),
     ],
 )
 def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
-    here: Path, capsys: pytest.CaptureFixture[str], kernel: str, written: str
+    here: Path, capsys: pytest.CaptureFixture[str], kernel: str, captured: dict[str, str], written: str
 ) -> None:
     deep = here / "inside" / "deep"
     deep.mkdir(parents=True)
@@ -225,9 +214,12 @@ def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
         (package / "__init__.py").touch()
     (deep / "mine.py").write_text("from .other import zero\n")
     (deep / "other.py").write_text(KERNELS)
-    keywords = {"mine.py:several": {"causal": "false", "scale": "0.5"}, "mine.py:Attention.plain": {"causal": "false"}}
-    captured_in(here, **keywords.get(kernel, {"causal": "true"}))
-    assert call("--kernel", kernel, *CAPTURED) == 0
+    rng = torch.Generator().manual_seed(1)
+    layer: dict[str, Tensor] = {
+        f"layer0.{part}": torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")
+    }
+    save_file(layer, here / "inputs-1.safetensors", captured)
+    assert call("--kernel", kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
     text, out = (here / "shrunk.py").read_text(), capsys.readouterr().out
     assert written in text
     assert "beyond the rounding-error bound" in out
@@ -240,10 +232,10 @@ def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
 def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     original = Shrinker.keeps
 
-    def keeps(self: Shrinker, *given: object) -> bool:
+    def keeps(self: Shrinker, *given: Any) -> bool:
         if self.trials == 6:
             raise KeyboardInterrupt
-        return original(self, *given)  # type: ignore[arg-type]
+        return original(self, *given)
 
     monkeypatch.setattr(Shrinker, "keeps", keeps)
     assert call(*OVERFLOWS) == 130

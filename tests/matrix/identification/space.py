@@ -46,10 +46,7 @@ class Change:
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
-    """What a declaration does forward in a call's format: two that do the same are equal.
-
-    What the algorithm makes nothing of is `fused`'s, and so is the backward pass.
-    """
+    """What a declaration does forward in a call's format, all else as of `fused`: two that do the same are equal."""
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
     if folds_scale(plan):
@@ -166,9 +163,7 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
 
 
 def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
-    """With every algorithm in its tiles, or in every tile where it has none. Lagging alone is as little to be seen as
-    the algorithm is: both at once.
-    """
+    """With every algorithm, in every tile where it had none; a rule that lags is seen together with its own alone."""
     others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
     if declaration.algorithm is not FLASH_ATTENTION:
         others += [(rule.name, FLASH_ATTENTION, rule) for rule in SHIFT_RULES.values() if rule.lag]

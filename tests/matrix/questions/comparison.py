@@ -160,13 +160,16 @@ class PairedErrors:
 
     def record(self) -> ChangeRecord:
         share, intervals = 1.0 - sum(self.same) / len(self.same), self.intervals()
+        difference, before, after = (Estimate.of(each.mean, each.half_width) for each in intervals)
         verdict = judge(intervals[0])
         squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
         growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
         grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not Verdict.BIASED
         return ChangeRecord(
             share,
-            *(Estimate.of(each.mean, each.half_width) for each in intervals),
+            difference,
+            before,
+            after,
             verdict=verdict.value if share else None,
             lost=self.lost,
             growth=growth if grown else None,

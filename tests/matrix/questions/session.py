@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -216,10 +216,10 @@ class Session:
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[None]:
         """Make a step of a user's kernel within; a call of a device's own kernel sees to that itself."""
-        with ExitStack() as within:
-            if isinstance(self.kernel, UserKernel):
-                within.enter_context(self.cell.backend.in_use())
-                within.enter_context(self.kernel.caller.calling(gradients=gradients))
+        if isinstance(self.kernel, UserKernel):
+            with self.cell.backend.in_use(), self.kernel.caller.calling(gradients=gradients):
+                yield
+        else:
             yield
 
     def call(self, inputs: AttentionInputs) -> Call:
