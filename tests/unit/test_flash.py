@@ -161,10 +161,10 @@ def assert_accurate(
 def test_the_reference_is_pytorchs_attention_and_its_derivative_in_fp64(name: str) -> None:
     inputs = made(SETTINGS[name])
     ref, hidden = reference(inputs), inputs.hidden()
-    leaves = [tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    q, k, v = leaves = [tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
     with sdpa_kernel([SDPBackend.MATH]):
         mask = None if hidden is None else ~hidden
-        o = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=inputs.groups > 1)
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=inputs.groups > 1)
     # Two fp64 evaluations: the module's count at 2^-53 for each, and N + d more for sums that are not exact.
     count = 2 * (roundoffs(inputs, ref, EVERYTHING) + sum(inputs.k.shape[2:]))
     assert ((ref.o - o).abs() <= count * 2.0**-53 * ref.magnitude).all()
