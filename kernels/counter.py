@@ -46,7 +46,7 @@ def _wide(counter: torch.Tensor) -> torch.Tensor:
 
 def _mix(x: Any) -> Any:
     # Of an int, or of int64 that holds uint32: torch has no logical shift, and few operations on uint32. A product may
-    # wrap around 2**64, which leaves its low 32 bits right. The first mask makes a tensor that what follows may write to.
+    # wrap around 2**64, which leaves its low 32 bits right. The first step makes a tensor that may be written to.
     x = x & _MASK
     x ^= x >> 16
     x *= 0x7FEB352D
