@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.case import Shape
-from tiebreak.cases.recipes import normal_numbers
+from tiebreak.cases.case import Shape, normal_numbers
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.kernel import Attention, Request
 from tiebreak.defects.planted import twin, users

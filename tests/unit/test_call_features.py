@@ -204,7 +204,7 @@ def test_rounded_plans_keep_within_their_bounds(features: tuple[Feature, ...], p
     assert output.gradients is not None
     bounds = batch.gradient_bounds.of(declaration)
     errors = batch.gradients.errors(output.gradients, bounds, inputs.groups)
-    assert all(0.0 < each.over_bound <= 1.0 for each in errors.each)
+    assert all(0.0 < each.faults.over_bound <= 1.0 for each in errors.each)
     if inputs.sink is not None:
         assert output.gradients.dsink is not None
         of_sink = sink_faults(output.gradients.dsink, batch.gradients.sink, bounds.sink)

@@ -186,5 +186,5 @@ def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None
     selected, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
     calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, Call)]
     default = {name for name, case in CASES.items() if not case.on_request}
-    assert {case for kernel, case in calls if kernel == "triton_fp8"} == {case.name for case in EIGHT_BITS}
+    assert {case for kernel, case in calls if kernel == "triton_fp8"} == set(EIGHT_BITS)
     assert {case for kernel, case in calls if kernel == "triton_flash"} == default
