@@ -119,17 +119,10 @@ def run_backward(
 def run_declared(
     declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, wanted: Wanted = ALL
 ) -> AttentionOutput:
-    """Attention exactly as declared, with the plan in the formats of the inputs.
+    """Attention exactly as declared, with the plan in the formats of the inputs: O, the log-sum-exp, the gradients.
 
-    Args:
-        declaration: algorithm, plan, shift rule and tile sizes.
-        inputs: q, k, v, dO and masks, on the arithmetic's device.
-        arithmetic: the operations of a device, or the emulation's.
-        gradients: whether to run the backward pass too.
-        wanted: which of the gradients it computes, beside delta.
-
-    Returns:
-        O, the log-sum-exp and, if asked for, the gradients.
+    The inputs are on the arithmetic's device. The backward pass runs where `gradients` are asked for, and computes
+    those that are `wanted`, beside delta.
     """
     output = run_forward(declaration, inputs, arithmetic)
     backward = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None
