@@ -15,7 +15,6 @@ so each gradient by 2 E u times itself with every term's magnitude in its place.
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -196,9 +195,17 @@ def test_the_reference_of_a_long_row_holds_one_head_in_fp64_at_a_time(monkeypatc
     assert torch.allclose(ref.o, whole.o, rtol=0.0, atol=1e-14)
 
 
-@pytest.mark.parametrize(("name", "block"), list(product(SETTINGS, BLOCKS)), ids=str)
-def test_flash_in_fp32_is_right(name: str, block: Block) -> None:
-    assert_accurate(flash, FP32_PLAN, made(SETTINGS[name]), block)
+STANDARD_IN_FP32 = replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("algorithm", "plan", "block"),
+    [*((flash, FP32_PLAN, block) for block in BLOCKS), (standard, STANDARD_IN_FP32, Block(7, 1000))],
+    ids=lambda value: str(value) if isinstance(value, Block) else "",
+)
+def test_attention_in_fp32_is_right(name: str, algorithm: Forward, plan: RoundingPlan, block: Block) -> None:
+    assert_accurate(algorithm, plan, made(SETTINGS[name]), block)
 
 
 @FEW_BLOCKS
@@ -206,15 +213,6 @@ def test_flash_in_fp32_is_right(name: str, block: Block) -> None:
 @pytest.mark.parametrize("rule", [rule for rule in SHIFT_RULES if rule != "safe"])
 def test_no_shift_rule_changes_what_flash_computes(rule: str, name: str, block: Block) -> None:
     assert_accurate(flash, FP32_PLAN, made(SETTINGS[name], repeats=True), block, SHIFT_RULES[rule])
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_standard_in_fp32_is_right(name: str) -> None:
-    plan = replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32))
-    inputs, ref = made(SETTINGS[name]), reference(made(SETTINGS[name]))
-    assert_accurate(standard, plan, inputs, EVERYTHING)
-    tiled = standard(inputs, plan, SAFE, ARITHMETIC, Block(7, 1)).o.double()
-    assert ((tiled - ref.o).abs() <= roundoffs(inputs, ref, EVERYTHING) * U * ref.magnitude).all()
 
 
 @FEW_BLOCKS
