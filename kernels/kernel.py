@@ -82,9 +82,7 @@ class Kernel:
     undeclared: Objection = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
-    unsuited: Callable[[Formats], str | None] = (
-        _nothing  # why it is not for some formats: it is left out of their cells
-    )
+    unsuited: Callable[[Formats], str | None] = _nothing  # why it is not for some formats, and left out of their cells
     composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
     o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
