@@ -1,11 +1,10 @@
 """Random numbers from a counter-based hash: the same bits in any order, on any device, in any language."""
 
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 _MASK = 0xFFFFFFFF
-_Integers = TypeVar("_Integers", int, torch.Tensor)
 
 
 def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
@@ -31,12 +30,12 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
     """
     if not 0 <= seed <= _MASK:
         raise ValueError(f"seed must be in [0, 2**32), not {seed}")
-    state: torch.Tensor | int = _mix(seed + 0x9E3779B9)
+    state = _mix(seed + 0x9E3779B9)
     for counter in counters:
         # Without the inner mix, two rows of counters have the same numbers in another order whenever their states
         # differ in low bits only: among 4,096 rows of 4,096, some would.
-        state = _mix((_mix(counter) if isinstance(counter, int) else _mix(_wide(counter))) + state)
-    return torch.tensor(state) if isinstance(state, int) else state
+        state = _mix(_mix(counter if isinstance(counter, int) else _wide(counter)) + state)
+    return torch.as_tensor(state)
 
 
 def _wide(counter: torch.Tensor) -> torch.Tensor:
@@ -45,9 +44,9 @@ def _wide(counter: torch.Tensor) -> torch.Tensor:
     return counter.to(torch.int64)
 
 
-def _mix(x: _Integers) -> _Integers:
-    # int64 holds uint32 values: torch has no logical shift, and few operations on uint32. A product may wrap around
-    # 2**64, which leaves its low 32 bits right. The first mask makes a tensor that the steps behind it may write to.
+def _mix(x: Any) -> Any:
+    # Of an int, or of int64 that holds uint32: torch has no logical shift, and few operations on uint32. A product may
+    # wrap around 2**64, which leaves its low 32 bits right. The first step makes a tensor that may be written to.
     x = x & _MASK
     x ^= x >> 16
     x *= 0x7FEB352D

@@ -130,7 +130,10 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kernel_options=_OPTIONS,
             **({} if inputs.sink is None else log_sum_exp),
         )
-    return returned if inputs.sink is None else _with_sink(*returned, inputs.sink)  # type: ignore[no-any-return]
+    if inputs.sink is None:
+        return returned  # type: ignore[no-any-return]
+    o, lse = returned
+    return _with_sink(o, lse, inputs.sink)
 
 
 def _with_sink(o: Tensor, lse: Any, sink: Tensor) -> Tensor:

@@ -82,9 +82,7 @@ class Kernel:
     undeclared: Objection = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
-    unsuited: Callable[[Formats], str | None] = (
-        _nothing  # why it is not for some formats: it is left out of their cells
-    )
+    unsuited: Callable[[Formats], str | None] = _nothing  # why it is not for some formats, and left out of their cells
     composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
     o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
@@ -119,17 +117,10 @@ def run_backward(
 def run_declared(
     declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, wanted: Wanted = ALL
 ) -> AttentionOutput:
-    """Attention exactly as declared, with the plan in the formats of the inputs.
+    """Attention exactly as declared, with the plan in the formats of the inputs: O, the log-sum-exp, the gradients.
 
-    Args:
-        declaration: algorithm, plan, shift rule and tile sizes.
-        inputs: q, k, v, dO and masks, on the arithmetic's device.
-        arithmetic: the operations of a device, or the emulation's.
-        gradients: whether to run the backward pass too.
-        wanted: which of the gradients it computes, beside delta.
-
-    Returns:
-        O, the log-sum-exp and, if asked for, the gradients.
+    The inputs are on the arithmetic's device. The backward pass runs where `gradients` are asked for, and computes
+    those that are `wanted`, beside delta.
     """
     output = run_forward(declaration, inputs, arithmetic)
     backward = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None

@@ -75,15 +75,10 @@ def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def masking(inputs: AttentionInputs, tokens: tuple[str, str] = _TOCKENS) -> dict[str, Any]:
-    """The arguments that say which scores are masked out, of every operator here.
+    """The arguments that say which scores are masked out, of every operator here; none where no score is.
 
-    Args:
-        inputs: on the NPU.
-        tokens: what the operator calls the tokens before and after its own that a query sees.
-
-    Returns:
-        `atten_mask`, bool, True where a score is masked out, `sparse_mode` and, for a window, its sides; nothing where
-        no score is masked.
+    `atten_mask`, bool, True where a score is masked out, `sparse_mode` and, for a window, its sides, by what the
+    operator calls the `tokens` before and after its own that a query sees.
     """
     masks = inputs.masks().keys() - ({LENGTHS} if packs(inputs) else set())
     if masks == {CAUSAL}:

@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding, hashed_once
@@ -173,7 +173,7 @@ class RoundingPlan:
         return _in_formats(self, formats)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _in_formats(plan: RoundingPlan, formats: Formats) -> RoundingPlan:
     own = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
     casts = {name: (cast, own[cast.follows]) for name, cast in plan.casts()}

@@ -222,15 +222,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
 
 
 def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -> AttentionOutput:
-    """Attention as declared, by the Triton kernels.
+    """Attention as declared, by the Triton kernels: O, the log-sum-exp and, if asked for, the gradients with delta.
 
-    Args:
-        inputs: q, k, v and dO on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
-        declaration: algorithm, plan, shift rule and tile sizes.
-        gradients: whether to run the backward pass too.
-
-    Returns:
-        O, the log-sum-exp and, if asked for, the gradients with delta.
+    The inputs are on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
 
     Raises:
         ValueError: no triton, or inputs that the kernels or the device can't take.

@@ -231,13 +231,13 @@ def test_every_kernel_does_what_it_declares(kernel: str, case: str, fmt: Format)
     _assert_as_declared(_made(case, fmt), DECLARATIONS[kernel])
 
 
-def test_most_bits_are_settled_and_the_rest_are_few() -> None:
+@pytest.mark.parametrize("kernel", ROSTER)
+def test_most_bits_are_settled_and_the_rest_are_few(kernel: str) -> None:
     """What the check above is worth: on ties, and with an O-bar that is not itself narrow."""
-    for kernel in ROSTER:
-        inputs, declaration = _made("tied_maxima[k=2]"), DECLARATIONS[kernel]
-        assert _open(_enclosure(inputs, declaration, WORST)).double().mean() <= 0.05
-        emulated = run_declared(declaration, inputs, ARITHMETIC, False).o
-        assert (_run(inputs, declaration).o != emulated).double().mean() <= FEW
+    inputs, declaration = _made("tied_maxima[k=2]"), DECLARATIONS[kernel]
+    assert _open(_enclosure(inputs, declaration, WORST)).double().mean() <= 0.05
+    emulated = run_declared(declaration, inputs, ARITHMETIC, False).o
+    assert (_run(inputs, declaration).o != emulated).double().mean() <= FEW
 
 
 @pytest.mark.parametrize("base_two", [False, True])
@@ -345,13 +345,13 @@ def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_t
     assert torch.equal(_run(inputs, declaration).o, together)
 
 
-def test_nan_and_inf_spoil_what_they_must_and_no_more() -> None:
-    for kernel in ROSTER:
-        row, column = _run(_made("nan_in_q"), DECLARATIONS[kernel]).o, _run(_made("inf_in_v"), DECLARATIONS[kernel]).o
-        assert row[:, :, 1].isnan().all()
-        assert not row[:, :, [0, 2, 3]].isnan().any()
-        assert not column[..., 0].isfinite().any()
-        assert column[..., 1:].isfinite().all()
+@pytest.mark.parametrize("kernel", ROSTER)
+def test_nan_and_inf_spoil_what_they_must_and_no_more(kernel: str) -> None:
+    row, column = (_run(_made(case), DECLARATIONS[kernel]).o for case in ("nan_in_q", "inf_in_v"))
+    assert row[:, :, 1].isnan().all()
+    assert not row[:, :, [0, 2, 3]].isnan().any()
+    assert not column[..., 0].isfinite().any()
+    assert column[..., 1:].isfinite().all()
 
 
 NOT_KEPT = {

@@ -43,7 +43,7 @@ def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C
     write_lse(LSE, head, row, queries, (m + log(l, C) - C.log_raised) * (1.0 / C.unit), C)
 
 
-@triton.jit(do_not_specialize=["cast_start"])
+@triton.jit(do_not_specialize=["dither_start", "cast_start"])
 def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
     """Standard attention of one block of queries: P is normalised by the whole row's sum before it is cast.
 
