@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import ONE, Call
-from tiebreak.reports.audit.record import Audit, Audits, check_update, differences, kinds
+from tiebreak.reports.audit.record import Audit, Audits, differences, kinds
 from tiebreak.reports.audit.tables import HEADERS, LEGEND, audit_tables
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
@@ -62,17 +62,6 @@ def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:
     assert differences([ONE, SKIP], [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]) == []
     skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
     assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
-
-
-def test_an_update_may_bring_more_than_the_file_has_and_needs_a_file_that_can_be_read(
-    audits: Audits, keep: KeepAudits
-) -> None:
-    coming = {(audit.target, audit.kernel) for audit in audits.audits} | {("sm_121", "flash/forward")}
-    path = keep(audits, "audit")
-    check_update(path, coming)
-    path.write_text("{")
-    with pytest.raises(UnreadableRecordsError):
-        check_update(path, coming)
 
 
 def rows(shown: str) -> dict[str, list[str]]:
