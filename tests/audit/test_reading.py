@@ -269,7 +269,7 @@ END = "	.amdhsa_float_round_mode_32"
                    ("	v_bfe_u32 v54", "	s_movk_i32 s3, 0x7fff\n	v_bfe_u32 v54")),
          "v_add3_u32 0x7ffff + last bit", TO_EVEN),
         # A vector register that holds a variable is no number.
-        ("cdna4", (("	.loc	1 20", "	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n	.loc	1 20"),
+        ("cdna4", (("	v_pk_mul", "	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n	v_pk_mul"),
                    (END, "	v_mov_b32_e32 v90, 0x7fff\n" + END)), "v_cvt_pk_bf16_f32", "v_cvt_pk_bf16_f32"),
         # A number that was rounded, back in fp32 as where a plan rounds at every step, is not cut again.
         ("cdna4", ((END, "	v_and_b32_e32 v61, 0xffff0000, v52\n	v_lshrrev_b32_e32 v62, 16, v52\n" + END),),
