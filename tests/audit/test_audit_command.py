@@ -36,7 +36,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setattr(command, "sources", made.sources)
     monkeypatch.setattr(command, "compile_for", made.compile_for)
-    monkeypatch.setattr(command, "compiler", lambda: "3.9.0")
+    monkeypatch.setattr(command, "installed", lambda: "3.9.0")
     monkeypatch.setattr(command, "unavailable", lambda: None)
     return made
 
@@ -69,7 +69,7 @@ def test_what_is_as_expected_holds_and_what_was_not_compared_is_told(
     out = capsys.readouterr().out
     assert f"audit held: 3 kernels compared with {expectation}, 1 skipped, 0 differences" in out
     assert "note" not in out
-    monkeypatch.setattr(command, "compiler", lambda: "4.0.0")
+    monkeypatch.setattr(command, "installed", lambda: "4.0.0")
     assert command.main(["--targets", "sm_90", "--kernels", "fp8*", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
     assert f"audit held: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out

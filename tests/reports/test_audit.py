@@ -20,7 +20,6 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.tables.grids import text
 
-KeepAudits = Callable[[Audits, str], Path]
 SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
 UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 
@@ -28,17 +27,18 @@ UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain["audits"][0].pop("mode"), "audits[0]: Object missing required field `mode`"),
         (lambda plain: plain["audits"].append(plain["audits"][0]), "audits: sm_80 flash/forward twice"),
         (lambda plain: plain["audits"][0].update(target="a\nb"), r"cards.a\nb: missing"),
         (lambda plain: plain.update(schema=1), "schema: 1 is not 7, the one that this tiebreak reads: make the file"),
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
-    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep: KeepAudits
+    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, telling: Run, keep: Callable[..., Path]
 ) -> None:
-    path = keep(audits, "audit")
+    path, run = keep(audits, "audit"), keep(telling, "run")
     assert store.load(path, Audits) == audits
+    with pytest.raises(UnreadableRecordsError, match="records of a run: tiebreak show, page, "):
+        store.load(run, Audits)
     plain = json.loads(path.read_text())
     change(plain)
     path.write_text(json.dumps(plain))
@@ -46,12 +46,6 @@ def test_a_file_with_a_wrong_field_is_refused(
         store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: {message}")
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
-    path = keep(telling, "run")
-    with pytest.raises(UnreadableRecordsError, match="records of a run: tiebreak show, page, "):
-        store.load(path, Audits)
 
 
 def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:

@@ -18,9 +18,8 @@ from tiebreak.laboratory.sweep import Task, batches, parse, run, settings
 from tiebreak.reports.cli import main
 from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
-SMALL = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1"]
-SMALL += ["--attention", "same"]
-QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
+SMALL = "--layers 3 --heads 2 --width 8 --context 8 --sequences 2 --warm-up 1 --attention same --steps 3 --workers 1"
+QUICK = [*SMALL.split(), "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
 
 
 def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps: int = 2, seed: int = 1) -> Task:
