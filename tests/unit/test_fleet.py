@@ -41,7 +41,7 @@ def cluster() -> Iterator[Any]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
+    made: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
     yield made
     made.shutdown()
 
