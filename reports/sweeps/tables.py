@@ -18,23 +18,15 @@ _APART = 12  # pairs that a table lists
 _STEP = 0.02  # between the marks of two lines at one learning rate, in powers of ten
 
 
-def wilson(count: int, of: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, in [0, 1]: the rates from which the count lies no further than that.
+def wilson(count: int, of: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a share, in [0, 1], at 95 % confidence; ValueError: the count is no part of it.
 
     It keeps its width where the count is 0 or all, and so can be read at 20 runs (Wilson, JASA 22, 1927; Newcombe,
     Statistics in Medicine 17, 1998, method 3).
-
-    Args:
-        count: how many were seen.
-        of: among how many, at least 1.
-        confidence: two-sided.
-
-    Raises:
-        ValueError: a count that is not among them.
     """
     if not 0 <= count <= of or of < 1:
         raise ValueError(f"{count} of {of} is no share")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     middle = count + z * z / 2
     half = z * math.sqrt(count * (of - count) / of + z * z / 4)
     return max(0.0, (middle - half) / (of + z * z)), min(1.0, (middle + half) / (of + z * z))

@@ -1,8 +1,8 @@
 """`tiebreak audit`: exit codes and words. The compiler is a stand-in; others test the real one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,11 +15,6 @@ from tiebreak.reports.records.store import UnreadableRecordsError
 CAST = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;"
 
 
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-
-
 class Compiler:
     """Compiles every kernel to its text; refuses what is in `refused`."""
 
@@ -27,10 +22,10 @@ class Compiler:
         self.texts = {"flash/forward": CAST, "fp8/forward": "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r3;"}
         self.refused = {("sm_80", "fp8/forward")}
 
-    def sources(self) -> list[Kernel]:
-        return [Kernel(name) for name in self.texts]
+    def sources(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self.texts]
 
-    def compile_for(self, target: Target, kernel: Kernel) -> str:
+    def compile_for(self, target: Target, kernel: SimpleNamespace) -> str:
         if (target.name, kernel.name) in self.refused:
             raise NotCompiledError("no fp8 there")
         return self.texts[kernel.name]
@@ -41,7 +36,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
     monkeypatch.setattr(command, "sources", made.sources)
     monkeypatch.setattr(command, "compile_for", made.compile_for)
-    monkeypatch.setattr(command, "compiler", lambda: "3.9.0")
+    monkeypatch.setattr(command, "installed", lambda: "3.9.0")
     monkeypatch.setattr(command, "unavailable", lambda: None)
     return made
 
@@ -49,7 +44,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 @pytest.fixture
 def expectation(compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     path = tmp_path / "audit.json"
-    assert command.main(["--targets", "sm_*", "--expect", str(path), "--update"]) == 0
+    assert command.main(["--targets", "sm_80,sm_90", "--expect", str(path), "--update"]) == 0
     capsys.readouterr()
     return path
 
@@ -70,16 +65,16 @@ def test_without_an_expectation_it_only_shows(compiler: Compiler, capsys: pytest
 def test_what_is_as_expected_holds_and_what_was_not_compared_is_told(
     expectation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 0
+    assert command.main(["--targets", "sm_80,sm_90", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
-    assert f"audit held: 9 kernels compared with {expectation}, 1 skipped, 0 differences" in out
+    assert f"audit held: 3 kernels compared with {expectation}, 1 skipped, 0 differences" in out
     assert "note" not in out
-    monkeypatch.setattr(command, "compiler", lambda: "4.0.0")
+    monkeypatch.setattr(command, "installed", lambda: "4.0.0")
     assert command.main(["--targets", "sm_90", "--kernels", "fp8*", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
     assert f"audit held: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out
     assert f"note    {expectation} is of triton 3.9.0, this is 4.0.0" in out
-    assert f"note    9 kernels of {expectation} were not selected" in out
+    assert f"note    3 kernels of {expectation} were not selected" in out
 
 
 def truncates(compiler: Compiler) -> None:
@@ -103,26 +98,14 @@ def renames(compiler: Compiler) -> None:
     ],
 )
 def test_what_changed_falls(
-    compiler: Compiler,
-    expectation: Path,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Compiler], None],
+    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Compiler], None],
     lines: list[str],
-) -> None:
+) -> None:  # fmt: skip
     change(compiler)
     assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
     out = capsys.readouterr().out
     assert "audit FELL" in out
     assert [line.removeprefix("changed ") for line in out.splitlines() if line.startswith("changed ")] == lines
-
-
-def test_a_target_that_is_not_expected_falls(expectation: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = expectation.read_text().replace('"sm_120"', '"sm_121"')
-    expectation.write_text(text)
-    assert command.main(["--targets", "sm_120", "--expect", str(expectation)]) == 1
-    assert "changed sm_120 flash/forward: not in the expectation" in capsys.readouterr().out
-    assert command.main(["--targets", "sm_*", "--expect", str(expectation)]) == 1
-    assert "changed sm_121 flash/forward: expected, but not compiled" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -135,13 +118,8 @@ def test_a_target_that_is_not_expected_falls(expectation: Path, capsys: pytest.C
         ("--expect none.json", "none.json: No such file"),
     ],
 )
-@pytest.mark.usefixtures("compiler")
 def test_bad_usage_is_refused_before_anything_is_compiled(
-    expectation: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
+    expectation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     before = expectation.read_bytes()
     monkeypatch.chdir(expectation.parent)
@@ -156,7 +134,7 @@ def test_an_update_judges_nothing_and_is_shown_again_as_it_was(
     compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
-    assert command.main(["--targets", "sm_*", "--expect", str(expectation), "--update"]) == 0
+    assert command.main(["--targets", "sm_*", "--expect", str(expectation), "--update"]) == 0  # of more targets, too
     shown = capsys.readouterr().out
     assert "FELL" not in shown
     assert "cvt.rz.bf16x2.f32" in expectation.read_text()

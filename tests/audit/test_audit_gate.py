@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.programs.audit import compiling
 from tiebreak.programs.audit.command import audited
-from tiebreak.programs.audit.compiling import TARGETS, compiler, sources
+from tiebreak.programs.audit.compiling import TARGETS, sources
 from tiebreak.reports.audit.record import Audits, differences
 from tiebreak.reports.records import store
 
@@ -32,7 +33,7 @@ def test_what_rounds_is_as_expected(target: str) -> None:
     )
     assert any(audit.skipped is None for audit in audits)
     of_them = [audit for audit in expected.audits if audit.target == target and audit.kernel in IN_TURN[target]]
-    assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {compiler()}"
+    assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {installed()}"
 
 
 def test_the_expectation_knows_the_same_targets_and_kernels_of_which_each_has_its_turn() -> None:

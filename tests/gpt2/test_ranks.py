@@ -71,11 +71,6 @@ def test_two_processes_go_on_as_one_would_to_the_bit(tmp_path: Path, monkeypatch
     assert (tmp_path / "one" / LOG).read_text() == (tmp_path / "two" / LOG).read_text()
 
 
-def test_processes_share_the_parts_of_a_batch() -> None:
-    shares = [list(Ranks(rank, 3).share(12)) for rank in range(3)]
-    assert shares == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
 def test_an_environment_that_torchrun_did_not_make_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,10 +99,9 @@ def test_the_summary_tells_the_order_and_its_seeds() -> None:
     assert "| 141.7 ± 1.5e+02 |" in told  # 250 % of E8M7's at seed 1, 33 % at seed 2
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that has one of two runs; others are run in this process."""
-
+def test_runs_that_are_kept_are_not_run_again_and_those_of_other_settings_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run_parts(one, left, options, line, runs, *, outlook, **_) -> bool:  # type: ignore[no-untyped-def]
         runs += [_run(task.reduction, task.seed, 0.4) for task in left]
         print(f"{outlook}: {len(left)} run")
@@ -110,32 +109,19 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(program, "run_parts", run_parts)
     path = tmp_path / "kept.jsonl"
-    path.write_text(json.dumps(asdict(_run("E8M3", 1, 0.5))) + "\n", encoding="utf-8")
-    return path
-
-
-def _measure(path: Path, *more: str) -> int:
-    return main(["lab", "sharpness", *WORDS.split(), "--out", str(path), *more])
-
-
-def test_runs_that_are_kept_are_not_run_again(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _measure(kept, "--formats", "E8M3,E8M7", "--seeds", "1") == 0
+    path.write_text(before := json.dumps(asdict(_run("E8M3", 1, 0.5))) + "\n", encoding="utf-8")
+    measure = ["lab", "sharpness", *WORDS.split(), "--out", str(path)]
+    assert main([*measure, "--formats", "E8M3,E8M7", "--seeds", "1"]) == 0
     told = capsys.readouterr().out
     assert "1 run kept, 1 to run: 1 run\n" in told
     assert "Order: E8M3 > (1 of 1 seeds) E8M7" in told
-
-
-def test_a_file_of_other_settings_and_a_missing_scipy_are_told(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = kept.read_bytes()
-    assert _measure(kept, "--kernel", "flash@paper") == 2
+    assert main([*measure, "--kernel", "flash@paper"]) == 2
     error = capsys.readouterr().err
     assert "was written with kernel = flash@fused, not flash@paper; name another --out" in error
     assert error.count("\n") == 1
-    assert kept.read_bytes() == before
+    assert path.read_text(encoding="utf-8") == before
     monkeypatch.setattr(program, "find_spec", lambda name: None)
-    assert _measure(kept) == 2
+    assert main(measure) == 2
     assert "pip install 'tiebreak[sharpness]'" in capsys.readouterr().err
 
 

@@ -63,8 +63,9 @@ def parser(verb: str, description: str, epilog: str, **options: Options) -> Pars
 
 def fill(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options, those that a verb has and its user did not name at the preset's values."""
-    given = vars(options)
-    given |= {name: value for name, value in DEFAULTS[options.preset].items() if given.get(name, "none such") is None}
+    for name, value in DEFAULTS[options.preset].items():
+        if name in options and getattr(options, name) is None:
+            setattr(options, name, value)
     return options
 
 

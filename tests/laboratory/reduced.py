@@ -39,7 +39,7 @@ class Reduction:
     """How the numbers that enter and leave a product are masked.
 
     Raises:
-        ValueError: another mode, or a range of exponents that is empty or that the format does not have; one line.
+        ValueError: a range of exponents that is empty or that the format does not have; one line.
     """
 
     fmt: Format  # what they are rounded to: its fraction bits, and its range with subnormals and Inf
@@ -48,8 +48,6 @@ class Reduction:
     outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
 
     def __post_init__(self) -> None:
-        if self.mode not in _MODES.values():
-            raise ValueError(f"{self.fmt.name}: a product is masked to even or toward zero, not {self.mode.value}")
         lowest, highest = self.fmt.min_exponent, self.fmt.max_exponent
         for name, exponent in (("inner", self.inner), ("outer", self.outer)):
             if exponent is not None and not lowest <= exponent <= highest:

@@ -114,7 +114,7 @@ class Run:
     points: list[Point]
 
     def __post_init__(self) -> None:
-        """Take points as a line of JSON has them, too."""
+        # A line of JSON has them plain.
         self.points = [Point(**each) if isinstance(each, dict) else each for each in self.points]
 
     def at(self, phase: str, step: int) -> list[Point]:

@@ -199,9 +199,9 @@ def _show(runs: Iterable[SweepRun], sweep: Sweep, left: Sequence[Task], workers:
     """Keep runs as they come, and show what each came to; first what is left, and how long that will take."""
     steps, options = sum(each.steps for each in sweep.runs), left[0].options
     each = sum(each.seconds for each in sweep.runs) / steps * options.steps if steps else 0.0
-    time = f": {expected(each * len(left) / workers)}" if steps else ""
+    to_go = f": {expected(each * len(left) / workers)}" if steps else ""
     kept = counted(len(sweep.runs), "run")
-    print(f"{kept} kept, {len(left)} to run, {workers} at a time {where}{time}", flush=True)
+    print(f"{kept} kept, {len(left)} to run, {workers} at a time {where}{to_go}", flush=True)
 
     def lines() -> Iterator[str]:
         for each in runs:

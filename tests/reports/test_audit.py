@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import ONE, Call
-from tiebreak.reports.audit.record import Audit, Audits, check_update, differences, kinds
+from tiebreak.reports.audit.record import Audit, Audits, differences, kinds
 from tiebreak.reports.audit.tables import HEADERS, LEGEND, audit_tables
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
@@ -20,7 +20,6 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.tables.grids import text
 
-KeepAudits = Callable[[Audits, str], Path]
 SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
 UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 
@@ -28,17 +27,18 @@ UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plain: plain["audits"][0].pop("mode"), "audits[0]: Object missing required field `mode`"),
         (lambda plain: plain["audits"].append(plain["audits"][0]), "audits: sm_80 flash/forward twice"),
         (lambda plain: plain["audits"][0].update(target="a\nb"), r"cards.a\nb: missing"),
         (lambda plain: plain.update(schema=1), "schema: 1 is not 7, the one that this tiebreak reads: make the file"),
     ],
 )
 def test_a_file_with_a_wrong_field_is_refused(
-    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep: KeepAudits
+    change: Callable[[dict[str, Any]], object], message: str, audits: Audits, telling: Run, keep: Callable[..., Path]
 ) -> None:
-    path = keep(audits, "audit")
+    path, run = keep(audits, "audit"), keep(telling, "run")
     assert store.load(path, Audits) == audits
+    with pytest.raises(UnreadableRecordsError, match="records of a run: tiebreak show, page, "):
+        store.load(run, Audits)
     plain = json.loads(path.read_text())
     change(plain)
     path.write_text(json.dumps(plain))
@@ -46,12 +46,6 @@ def test_a_file_with_a_wrong_field_is_refused(
         store.load(path, Audits)
     assert str(refused.value).startswith(f"{path}: {message}")
     assert len(str(refused.value).splitlines()) == 1
-
-
-def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
-    path = keep(telling, "run")
-    with pytest.raises(UnreadableRecordsError, match="records of a run: tiebreak show, page, "):
-        store.load(path, Audits)
 
 
 def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:
@@ -62,17 +56,6 @@ def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:
     assert differences([ONE, SKIP], [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]) == []
     skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
     assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
-
-
-def test_an_update_may_bring_more_than_the_file_has_and_needs_a_file_that_can_be_read(
-    audits: Audits, keep: KeepAudits
-) -> None:
-    coming = {(audit.target, audit.kernel) for audit in audits.audits} | {("sm_121", "flash/forward")}
-    path = keep(audits, "audit")
-    check_update(path, coming)
-    path.write_text("{")
-    with pytest.raises(UnreadableRecordsError):
-        check_update(path, coming)
 
 
 def rows(shown: str) -> dict[str, list[str]]:

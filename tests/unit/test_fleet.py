@@ -29,52 +29,32 @@ SWEEP = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--s
 CELLS = ["--backend", "cpu", "--kernels", "sdpa_flash", "--cases", "no_tail", "--heads", "16", "-n", "0"]
 
 
-class Local:
-    """The cluster: its address, and a node that can be taken away."""
-
-    def __init__(self) -> None:
-        # Ray's workers give way to all else on a machine; here a test waits for them.
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-        from ray.cluster_utils import Cluster
-
-        self._cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
-        labels = {"kind": "b", LEVEL_LABEL: LOWEST.name}
-        self._second: Any = self._cluster.add_node(num_cpus=1, labels=labels)
-        self._cluster.wait_for_nodes()
-        self.address: str = self._cluster.address
-
-    def kill(self) -> None:
-        """Take the second node away, as a machine that loses its power goes."""
-        self._cluster.remove_node(self._second, allow_graceful=False)
-
-    def stop(self) -> None:
-        """End all of it."""
-        self._cluster.shutdown()
-
-
-@pytest.fixture(scope="module")
-def local() -> Iterator[Local]:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-    made = Local()
-    yield made
-    made.stop()
-
-
 def node(name: str, accelerator: str | None = None, **labels: str) -> Node:
     return Node(name, 8.0, 8.0 if accelerator else 0.0, accelerator, labels)
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Ray's, of one node."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+    # Ray's workers give way to all else on a machine; here a test waits for them.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    from ray.cluster_utils import Cluster
+
+    made: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
+    yield made
+    made.shutdown()
+
+
 @pytest.mark.skipif(not LOWEST.needs <= set(cpu_features()), reason="this CPU has one instruction-set level")
 def test_the_matrix_runs_once_on_each_kind_and_a_node_that_dies_costs_no_run(
-    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fleet(local, tmp_path / "fleet", capsys)
-    _sweep(local, tmp_path / "sweep", monkeypatch)
-
-
-def _fleet(local: Local, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second, out = cluster.add_node(num_cpus=1, labels={"kind": "b", LEVEL_LABEL: LOWEST.name}), tmp_path / "fleet"
+    cluster.wait_for_nodes()
     # 1: PyTorch's flash kernel is biased, which the case does not claim of it, or is not.
-    assert main(["lab", "fleet", "--on", local.address, "--labels", "kind", "--out", str(out), "--", *CELLS]) in (0, 1)
+    fleet_on = ["lab", "fleet", "--on", cluster.address, "--labels", "kind", "--out", str(out), "--", *CELLS]
+    assert main(fleet_on) in (0, 1)
     output = capsys.readouterr().out
     assert "2 of 2 kinds" in output
     runs = {path.stem: store.read(path) for path in sorted(out.glob("*.json"))}
@@ -84,24 +64,20 @@ def _fleet(local: Local, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert here.digest != there.digest  # the levels' exponentials differ at 0
     assert re.search(rf"{LOWEST.name}", output)  # the comparison
     assert (out / "index.html").exists()
-
-
-def _sweep(local: Local, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Place] = []
 
     def then_kill(run: SweepRun, folder: Path) -> None:
         keep(run, folder)
         kept.append(run.place)
-        if len(kept) == 1:
-            local.kill()
+        if len(kept) == 1:  # as a machine that loses its power goes
+            cluster.remove_node(second, allow_graceful=False)
 
     monkeypatch.setattr(sweep, "keep", then_kill)
-    assert main(["lab", "sweep", *SWEEP, "--out", str(out), "--on", local.address]) == 0
-    done = read_sweep(out)
+    assert main(["lab", "sweep", *SWEEP, "--out", str(tmp_path / "sweep"), "--on", cluster.address]) == 0
+    done = read_sweep(tmp_path / "sweep")
     assert done.left == []
     assert sorted(kept) == sorted(done.settings.places())  # each once
-    one = done.runs[-1]
-    options = sweep.parse(SWEEP)
+    one, options = done.runs[-1], sweep.parse(SWEEP)
     again = sweep.run(sweep.Task(one.place, options, sweep.batches(options, 1).digest(1)))
     assert replace(again, seconds=0.0, platform={}) == replace(one, seconds=0.0, platform={})
 
@@ -152,42 +128,27 @@ class _Cluster:
                 raise KeyboardInterrupt
 
 
-def _fleet_of(monkeypatch: pytest.MonkeyPatch, out: Path, cluster: _Cluster, *words: str) -> int:
-    monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(cluster))
-    return main(["lab", "fleet", "--on", "h:1", "--out", str(out), "--", *words])
-
-
-def test_ctrl_c_keeps_the_records_that_came(
+def test_records_that_came_are_kept_and_a_kind_without_any_is_told_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def fleet_of(name: str, cluster: _Cluster) -> int:
+        monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(cluster))
+        return main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path / name)])
+
     result = MatrixResult(0, RECORDS.read_bytes(), "")
-    cluster = _Cluster(node("1"), node("2", "H100"), result=result, stopped=True)
-    assert _fleet_of(monkeypatch, tmp_path, cluster) == 130
-    assert f"stopped; {tmp_path} has the records of 1 kind" in capsys.readouterr().err
-    (path,) = tmp_path.iterdir()
+    two = _Cluster(node("dies"), node("2"), result=result)
+    assert fleet_of("the next of its kind", two) == 0
+    assert two.started == ["dies", "2"]
+    assert store.read(tmp_path / "the next of its kind" / "cpu.json") == store.read(RECORDS)
+    assert fleet_of("none left", _Cluster(node("dies"), result=result)) == 1
+    assert "cpu: no records: node died" in capsys.readouterr().out
+    assert fleet_of("ctrl-c", _Cluster(node("1"), node("2", "H100"), result=result, stopped=True)) == 130
+    assert f"stopped; {tmp_path / 'ctrl-c'} has the records of 1 kind" in capsys.readouterr().err
+    (path,) = (tmp_path / "ctrl-c").iterdir()
     assert store.read(path) == store.read(RECORDS)
-
-
-def test_a_kind_without_records_is_told_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     result = MatrixResult(4, b"", "ERROR: unrecognized arguments: --casse")
-    assert _fleet_of(monkeypatch, tmp_path, _Cluster(node("1"), result=result), "--casse", "x") == 1
+    assert fleet_of("none", _Cluster(node("1"), result=result)) == 1
     output = capsys.readouterr()
     assert "cpu: no records (pytest's exit code 4)" in output.out
     assert "unrecognized arguments: --casse" in output.err
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UsageError, match=f"{LEVEL_LABEL}=avx9: known are native"):
-        level_of(node("1", **{LEVEL_LABEL: "avx9"}))
-
-
-def test_where_a_node_dies_the_next_of_its_kind_has_a_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = MatrixResult(0, RECORDS.read_bytes(), "")
-    cluster = _Cluster(node("dies"), node("2"), result=result)
-    assert _fleet_of(monkeypatch, tmp_path, cluster) == 0
-    assert cluster.started == ["dies", "2"]
-    assert (tmp_path / "cpu.json").exists()
-    assert _fleet_of(monkeypatch, tmp_path, _Cluster(node("dies"), result=result)) == 1
-    assert "cpu: no records: node died" in capsys.readouterr().out
+    assert list((tmp_path / "none").iterdir()) == []

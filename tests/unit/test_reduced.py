@@ -1,10 +1,9 @@
-"""Products with fewer bits: bf16's own bits at E8M7, gfloat's below, and modules that go another way."""
+"""Products with fewer bits: bf16's own at E8M7, masked however they are spelled, and modules that go another way."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import gfloat  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.gpt2.attention import HeadKernel, Observation
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
-from tiebreak.kernels.formats import FP32, TF32, Format, Rounding, parse_format
+from tiebreak.kernels.formats import FP32, TF32, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
-from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.sdpa import cpu_sdpa_flash
 from tiebreak.laboratory.reduced import (
     Reduction,
@@ -31,11 +30,8 @@ from tiebreak.studies import truncation
 
 E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))
-each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
-IN_GFLOAT = {Rounding.TO_EVEN: gfloat.RoundMode.TiesToEven, Rounding.TOWARD_ZERO: gfloat.RoundMode.TowardZero}
+each_mode = pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.TOWARD_ZERO], ids=lambda mode: mode.value)
 SMALL = Configuration(layers=2, heads=2, width=16, context=8, vocabulary=11)
-
-Mask = Callable[[Tensor], Tensor]
 
 
 def _normal(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -52,53 +48,29 @@ def _bf16(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
-def _by_gfloat(fmt: Format, mode: Rounding) -> Mask:
-    """gfloat's idea of a format of eight exponent bits."""
-    info = gfloat.FormatInfo(
-        name=fmt.name,
-        k=1 + fmt.exponent_bits + fmt.mantissa_bits,
-        precision=fmt.mantissa_bits + 1,
-        bias=1 - fmt.min_exponent,
-        domain=gfloat.Domain.Extended,
-        is_signed=True,
-        is_twos_complement=False,
-        has_nz=True,
-        num_high_nans=2**fmt.mantissa_bits - 1,
-        has_subnormals=True,
-    )
-    return lambda x: torch.from_numpy(gfloat.round_ndarray(info, x.numpy(), IN_GFLOAT[mode])).float()
-
-
-def _expected(a: Tensor, b: Tensor, dy: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, dA, dB of a matrix product by the paper's figure, written out."""
-    a, b, dy = (mask(each.detach().clone()) for each in (a, b, dy))
-    return mask(a @ b), mask(dy @ b.mT), mask(a.mT @ dy)
-
-
-def _products(a: Tensor, b: Tensor, dy: Tensor, reduction: Reduction) -> list[Tensor]:
-    """Y, dA, dB as the context gives them."""
+def _check_products(reduction: Reduction, mask: Callable[[Tensor], Tensor], device: str = "cpu") -> None:
+    """Hold Y, dA, dB of a matrix product to the paper's figure, written out with another mask."""
+    shapes = ((1, 64, 48), (30, 48, 32), (1e-3, 64, 32))
+    a, b, dy = (size * _normal(*shape, seed=int(size), device=device) for size, *shape in shapes)
+    ma, mb, mdy = map(mask, (a, b, dy))
+    expected = mask(ma @ mb), mask(mdy @ mb.mT), mask(ma.mT @ mdy)
     a.requires_grad_(), b.requires_grad_()
     with reduce_precision(reduction):
         y = a @ b
     y.backward(dy)  # type: ignore[no-untyped-call]
-    assert a.grad is not None
-    assert b.grad is not None
-    return [y, a.grad, b.grad]
+    assert all(map(_equal, (y, a.grad, b.grad), expected))
 
 
-@each_device
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_e8m7_to_even_is_bf16_to_the_bit(device: str) -> None:
-    a, b, dy = (_normal(*shape, seed=seed, device=device) for seed, shape in enumerate(((64, 48), (48, 32), (64, 32))))
-    assert all(map(_equal, _products(a, b, dy, E8M7), _expected(a, b, dy, _bf16)))
+    _check_products(E8M7, _bf16, device)
 
 
-@pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
+@each_mode
 @pytest.mark.parametrize("name", ["E8M3", "E5M4"])
-def test_fewer_bits_are_gfloats(name: str, mode: Rounding) -> None:
-    reduction = Reduction(parse_format(name), mode)
-    a, b, dy = _normal(24, 16), 30 * _normal(16, 8, seed=1), 1e-3 * _normal(24, 8, seed=2)
-    expected = _expected(a, b, dy, _by_gfloat(reduction.fmt, mode))
-    assert all(map(_equal, _products(a, b, dy, reduction), expected))
+def test_fewer_bits_are_masked_forward_and_backward(name: str, mode: Rounding) -> None:
+    fmt = parse_format(name)
+    _check_products(Reduction(fmt, mode), lambda x: round_to(x, fmt, mode))
 
 
 def test_a_linear_layer_keeps_its_weights_and_masks_all_else() -> None:
@@ -266,8 +238,6 @@ def test_what_makes_no_sense_is_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         parse_reduction(text)
     assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match="to even or toward zero, not stochastic"):
-        Reduction(FP32, Rounding.STOCHASTIC)
 
 
 def _step(model: GPT2) -> list[Observation]:
@@ -279,7 +249,7 @@ def _step(model: GPT2) -> list[Observation]:
     return seen
 
 
-@pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
+@each_mode
 @pytest.mark.parametrize("kernel", ["flash@paper", "flash@fused", "fair"])
 def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(kernel: str, mode: Rounding) -> None:
     reduction = Reduction(parse_format("E8M4"), mode)
@@ -301,17 +271,6 @@ def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(
             assert _equal(tensor, replace(reduction, mode=Rounding.TO_EVEN).mask(tensor))  # of the format
 
 
-def test_gpt2_in_fp32_is_itself() -> None:
-    plain, masked = (emulated_gpt2("flash@fp32", SMALL, 5) for _ in range(2))
-    plain.kernels = tuple(tuple(replace(head, inputs=Cast(FP32)) for head in layer) for layer in plain.kernels)
-    _step(plain)
-    with reduced_gpt2(masked, Reduction(FP32)):
-        _step(masked)
-    for expected, actual in zip(plain.parameters(), masked.parameters(), strict=True):
-        assert expected.grad is not None
-        assert _equal(actual.grad, expected.grad)
-
-
 def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
     model = emulated_gpt2("flash@paper", SMALL, 5)
     former = model.kernels
@@ -330,14 +289,14 @@ def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
 
 def test_gpt2_refuses_what_it_can_not_round() -> None:
     model = emulated_gpt2("flash@paper", SMALL, 5)
-    with (
-        pytest.raises(ValueError, match="has no range of its own"),
-        reduced_gpt2(model, parse_reduction("E8M3:inner=-3")),
+    ranged, undeclared = parse_reduction("E8M3:inner=-3"), everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
+    for reduction, kernels, message in (
+        (ranged, model.kernels, "attention has no range of its own"),
+        (E8M3, undeclared, "only a declared kernel"),
     ):
-        pass
-    model.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
-    with pytest.raises(ValueError, match="only a declared kernel"), reduced_gpt2(model, E8M3):
-        pass
+        model.kernels = kernels
+        with pytest.raises(ValueError, match=message), reduced_gpt2(model, reduction):
+            pass
 
 
 def test_the_page_has_what_its_script_measures() -> None:

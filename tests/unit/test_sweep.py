@@ -18,9 +18,8 @@ from tiebreak.laboratory.sweep import Task, batches, parse, run, settings
 from tiebreak.reports.cli import main
 from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
-SMALL = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1"]
-SMALL += ["--attention", "same"]
-QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
+SMALL = "--layers 3 --heads 2 --width 8 --context 8 --sequences 2 --warm-up 1 --attention same --steps 3 --workers 1"
+QUICK = [*SMALL.split(), "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
 
 
 def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps: int = 2, seed: int = 1) -> Task:
@@ -62,12 +61,6 @@ def test_a_run_is_the_same_to_the_bit_wherever_its_data_are() -> None:
     assert one.loss != other.loss
     with pytest.raises(Exception, match="other data here than where the sweep began"):
         run(replace(task(), digest="0" * 64))
-
-
-def test_a_run_that_diverges_ends_there() -> None:
-    ended = run(task(fmt="E4M3", rate=10.0, steps=30))
-    assert ended.diverged in ("not finite", "loss", "logits")
-    assert ended.steps < 30
 
 
 @pytest.mark.parametrize(
@@ -113,8 +106,10 @@ def test_a_stabiliser_changes_the_model(monkeypatch: pytest.MonkeyPatch, stabili
     assert getattr(made[0].block(0), more) is not None
 
 
-def test_qk_clip_keeps_logits_at_what_it_may_have() -> None:
-    plain, clipped = (run(task("E8M7", 0.5, name, steps=30)) for name in ("none", "qk_clip"))
+def test_a_run_that_diverges_ends_there_and_qk_clip_keeps_logits_at_what_it_may_have() -> None:
+    plain, clipped = (run(task("E8M7", 0.5, name, steps=40)) for name in ("none", "qk_clip"))
+    assert (plain.diverged, clipped.diverged) == ("logits", None)
+    assert plain.steps < clipped.steps == 40
     assert plain.max_logit is not None
     assert clipped.max_logit is not None
     assert plain.max_logit > 1000 > clipped.max_logit

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import Compilation
 from tiebreak.programs.audit.compiling import (
     TARGETS,
     NotCompiledError,
     Target,
     compile_for,
-    compiler,
     sources,
     unavailable,
 )
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     judging = options.expect is not None and not options.update
     expected = store.load(options.expect, Audits) if judging else None
     cards = {target.name: target.cards for target in targets}
-    audits = Audits(SCHEMA, compiler(), cards, tuple(audited(targets, chosen)))
+    audits = Audits(SCHEMA, str(installed()), cards, tuple(audited(targets, chosen)))
     grids.show(audit_tables(audits), options.format)
     if options.update:
         store.write(audits, options.expect)

@@ -71,13 +71,6 @@ def unavailable() -> str | None:
     return None
 
 
-def compiler() -> str:
-    """Triton's version."""
-    import triton
-
-    return str(triton.__version__)
-
-
 def sources() -> list[Compilation]:
     """Kernels to audit, each kind of rounding once; ValueError: triton is not installed."""
     return [compilation for compilation in compilations() if compilation.name in _AUDITED]

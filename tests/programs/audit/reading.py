@@ -147,9 +147,7 @@ def _flushes(code: Code) -> Iterator[str]:
 
 
 def _mode(code: Code) -> str:
-    """How operations round: PTX marks instructions, unmarked ones round to even; AMDGCN has a register, twice:
-    for fp32, and for fp64 and casts to fp16.
-    """
+    """How operations round: PTX marks what is not to even; AMDGCN has a register, for fp32 and for fp64 and fp16."""
     if code.dialect == "ptx":
         modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if at.is_float)
         return ", ".join(["to even", *sorted(frozenset().union(*modes))])
