@@ -11,8 +11,8 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected, gate
+from tiebreak.reports.gate.expected import Limits, limits
 from tiebreak.reports.gate.gate import Outcome
-from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run

@@ -20,7 +20,7 @@ from tiebreak.programs.verification import Judged, judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.settings import Expected
+from tiebreak.reports.gate.expected import Expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run

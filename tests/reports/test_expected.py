@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from tiebreak.defects.made_up import fallen, record, run, skip
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.expected import Excuses, check_used, of_baseline, read
-from tiebreak.reports.gate.settings import Expected
+from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Answer, Record
 from tiebreak.reports.tables.texts import plain_text

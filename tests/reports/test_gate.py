@@ -11,9 +11,8 @@ from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.cases.verdicts import judge as judge_interval
 from tiebreak.defects.made_up import Call, fallen, record, run, skip, trained
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.expected import PLAN
+from tiebreak.reports.gate.expected import PLAN, Expected, Limits, limits
 from tiebreak.reports.gate.gate import gate, update
-from tiebreak.reports.gate.settings import Expected, Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CLAIM,

@@ -16,8 +16,8 @@ from tiebreak.defects.made_up import fallen, record, run, skip, trained
 from tiebreak.defects.mutations import leaves, name_of, plain_of, unnoticed
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
+from tiebreak.reports.gate.expected import Limits
 from tiebreak.reports.gate.gate import gate
-from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     PREDICTION,

@@ -12,9 +12,9 @@ from tiebreak.defects.made_up import record, run
 from tiebreak.defects.mutations import GONE, edited, leaves
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.expected import Limits
 from tiebreak.reports.gate.gate import gate
 from tiebreak.reports.gate.report import report
-from tiebreak.reports.gate.settings import Limits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import store
