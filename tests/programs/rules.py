@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
             names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
         except ValueError as error:
             raise UsageError(str(error)) from None
-        print("\n\n".join("\n".join(_lines(RULES[name])) for name in names))
+        print("\n\n".join("\n".join(_lines(name, RULES[name])) for name in names))
         return HELD
     if len(options.what) > 1:
         raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     return HELD
 
 
-def _lines(rule: Rule) -> Iterator[str]:
-    yield f"{rule.name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
+def _lines(name: str, rule: Rule) -> Iterator[str]:
+    yield f"{name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
     yield f"  {rule.formula}"
     yield f"  {rule.source}"
     if rule.note:

@@ -193,7 +193,7 @@ def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
     if reason is not None:
         assert reason == "no Apple GPU"
         backend = replace(backend, device="cpu")
-    assert not backend.has_fp64
+    assert not backend.arithmetic.has_fp64
     assert backend.worker_limit() > 0
     assert backend.worker_environment(1) == {}
     assert backend.describe().keys() == {"macos"}

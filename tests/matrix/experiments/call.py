@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tiebreak.backends.backend import to_device
-from tiebreak.backends.probes import of_products
+from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.added_features import with_features
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import CapturedError, captured_cases
@@ -89,8 +89,8 @@ class Call(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        case, family = self.case, self.case.family
-        of, at = (None, None) if family is None else (family.of, family.at)
+        case = self.case
+        of, at = case.family or (None, None)
         return records.CaseRecord(
             case.about,
             case.source,
@@ -254,7 +254,7 @@ def _prediction(cell: Cell, sample: Sample, bench: CaseBench) -> Predicted | Non
 
 def _as_the_device_multiplies(cell: Cell, sample: Sample, bench: CaseBench) -> str:
     """Of an output that its plan does not predict: whether it would, if it said how the device adds up products."""
-    plan = ",".join([sample.declaration.label, *of_products(cell.backend.arithmetic, cell.backend.device)])
+    plan = ",".join([sample.declaration.label, *plan_changes(cell.backend.arithmetic, cell.backend.device)])
     if plan == sample.declaration.label:
         return ""
     emulated = merge([bench.emulated(index, parse_declaration(plan))[1] for index in range(len(sample.draws))])

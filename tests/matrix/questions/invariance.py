@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import Shape
-from tiebreak.cases.recipes import normal_numbers
+from tiebreak.cases.case import Shape, normal_numbers
 from tiebreak.kernels.algorithms import SPLIT_ATTENTION
 from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from tiebreak.cases.case import ONE_SIGNED, Draw, Scores, Shape, Values, scripted
-from tiebreak.cases.recipes import normal_numbers
+from tiebreak.cases.case import ONE_SIGNED, Draw, Scores, Shape, Values, normal_numbers, scripted
 from tiebreak.kernels.inputs import AttentionInputs
 
 Material = Callable[[Draw, Shape], AttentionInputs]
