@@ -238,12 +238,6 @@ class TestUnderPytest:
         assert better.ret == 0
         better.stdout.fnmatch_lines([f"better  {CELL}: *repeatable is met now*"])
 
-    def test_a_baseline_that_holds_is_not_talked_over_by_an_entry(
-        self, restless: Pytest, excuse: Callable[..., str]
-    ) -> None:
-        assert restless("--baseline", "base.json", "--update-baseline", body="").ret == 0
-        assert restless("--baseline", "base.json", "--expected", excuse()).ret == 1
-
 
 def refused(result: pytest.RunResult, message: str) -> None:
     """With exit code 2, in one line, before anything was written."""

@@ -148,16 +148,12 @@ def test_improvements_are_listed(old: Any, messages: list[str]) -> None:
     assert all(text.startswith(start) for (_, text), start in zip(comparison, messages, strict=True))
 
 
-def test_a_training_run_is_held_to_its_claims_and_its_numbers() -> None:
-    good = trained()
-    assert judge(good, trained(value=5e-3, digest="0")) == []
-    assert judge(good, trained(value=None)) == [
+def test_what_is_shown_may_not_turn_into_nothing() -> None:
+    assert judge(trained(), trained(value=5e-3, digest="0")) == []
+    assert judge(trained(), trained(value=None)) == [
         (True, "shows nonfinite, delta_error_mean in the baseline"),
         (True, "NaN or missing: delta_error_mean; a number in the baseline"),
     ]
-    missed = replace(good.answers[CLAIM], met=False, why="it errs")
-    assert judge(good, trained(answers={CLAIM: missed})) == [(True, "claim no longer met: it errs")]
-    assert judge(good, trained(answers={}))[0][1].startswith("claim no longer asked")
 
 
 def test_a_skip_is_no_pass() -> None:
@@ -293,14 +289,6 @@ def test_an_unknown_limit_lists_the_known_ones(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as refused:
             limits(f"bias:1,{name}:1", tmp_path).check(measures)
         assert str(refused.value) == f"--fail: unknown limit '{name}': known are bias, max_ulps, each also NAME_share"
-
-
-def test_every_measure_that_can_be_worse_takes_a_limit(tmp_path: Path) -> None:
-    new = record(measures={"rms_ulps": 0.5})
-    assert judge(record(), new) == []
-    (comparison,) = judge(record(), new, fail=limits("rms_ulps:0.1", tmp_path))
-    assert comparison == (True, "rms_ulps 0.5 ulp, 0.35 in the baseline")
-    assert judge(record(), new, fail=limits("rms_ulps:0.2", tmp_path)) == []
 
 
 @pytest.mark.parametrize(("worse", "number", "falls"), [

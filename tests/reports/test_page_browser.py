@@ -154,7 +154,7 @@ def file(telling: Run, audits: Audits, tmp_path: Path) -> Path:
     """A page of two platforms and an audit, with names and a reason that would like to be code."""
     bins = HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
     evidence = [{"trace": TraceRecord((0.0, error), at), "histogram": bins} for error, at in ((0.5, (1,)), (0.1, ()))]
-    fell = {"outcome": "fell", "answers": {"x": Answer(False, EVIL, EVIL)}}
+    fell: dict[str, Any] = {"outcome": "fell", "answers": {"x": Answer(False, EVIL, EVIL)}}
     more = (
         record(f"smooth {EVIL}", "tied_maxima[k=2]", evidence=evidence[1]),
         record(EVIL, "tied_maxima[k=2]", evidence=evidence[0], **fell),

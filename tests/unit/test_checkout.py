@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import tiebreak.kernels
 
 HERE = Path(tiebreak.kernels.__file__).resolve().parents[1]
 TEST = "def test_it() -> None: ...\n"
-FEW = ("--backend", "emulation", "--kernels", "standard", "--cases", "random", "--heads", "16")
 
 
 @pytest.fixture
@@ -40,12 +37,3 @@ def test_a_clone_that_is_not_what_is_imported_is_refused(
         f"Exit: tests of {clone}, but `import tiebreak` finds {HERE}: use this checkout's environment (make venv), or"
         f" install it: pip install -e {clone}"
     )
-
-
-def test_the_matrix_by_name_is_the_one_that_is_imported(tmp_path: Path) -> None:
-    """Called from a folder that is no clone, with the plug-in by name, and on a worker."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tiebreak.matrix.plugin"]
-    words = [*command, "--pyargs", "tiebreak.matrix", *FEW, "-n", "1"]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "1 cell: 1 held" in ran.stdout
