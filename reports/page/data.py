@@ -10,8 +10,7 @@ from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import NONFINITE, Estimate, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables.compare import Row, compare
-from tiebreak.reports.tables.rules import rules_text
-from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text
+from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text, rules_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against

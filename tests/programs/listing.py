@@ -1,8 +1,10 @@
-"""`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
+"""`tiebreak list`: what there is, a line each; `tiebreak rules`: acceptance rules, and what they said, from records."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
 from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
@@ -17,6 +19,9 @@ from tiebreak.matrix.questions.session import Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
+from tiebreak.reports.records import selection, store
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.texts import answers_of, rules_tables
 
 _Listed = Case | Snippet | Question
 _INDENT = "  "
@@ -67,11 +72,11 @@ def plans(arguments: Sequence[str]) -> int:
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
     plans = {name: _of_plan(plan) for name, plan in PLANS.items()}
-    rules = {name: _of_rule(rule) for name, rule in SHIFT_RULES.items()}
+    shifts = {name: _of_rule(rule) for name, rule in SHIFT_RULES.items()}
     _print(
         {
             "plans: what is in a narrow format; all else is in fp32": plans,
-            "rules: the shift of a row whose maximum is r_m": rules,
+            "rules: the shift of a row whose maximum is r_m": shifts,
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
@@ -86,6 +91,35 @@ def vendors(arguments: Sequence[str]) -> int:
         rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})"), ("note", plan.note)]
         told.append("\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
     print("\n\n".join(told))
+    return HELD
+
+
+def rules(arguments: Sequence[str]) -> int:
+    """The verb `rules`; see `tiebreak.reports.cli.main`."""
+    about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
+    parser = Parser(prog="tiebreak rules", description=about)
+    parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")
+    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="of the table")
+    selection.add_options(parser)
+    options = parser.parse_args(arguments)
+    files = [Path(each) for each in options.what if each.endswith((".json", ".json.gz")) or Path(each).is_file()]
+    if not files:
+        if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
+            raise UsageError(f"--{given}: it narrows what a file of records says; name one")
+        try:
+            names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        print("\n\n".join("\n".join(_rule_lines(name, RULES[name])) for name in names))
+        return HELD
+    if len(options.what) > 1:
+        raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
+    run = store.read(files[0])
+    if not any(map(answers_of, run.records)):
+        cure = "run the matrix, or `tiebreak check`, with --rules"
+        raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
+    (chosen,) = selection.narrowed([run], options)
+    grids.show(rules_tables(chosen), options.format)
     return HELD
 
 
@@ -164,3 +198,11 @@ def _of_rule(rule: ShiftRule) -> str:
     terms += [f", followed once it is {rule.lag:g} behind"] if rule.lag else []
     where = f", where a score within {rule.epsilon:g} repeats it" if rule.detects else ""
     return f"m = {' '.join(terms).replace(' ,', ',')}{where} ({rule.source})"
+
+
+def _rule_lines(name: str, rule: Rule) -> Iterator[str]:
+    yield f"{name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
+    yield f"  {rule.formula}"
+    yield f"  {rule.source}"
+    if rule.note:
+        yield f"  {rule.note}"
