@@ -241,10 +241,6 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
         changing(VENDORS, lambda cell: replace(cell, format="bf17", id=cell.id.replace("bf16", "bf17"))),
         f"{VENDORS.replace('bf16', 'bf17')}: format: bf17: no kernel is run in it",
     ),
-    "backend": (
-        changing(VENDORS, lambda cell: replace(cell, backend="zzz")),
-        f"{VENDORS}: backend: unknown backend 'zzz'",
-    ),
     "nothing ran": (
         lambda run: replace(run, records=tuple(map(left_out, run.records))),
         "0 of 10 cells ran; profile small asks for 90% of them",
@@ -273,10 +269,6 @@ FORGED: Mapping[str, tuple[Callable[[Run], Run], str]] = {
     "another description": (
         lambda run: replace(run, checks={**run.checks, "claim": replace(run.checks["claim"], judges=False)}),
         "checks.claim: not as the suite describes it",
-    ),
-    "dirty": (
-        lambda run: replace(run, platform={**run.platform, "commit": f"{COMMIT}-dirty"}),
-        f"platform.commit: {COMMIT}-dirty: files differ from the commit",
     ),
     "no checkout": (
         lambda run: replace(run, platform={**run.platform, "commit": None}),
