@@ -30,7 +30,6 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
     That is null where it lacks the cell, and a number where it says what the platform of that number says.
     """
     cases = cases_of(runs)
-    places = {name: place for place, name in enumerate(cases)}
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
     headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
     words = ("about", "source", "group", "unclaimed", "headline")
@@ -46,11 +45,11 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
             {"name": name, "unit": about.unit, "about": about.about, "column": name in columns}
             for name, about in measures.items()
         ],
-        "cells": [_cell(row, places, headlines) for row in compare(runs, labels).rows],
+        "cells": [_cell(row, list(cases), headlines) for row in compare(runs, labels).rows],
     }
 
 
-def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | None]) -> dict[str, Any]:
+def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -> dict[str, Any]:
     first = row.record
     said: list[Any] = []
     for record in row.records:
@@ -58,7 +57,7 @@ def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | Non
         said.append(told if told is None or told not in said else said.index(told))
     return {
         **{field: getattr(first, field) for field in ("backend", "format", "kernel", "experiment")},
-        "place": places[first.case],
+        "place": cases.index(first.case),
         "agreement": row.agreement.mark,
         "bits": row.letters,
         "records": said,

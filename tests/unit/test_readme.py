@@ -192,7 +192,7 @@ def test_added_kernel_is_predicted_on_a_device() -> None:
 def test_added_backend_says_why_it_cannot_run_and_has_the_defaults() -> None:
     backend = names_of("Add a backend")["MPS"]
     assert backend.unavailable() in (None, "no Apple GPU")
-    assert (backend.worker_limit(), backend.worker_environment(1)) == (4, {})
+    assert (backend.arithmetic.has_fp64, backend.worker_limit(), backend.worker_environment(1)) == (False, 4, {})
     assert backend.describe().keys() == {"macos"}
     assert not backend.poisoned()
 
