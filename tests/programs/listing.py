@@ -71,8 +71,8 @@ def plans(arguments: Sequence[str]) -> int:
     """The verb `plans`; see `tiebreak.reports.cli.main`."""
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
-    plans = {name: _of_plan(plan) for name, plan in PLANS.items()}
-    shifts = {name: _of_rule(rule) for name, rule in SHIFT_RULES.items()}
+    plans = {name: _plan_text(plan) for name, plan in PLANS.items()}
+    shifts = {name: _shift_text(rule) for name, rule in SHIFT_RULES.items()}
     _print(
         {
             "plans: what is in a narrow format; all else is in fp32": plans,
@@ -149,7 +149,7 @@ def described(case: _Listed) -> Iterator[str]:
     rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
     if isinstance(case, Case):
         rows.append(("measured", f"{'dQ, dK and dV too' if case.gradients else 'O alone'}{_INPUT * case.failure}"))
-        rows += [("claim", _claimed(claim)) for claim in case.claims]
+        rows += [("claim", _claim_text(claim)) for claim in case.claims]
     elif isinstance(case, Snippet):
         rows.append(("steps", str(case.steps)))
         claims = ((", ".join(sorted(claim.variants)), claim) for claim in case.claims)
@@ -164,7 +164,7 @@ def _described(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield from (f"{_INDENT}{label:11}{text}" for label, text in rows if text)
 
 
-def _claimed(claim: Claim) -> str:
+def _claim_text(claim: Claim) -> str:
     """What is claimed, of which kernels, and who says so, in one line."""
     rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
@@ -172,8 +172,8 @@ def _claimed(claim: Claim) -> str:
     return f"{claim.expectation.name}: rule {rules}, plan {plans}{tiles}, in {formats} ({claim.source})"
 
 
-def _of_plan(plan: RoundingPlan) -> str:
-    parts = [f"{name} {_of_cast(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
+def _plan_text(plan: RoundingPlan) -> str:
+    parts = [f"{name} {_cast_text(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
     parts += ["exp in base two"] if plan.exponential.base_two else []
     parts += ["a fast exp"] if plan.exponential.correction else []
     parts += ["exp contracted"] if plan.contracted else []
@@ -186,12 +186,12 @@ def _of_plan(plan: RoundingPlan) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _of_cast(cast: Cast) -> str:
+def _cast_text(cast: Cast) -> str:
     mode = "" if cast.rounding is Rounding.TO_EVEN else f" {cast.rounding.value}"
     return f"{cast.fmt.name}{mode}{' saturating' if cast.saturates else ''}"
 
 
-def _of_rule(rule: ShiftRule) -> str:
+def _shift_text(rule: ShiftRule) -> str:
     terms = [f"{rule.above:g} r_m above 0, {rule.below:g} r_m below" if rule.scales else "r_m"]
     terms += [f"{rule.offset:+g}"] if rule.offset else []
     terms += ["+ u ln 2"] if rule.dithered else []

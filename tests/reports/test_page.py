@@ -234,7 +234,7 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None
     assert [line.label for line in drift.series] == [
         "theirs (cpu, platform 2)", "flash@train (cpu, platform 1)", "mild (cpu, platform 1)", "least (cpu, platform 2)"
     ]  # fmt: skip
-    assert drift.note.endswith("Platform 1: here; Platform 2: there.")
+    assert drift.note.endswith("From here; there.")
     assert [total for _, total in drift.series[1].points] == pytest.approx([2e-3, 2e-3, 3e-3])
     assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
     assert norm.series[0].label == "theirs"

@@ -527,13 +527,13 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(
 ) -> None:
     path = keep()
 
-    def full(self: Path, content: bytes) -> int:
+    def full(self: Path, content: str, encoding: str) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", full)
     code, (line,) = stating(path)
     assert (code, "No space left on device" in line) == (2, True)
-    assert list(tmp_path.iterdir()) == [path]
+    assert list((tmp_path / "handed_in").iterdir()) == []
 
 
 def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_be_there(
