@@ -129,10 +129,10 @@ def _hash(text: str) -> str:
 
 def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the answers to the page's title, with their platforms where they differ."""
-    answers = {label: _answer(run) for run, label in zip(runs, labels, strict=True)}
-    if len(set(answers.values())) == 1:
-        return html(filter(None, [_answer(runs[0])]))
-    return html(f"{label}: {answer}" for label, answer in answers.items() if answer)
+    answers = list(map(_answer, runs))
+    several = len(set(answers)) > 1
+    named = [f"{label}: {told}" if several else told for label, told in zip(labels, answers, strict=True) if told]
+    return html(dict.fromkeys(named))
 
 
 def _answer(run: Run) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import NONFINITE, Estimate, HistogramRecord, Record, Run, number_of
+from tiebreak.reports.records.record import NONFINITE, SHRUNK, Estimate, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables.compare import Row, compare
 from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text, rules_text
 
@@ -66,7 +66,8 @@ def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -
 
 def _record(record: Record, headline: str | None) -> dict[str, Any]:
     # The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none.
-    toned = headline is not None and record.verdict not in (None, NONFINITE) and not record.shrank
+    shrank = record.shown is not None and record.shown.kind == SHRUNK
+    toned = headline is not None and record.verdict not in (None, NONFINITE) and not shrank
     strings = ("outcome", "verdict", "plan", "excused", "skipped", "command", "digest")
     return {
         **{field: getattr(record, field) or "" for field in strings},
