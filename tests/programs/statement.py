@@ -106,8 +106,8 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     summary = statements.summary(statement, list(runs.values()), asked)
     for path in older:
         path.unlink()
-    for name, text in {**copies, SUMMARY: summary, FILE: store.as_text(statement)}.items():
-        store.write_text(text if isinstance(text, str) else text.decode(), folder / name)
+    for name, content in {**copies, SUMMARY: summary.encode(), FILE: store.as_text(statement).encode()}.items():
+        store.write_text(content.decode(), folder / name)
     return list(runs.values())
 
 
