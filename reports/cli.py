@@ -6,7 +6,7 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -62,7 +62,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "statement": Verb("programs.statement",
                       "a folder of records to hand in, held to a profile; --verify: whether one holds"),
     "schema": Verb("reports.schemas", "the JSON Schema of a kind of file that the others write"),
-    "rules": Verb("programs.rules", "acceptance rules of other projects, and what they say of kept records"),
+    "rules": Verb("programs.listing", "acceptance rules of other projects, and what they say of kept records", "rules"),
     "levels": Verb("programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"),
     "shrink": Verb("programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"),
     "list": Group("what there is: cases, kernels, plans, vendors' plans", {
@@ -88,20 +88,17 @@ class _Output:
     stream: TextIO
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except BrokenPipeError:
-            self._leave()
-            return len(text)
+        self._unless_closed(lambda: self.stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except BrokenPipeError:
-            self._leave()
+        self._unless_closed(self.stream.flush)
 
-    def _leave(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+    def _unless_closed(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -16,8 +16,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.expected import Excuses, of_file
-from tiebreak.reports.gate.settings import Expected
+from tiebreak.reports.gate.expected import Excuses, Expected, of_file
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, Schema
 from tiebreak.reports.records.order import grouped

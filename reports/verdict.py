@@ -12,9 +12,8 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, decode, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Run
-from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
-from tiebreak.reports.tables.texts import changes_text, explanation_text, percent, plain_text, shown_text
+from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_text, percent, plain_text, shown_text
 from tiebreak.reports.terminal import runnable
 
 # What there is to say of a kernel, the worst first. A run falls with any of the first three.

@@ -1,4 +1,4 @@
-"""Excused failures: cells that are known to fall, each with a reason, in a TOML file or in pyproject.toml.
+"""What is expected of a run: cells that are known to fall, each with a reason, and how much worse a measure may get.
 
     [[expected]]
     cells = "cpu-sdpa_flash-*"        # ids of cells; a glob
@@ -10,25 +10,92 @@ An excuse holds for the checks that it names and for no other. One that excuses 
 one that has expired.
 """
 
+import sys
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Annotated, TypeVar
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate import settings
-from tiebreak.reports.gate.settings import Expected
-from tiebreak.reports.names import matching
-from tiebreak.reports.records.decode import Data
-from tiebreak.reports.records.record import SKIPPED, Record, Run
+from tiebreak.reports.names import matching, split
+from tiebreak.reports.records.decode import Data, FieldError, convert
+from tiebreak.reports.records.record import SKIPPED, MeasureRecord, Record, Run
 
 PLAN = "plan"  # in the place of a check: the gate accepts another declared plan than the baseline's
+Limit = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+_SHARE = "_share"  # behind a measure's name: how much worse it may get as a share of itself
+_T = TypeVar("_T")
+
+
+class Expected(Data, frozen=True):
+    """A check that some cells don't meet, and why that is excused."""
+
+    cells: str  # pattern of ids
+    check: str  # that they do not meet
+    reason: str  # why that is accepted
+    expires: date | None = None  # the last day on which it holds; None: it always does
+    where: str = ""  # file and number, for messages
+
+    def concerns(self, cell: str) -> bool:
+        """Whether a cell, by its id, is among its cells."""
+        return bool(matching(self.cells, [cell]))
+
+    def expired(self, today: date) -> bool:
+        """Whether its last day has passed."""
+        return self.expires is not None and self.expires < today
+
+    def excuses(self, record: Record) -> bool:
+        """Whether the check is one that a record does not meet."""
+        return self.concerns(record.id) and self.check in record.unmet
 
 
 class _File(Data, frozen=True):
     expected: tuple[Expected, ...] = ()
+
+
+class _Settings(Data, frozen=True):
+    """The table [tool.tiebreak] of a pyproject.toml."""
+
+    fail: Mapping[str, Limit] = {}  # how much worse measures may get, as --fail
+    expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
+
+
+class _Tool(msgspec.Struct, frozen=True):
+    tiebreak: _Settings = _Settings()
+
+
+class _Project(msgspec.Struct, frozen=True):
+    tool: _Tool = _Tool()
+
+
+def _toml(path: Path, kind: type[_T], where: str) -> _T:
+    """Read a TOML file; raise UsageError if there is none (begins with `where`), or with a field that is wrong."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except ValueError as error:  # no TOML, no UTF-8
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
+    try:
+        read: _T = convert(content, kind)
+    except FieldError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return read
+
+
+def _settings(folder: Path) -> tuple[Path, _Settings]:
+    """Return the pyproject.toml in a folder or in the nearest one above, and its table, which is empty without one."""
+    here = folder.resolve()
+    for path in (each / "pyproject.toml" for each in (here, *here.parents)):
+        if path.is_file():
+            return path, _toml(path, _Project, str(path)).tool.tiebreak
+    return here / "pyproject.toml", _Settings()
 
 
 def read(
@@ -45,7 +112,7 @@ def read(
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
     else:
-        project, table = settings.settings(folder)
+        project, table = _settings(folder)
         entries = _checked(table.expected, f"{project}: tool.tiebreak", checks)
     for entry in entries:
         if entry.expired(today or date.today()):
@@ -55,16 +122,16 @@ def read(
 
 def of_file(path: Path, where: str, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of a file, those that have expired too; UsageError for a field that is wrong, or no file."""
-    return _checked(settings.toml(path, _File, where).expected, str(path), checks)
+    return _checked(_toml(path, _File, where).expected, str(path), checks)
 
 
 def _checked(entries: Iterable[Expected], file: str, checks: Collection[str] | None) -> tuple[Expected, ...]:
     checked = []
     for number, entry in enumerate(entries):
         where = f"{file}: expected[{number}]"
-        for field in ("cells", "check", "reason"):
-            if not getattr(entry, field).strip():
-                raise UsageError(f"{where}.{field}: expected some text")
+        for name in ("cells", "check", "reason"):
+            if not getattr(entry, name).strip():
+                raise UsageError(f"{where}.{name}: expected some text")
         if checks is not None and entry.check not in (*checks, PLAN):
             raise UsageError(f"{where}.check: unknown check {entry.check!r}: known are {', '.join(checks)}")
         checked.append(replace(entry, reason=" ".join(entry.reason.split()), where=where))
@@ -117,3 +184,44 @@ class Excuses:
 def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
     """Return what a baseline does not meet either, and so excuses in a run that is compared with it."""
     return {(record.id, check): f"so it is in {path}" for record in run.records for check in record.unmet}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much worse measures may get, where the command line or a file says otherwise than the measures do."""
+
+    given: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit, or with _SHARE, of itself
+    places: Mapping[str, str] = field(default_factory=dict)  # where each was given, for a message
+
+    def held_to(self, name: str, measure: MeasureRecord) -> MeasureRecord:
+        """A measure's description with the limits in force."""
+        limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
+        return replace(measure, limit=limit, share=share)
+
+    def check(self, known: Mapping[str, MeasureRecord]) -> None:
+        """Raise UsageError, with those that a gate holds, if a measure that is named is none of them."""
+        held = [name for name, measure in known.items() if measure.worse is not None]
+        for name, where in self.places.items():
+            if name not in held and name.removesuffix(_SHARE) not in held:
+                raise UsageError(
+                    f"{where}: unknown limit {name!r}: known are {', '.join(held)}, each also NAME{_SHARE}"
+                )
+
+
+def limits(flag: str | None, folder: Path) -> Limits:
+    """Return the limits in force; a value that is no number of at least 0 is a UsageError.
+
+    Args:
+        flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
+        folder: where to look for a pyproject.toml, there or in the nearest folder above.
+    """
+    path, table = _settings(folder)
+    words = [word.partition(":") for word in split(flag or "")]
+    try:
+        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
+    except FieldError as error:
+        raise UsageError(f"--fail: {error}") from None
+    except ValueError:
+        raise UsageError(f"--fail: {flag!r}: expected NAME:NUMBER, ...") from None
+    places = dict.fromkeys(table.fail, f"{path}: [tool.tiebreak.fail]") | dict.fromkeys(asked, "--fail")
+    return Limits({**table.fail, **asked}, places)

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
-from tiebreak.reports.gate.expected import PLAN
-from tiebreak.reports.gate.settings import Expected, Limits
+from tiebreak.reports.gate.expected import PLAN, Expected, Limits
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Answer, Estimate, MeasureRecord, Narrowing, Record, Run, Value, number_of

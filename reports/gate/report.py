@@ -11,8 +11,8 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected, gate
+from tiebreak.reports.gate.expected import Limits, limits
 from tiebreak.reports.gate.gate import Outcome
-from tiebreak.reports.gate.settings import Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
@@ -120,32 +120,27 @@ def _list(lines: Sequence[str]) -> str:
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
     """Return workflow commands: an error a cell that fails the run, or that the gate found worse.
 
-    `places` has, by kernel, where its function stands.
+    It is put where a kernel's function stands, by `places`, or at the line of its file that a reason says has raised.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():
         errors.setdefault(change.record.id, (change.record, "worse than in the baseline", (change.text,)))
-    lines = [
-        _error(f"{record.case}: {what}", "; ".join(reasons), _place(places.get(record.kernel), reasons))
-        for record, what, reasons in errors.values()
-    ]
+    lines = []
+    for record, what, reasons in errors.values():
+        properties, text = {"title": f"{record.case}: {what}"}, "; ".join(reasons)
+        if record.kernel in places:
+            file, line = places[record.kernel]
+            raised = [at for name, at in _AT.findall(text) if name == Path(file).name]
+            properties |= {"file": file, "line": raised[0] if raised else str(line)}
+        lines.append(_error(properties, text))
     more = len(lines) - _ANNOTATED
-    return lines if more <= 0 else [*lines[: _ANNOTATED - 1], _error(f"{more + 1} more cells", "see the summary", None)]
+    told = {"title": f"{more + 1} more cells"}
+    return lines if more <= 0 else [*lines[: _ANNOTATED - 1], _error(told, "see the summary")]
 
 
-def _place(place: Place | None, reasons: Sequence[str]) -> Place | None:
-    """Return the line that raised, where a reason names one of the kernel's own file; else the function's."""
-    if place is None:
-        return None
-    file, line = place
-    named = (found for reason in reasons for found in _AT.findall(reason))
-    return file, next((int(at) for name, at in named if name == Path(file).name), line)
-
-
-def _error(title: str, text: str, place: Place | None) -> str:
-    where = {"title": title} | ({} if place is None else {"file": place[0], "line": str(place[1])})
-    properties = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in where.items())
-    return f"::error {properties}::{_escaped(text)}"
+def _error(properties: Mapping[str, str], text: str) -> str:
+    where = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
+    return f"::error {where}::{_escaped(text)}"
 
 
 def _escaped(text: str, separators: str = "") -> str:

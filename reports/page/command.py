@@ -19,7 +19,7 @@ from tiebreak.reports.page.figures import figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
 from tiebreak.reports.page.svg import Figure, draw
-from tiebreak.reports.records import files, selection, store
+from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.sweeps.tables import sweep_figures, sweep_tables
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.output.is_file() or options.output.suffix == ".html":
         raise UsageError(f"-o {options.output}: name a folder; the page is index.html in it")
-    by_file, audited, swept = files.read_all(options.files)
+    by_file, audited, swept = selection.read_all(options.files)
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
@@ -129,10 +129,10 @@ def _hash(text: str) -> str:
 
 def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the answers to the page's title, with their platforms where they differ."""
-    answers = {label: _answer(run) for run, label in zip(runs, labels, strict=True)}
-    if len(set(answers.values())) == 1:
-        return html(filter(None, [_answer(runs[0])]))
-    return html(f"{label}: {answer}" for label, answer in answers.items() if answer)
+    answers = list(map(_answer, runs))
+    several = len(set(answers)) > 1
+    named = [f"{label}: {told}" if several else told for label, told in zip(labels, answers, strict=True) if told]
+    return html(dict.fromkeys(named))
 
 
 def _answer(run: Run) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import NONFINITE, Estimate, HistogramRecord, Record, Run, number_of
+from tiebreak.reports.records.record import NONFINITE, SHRUNK, Estimate, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables.compare import Row, compare
-from tiebreak.reports.tables.rules import rules_text
-from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text
+from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text, rules_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
@@ -31,7 +30,6 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
     That is null where it lacks the cell, and a number where it says what the platform of that number says.
     """
     cases = cases_of(runs)
-    places = {name: place for place, name in enumerate(cases)}
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
     headlines = {name: about.headline for run in reversed(runs) for name, about in run.experiments.items()}
     words = ("about", "source", "group", "unclaimed", "headline")
@@ -47,11 +45,11 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
             {"name": name, "unit": about.unit, "about": about.about, "column": name in columns}
             for name, about in measures.items()
         ],
-        "cells": [_cell(row, places, headlines) for row in compare(runs, labels).rows],
+        "cells": [_cell(row, list(cases), headlines) for row in compare(runs, labels).rows],
     }
 
 
-def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | None]) -> dict[str, Any]:
+def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -> dict[str, Any]:
     first = row.record
     said: list[Any] = []
     for record in row.records:
@@ -59,7 +57,7 @@ def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | Non
         said.append(told if told is None or told not in said else said.index(told))
     return {
         **{field: getattr(first, field) for field in ("backend", "format", "kernel", "experiment")},
-        "place": places[first.case],
+        "place": cases.index(first.case),
         "agreement": row.agreement.mark,
         "bits": row.letters,
         "records": said,
@@ -68,7 +66,8 @@ def _cell(row: Row, places: Mapping[str, int], headlines: Mapping[str, str | Non
 
 def _record(record: Record, headline: str | None) -> dict[str, Any]:
     # The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none.
-    toned = headline is not None and record.verdict not in (None, NONFINITE) and not record.shrank
+    shrank = record.shown is not None and record.shown.kind == SHRUNK
+    toned = headline is not None and record.verdict not in (None, NONFINITE) and not shrank
     strings = ("outcome", "verdict", "plan", "excused", "skipped", "command", "digest")
     return {
         **{field: getattr(record, field) or "" for field in strings},

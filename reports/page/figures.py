@@ -67,14 +67,11 @@ def _trained(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Figure]:
         chosen = _worst_and_best(list(_runs_of(figure, runs, cases)), cases)
         if not chosen:
             continue
-        numbers = sorted({each.platform for each in chosen})
-        where = f"From {labels[numbers[0] - 1]}"
-        if len(numbers) > 1:
-            where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
+        where = "; ".join(labels[number - 1] for number in sorted({each.platform for each in chosen}))
         several = len({(each.backend, each.platform) for each in chosen}) > 1
         places = (f" ({each.backend}, platform {each.platform})" if several else "" for each in chosen)
         series = tuple(Series(each.kernel + place, each.line) for each, place in zip(chosen, places, strict=True))
-        yield Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
+        yield Figure(figure.title, f"{figure.note} From {where}.", "step", figure.y_label, series)
 
 
 def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> Iterator[_Trained]:

@@ -322,11 +322,6 @@ class Record(Data, frozen=True):
         """Return the checks that it does not meet, or of which the data do not tell."""
         return [name for name, answer in self.answers.items() if answer.met is not True]
 
-    @property
-    def shrank(self) -> bool:
-        """Tell whether the output has lost its size, so that a bias in ulps would mean nothing."""
-        return self.shown is not None and self.shown.kind == SHRUNK
-
     def number(self, name: str) -> float | None:
         """Return the number of a measure; None where there is none."""
         return number_of(self.measures.get(name))

@@ -171,14 +171,12 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     rows = []
     for cell in sorted(known.values(), key=place):
         records = tuple(own.get(cell.id) for own in by_id)
-        inputs = tuple(map(_inputs, records, runs))
+        inputs = tuple(
+            f"case v{each.case_version}, seed {each.seed}, {run.options.get('heads', '')} heads" if each else ""
+            for each, run in zip(records, runs, strict=True)
+        )
         rows.append(Row(records, inputs, _agreement(records, inputs), largest.get(cell.experiment)))
     return Comparison(tuple(labels), tuple(rows))
-
-
-def _inputs(record: Record | None, run: Run) -> str:
-    heads = run.options.get("heads", "")
-    return f"case v{record.case_version}, seed {record.seed}, {heads} heads" if record else ""
 
 
 def matched(runs: Sequence[Run]) -> list[Run]:

@@ -12,7 +12,7 @@ from tiebreak.reports.audit.record import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import figures
-from tiebreak.reports.records import files, selection, store
+from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.files) > 1 or options.figure is not None:
         _show_training(store.read_all(options.files), options)
         return HELD
-    match files.read(options.files[0]):
+    match selection.read(options.files[0]):
         case Run() as run:
             (chosen,) = selection.narrowed([run], options, options.only)
             cases = list(cases_of([run]))

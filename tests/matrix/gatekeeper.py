@@ -12,7 +12,7 @@ from tiebreak.matrix.options import recorded
 from tiebreak.matrix.record_collector import RecordCollector, measures
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, report
-from tiebreak.reports.gate.settings import limits
+from tiebreak.reports.gate.expected import limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 

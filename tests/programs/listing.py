@@ -1,8 +1,10 @@
-"""`tiebreak list cases`, `kernels`, `plans`, `vendors`: what there is, a line each; of a case that is named, all."""
+"""`tiebreak list`: what there is, a line each; `tiebreak rules`: acceptance rules, and what they said, from records."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
 from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
@@ -17,6 +19,9 @@ from tiebreak.matrix.questions.session import Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
+from tiebreak.reports.records import selection, store
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.texts import answers_of, rules_tables
 
 _Listed = Case | Snippet | Question
 _INDENT = "  "
@@ -66,12 +71,12 @@ def plans(arguments: Sequence[str]) -> int:
     """The verb `plans`; see `tiebreak.reports.cli.main`."""
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
-    plans = {name: _of_plan(plan) for name, plan in PLANS.items()}
-    rules = {name: _of_rule(rule) for name, rule in SHIFT_RULES.items()}
+    plans = {name: _plan_text(plan) for name, plan in PLANS.items()}
+    shifts = {name: _shift_text(rule) for name, rule in SHIFT_RULES.items()}
     _print(
         {
             "plans: what is in a narrow format; all else is in fp32": plans,
-            "rules: the shift of a row whose maximum is r_m": rules,
+            "rules: the shift of a row whose maximum is r_m": shifts,
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
@@ -86,6 +91,35 @@ def vendors(arguments: Sequence[str]) -> int:
         rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})"), ("note", plan.note)]
         told.append("\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
     print("\n\n".join(told))
+    return HELD
+
+
+def rules(arguments: Sequence[str]) -> int:
+    """The verb `rules`; see `tiebreak.reports.cli.main`."""
+    about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
+    parser = Parser(prog="tiebreak rules", description=about)
+    parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")
+    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="of the table")
+    selection.add_options(parser)
+    options = parser.parse_args(arguments)
+    files = [Path(each) for each in options.what if each.endswith((".json", ".json.gz")) or Path(each).is_file()]
+    if not files:
+        if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
+            raise UsageError(f"--{given}: it narrows what a file of records says; name one")
+        try:
+            names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        print("\n\n".join("\n".join(_rule_lines(name, RULES[name])) for name in names))
+        return HELD
+    if len(options.what) > 1:
+        raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
+    run = store.read(files[0])
+    if not any(map(answers_of, run.records)):
+        cure = "run the matrix, or `tiebreak check`, with --rules"
+        raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
+    (chosen,) = selection.narrowed([run], options)
+    grids.show(rules_tables(chosen), options.format)
     return HELD
 
 
@@ -115,7 +149,7 @@ def described(case: _Listed) -> Iterator[str]:
     rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
     if isinstance(case, Case):
         rows.append(("measured", f"{'dQ, dK and dV too' if case.gradients else 'O alone'}{_INPUT * case.failure}"))
-        rows += [("claim", _claimed(claim)) for claim in case.claims]
+        rows += [("claim", _claim_text(claim)) for claim in case.claims]
     elif isinstance(case, Snippet):
         rows.append(("steps", str(case.steps)))
         claims = ((", ".join(sorted(claim.variants)), claim) for claim in case.claims)
@@ -130,7 +164,7 @@ def _described(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield from (f"{_INDENT}{label:11}{text}" for label, text in rows if text)
 
 
-def _claimed(claim: Claim) -> str:
+def _claim_text(claim: Claim) -> str:
     """What is claimed, of which kernels, and who says so, in one line."""
     rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
@@ -138,8 +172,8 @@ def _claimed(claim: Claim) -> str:
     return f"{claim.expectation.name}: rule {rules}, plan {plans}{tiles}, in {formats} ({claim.source})"
 
 
-def _of_plan(plan: RoundingPlan) -> str:
-    parts = [f"{name} {_of_cast(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
+def _plan_text(plan: RoundingPlan) -> str:
+    parts = [f"{name} {_cast_text(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
     parts += ["exp in base two"] if plan.exponential.base_two else []
     parts += ["a fast exp"] if plan.exponential.correction else []
     parts += ["exp contracted"] if plan.contracted else []
@@ -152,15 +186,23 @@ def _of_plan(plan: RoundingPlan) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _of_cast(cast: Cast) -> str:
+def _cast_text(cast: Cast) -> str:
     mode = "" if cast.rounding is Rounding.TO_EVEN else f" {cast.rounding.value}"
     return f"{cast.fmt.name}{mode}{' saturating' if cast.saturates else ''}"
 
 
-def _of_rule(rule: ShiftRule) -> str:
+def _shift_text(rule: ShiftRule) -> str:
     terms = [f"{rule.above:g} r_m above 0, {rule.below:g} r_m below" if rule.scales else "r_m"]
     terms += [f"{rule.offset:+g}"] if rule.offset else []
     terms += ["+ u ln 2"] if rule.dithered else []
     terms += [f", followed once it is {rule.lag:g} behind"] if rule.lag else []
     where = f", where a score within {rule.epsilon:g} repeats it" if rule.detects else ""
     return f"m = {' '.join(terms).replace(' ,', ',')}{where} ({rule.source})"
+
+
+def _rule_lines(name: str, rule: Rule) -> Iterator[str]:
+    yield f"{name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
+    yield f"  {rule.formula}"
+    yield f"  {rule.source}"
+    if rule.note:
+        yield f"  {rule.note}"

@@ -64,7 +64,7 @@ def profile(name: str) -> Profile:
         settings.seed,
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
-        {backend.name: _of_the_suite(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
+        {backend.name: _suite_cases(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
         {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,
@@ -72,7 +72,7 @@ def profile(name: str) -> Profile:
     )
 
 
-def _of_the_suite(
+def _suite_cases(
     backend: Backend, experiments: Sequence[Experiment], kernels: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
     """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""

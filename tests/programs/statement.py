@@ -1,13 +1,11 @@
 """`tiebreak statement FILE... -o DIR`: what a lab hands in; `tiebreak statement --verify DIR`: whether it holds."""
 
 import argparse
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,7 +18,7 @@ from tiebreak.programs.verification import Judged, judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.settings import Expected
+from tiebreak.reports.gate.expected import Expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
@@ -91,12 +89,10 @@ def _day(text: str) -> date:
 
 
 def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
-    """Write a statement, whole or not at all, and return its runs; UsageError where they are no statement."""
-    there = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else set[str]()
-    if there and not (FILE in there and all(map(_OURS.fullmatch, there))):
+    """Write a statement, its own file last, and return its runs; UsageError where they are no statement."""
+    older = list(folder.iterdir()) if folder.is_dir() else []
+    if (folder.exists() and not folder.is_dir()) or not all(_OURS.fullmatch(path.name) for path in older):
         raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"-o {folder}: not a folder; name one that is new or empty")
     contents = [store.content_of(path) for path in files]
     read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
@@ -108,7 +104,10 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.statement_of(copies, asked, waivers)
     summary = statements.summary(statement, list(runs.values()), asked)
-    _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), SUMMARY: summary.encode()})
+    for path in older:
+        path.unlink()
+    for name, content in {**copies, SUMMARY: summary.encode(), FILE: store.as_text(statement).encode()}.items():
+        store.write_text(content.decode(), folder / name)
     return list(runs.values())
 
 
@@ -136,23 +135,6 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
         words += [word for value in given for word in (f"--{name}", value)]
     words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--save", "run"]
     return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
-
-
-def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write through a folder beside it: a reader never sees half of a statement."""
-    folder = folder.absolute()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
-            whole = Path(beside, "whole")
-            whole.mkdir()
-            for name, content in contents.items():
-                (whole / name).write_bytes(content)
-            if folder.exists():
-                os.replace(folder, Path(beside, "older"))
-            os.replace(whole, folder)
-    except OSError as error:
-        raise store.UnwritableFolderError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def _problems(

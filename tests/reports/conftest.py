@@ -1,7 +1,6 @@
 """Files of made-up runs and audits, and a run with a bit of everything."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +81,3 @@ def tiebreak(
         return Told(cli.main([str(word) for word in named]), *capsys.readouterr())
 
     return call
-
-
-def rewrite(path: Path, steps: Sequence[str | int], value: Any) -> None:
-    """Change one value in a JSON file; ... removes it."""
-    plain = json.loads(path.read_text(encoding="utf-8"))
-    at = plain
-    for step in steps[:-1]:
-        at = at[step]
-    if value is ...:
-        del at[steps[-1]]
-    else:
-        at[steps[-1]] = value
-    path.write_text(json.dumps(plain), encoding="utf-8")
-
-
-@pytest.fixture
-def change() -> Callable[[Path, Sequence[str | int], Any], None]:
-    return rewrite

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from tiebreak.defects.made_up import fallen, record, run, skip
 from tiebreak.reports.page.findings import findings
-from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
 from tiebreak.reports.verdict import verdicts
 
@@ -113,14 +112,3 @@ def test_a_digest_stays_short() -> None:
     lines = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
     assert len(lines) <= 12
     assert max(map(len, lines)) < 300
-
-
-def test_cases_of_several_files_stand_in_their_groups() -> None:
-    old = run(record("a", "random"), record("a", "late"), record("a", TIES[1]),
-              cases=dict.fromkeys(("random", "late", TIES[1]), CaseRecord("")))  # fmt: skip
-    new = run(*(record("a", case) for case in CASES), cases=CASES)
-    known = cases_of([old, new])
-    assert list(known) == [*CASES, "late"]
-    assert known["random"].group == "controls"
-    newer = run(record("a", "tie[k=9]"), cases={"tie[k=9]": CASES[TIES[0]]})
-    assert list(cases_of([new, newer])) == [*TIES, "tie[k=9]", "random"]

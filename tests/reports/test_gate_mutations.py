@@ -16,20 +16,11 @@ from tiebreak.defects.made_up import fallen, record, run, skip, trained
 from tiebreak.defects.mutations import leaves, name_of, plain_of, unnoticed
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
+from tiebreak.reports.gate.expected import Limits
 from tiebreak.reports.gate.gate import gate
-from tiebreak.reports.gate.settings import Limits
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import (
-    PREDICTION,
-    Answer,
-    ChangeRecord,
-    Estimate,
-    Explanation,
-    FitRecord,
-    Narrowing,
-    PlanRecord,
-    Run,
-)
+from tiebreak.reports.records.record import Estimate, Run
 
 EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "1"))
 
@@ -80,20 +71,20 @@ def parsed(plain: Mapping[str, Any]) -> Run:
 def judged(tmp_path: Path) -> Run:
     """A run with a bit of everything that records have."""
     biased = record(case="tied", measures={"bias": Estimate(0.23, 0.01), "rounded_bias": Estimate(0.2, 0.01)},
-                    tied=True, in_training="biased", answers={"extra": Answer(True, "more")})  # fmt: skip
-    change = ChangeRecord(0.1, Estimate(0.0, 0.01), Estimate(0.0, 0.01), Estimate(0.0, 0.01), "unbiased")
-    fits = {"fits": {"flash@fused": FitRecord(0.0, 0.01, 0.99)}, "changes": {"batch": change}}
-    undeclared = record("mine", plan=None, answers={PREDICTION: None}, evidence=fits)
+                    tied=True, in_training="biased", answers={"extra": records.Answer(True, "more")})  # fmt: skip
+    change = records.ChangeRecord(0.1, Estimate(0.0, 0.01), Estimate(0.0, 0.01), Estimate(0.0, 0.01), "unbiased")
+    fits = {"fits": {"flash@fused": records.FitRecord(0.0, 0.01, 0.99)}, "changes": {"batch": change}}
+    undeclared = record("mine", plan=None, answers={records.PREDICTION: None}, evidence=fits)
     nan = fallen("mine", "huge", measures={"bias": Estimate(None, None), "nonfinite": 7})
     untold = record("mine", "odd", measures={"bias": Estimate(0.04, 0.03)}, heads=2048)
     made = (record(), biased, undeclared, nan, untold, skip("mine", "causal"), skip("mine", "late", "crashed"),
                trained())  # fmt: skip
-    records = tuple(sorted(made, key=lambda each: each.id))
-    explained = {"cpu-mine": Explanation("follows", ("flash@fused",), 3, 0.99)}
-    narrowing = (Narrowing(("--dtype bf16",), "format", ("bf16",)),
-                 Narrowing(("--cases *",), "case", tuple({each.case for each in records})))  # fmt: skip
-    return run(*records, explanations=explained, narrowing=narrowing, unavailable={"cuda": "no GPU"},
-               plans={"flash@paper": PlanRecord("safe")})  # fmt: skip
+    ordered = tuple(sorted(made, key=lambda each: each.id))
+    explained = {"cpu-mine": records.Explanation("follows", ("flash@fused",), 3, 0.99)}
+    narrowing = (records.Narrowing(("--dtype bf16",), "format", ("bf16",)),
+                 records.Narrowing(("--cases *",), "case", tuple({each.case for each in ordered})))  # fmt: skip
+    return run(*ordered, explanations=explained, narrowing=narrowing, unavailable={"cuda": "no GPU"},
+               plans={"flash@paper": records.PlanRecord("safe")})  # fmt: skip
 
 
 def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, str]]) -> bool:

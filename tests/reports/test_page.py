@@ -16,24 +16,8 @@ from tiebreak.defects.made_up import Call, fallen, record, run, trained
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
-from tiebreak.reports.records.record import (
-    IDENTITY,
-    SHRUNK,
-    Answer,
-    CaseRecord,
-    CheckRecord,
-    Estimate,
-    ExperimentRecord,
-    Explanation,
-    HistogramRecord,
-    MeasureRecord,
-    Record,
-    Run,
-    SeriesFigure,
-    SeriesRecord,
-    Shown,
-    TraceRecord,
-)
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Record, Run
 
 Keep = Callable[[Run, str], Path]
 EVIL = "</script><script>document.title='hacked'</script>&\"'<img src=x onerror=alert(1)>"
@@ -59,15 +43,15 @@ def data_of(html: str) -> dict[str, Any]:
 
 
 def evil_run() -> Run:
-    trace = TraceRecord((0.0, 1.0), (1,))
+    trace = records.TraceRecord((0.0, 1.0), (1,))
     cells = [record(EVIL, f"tied_maxima[k={k}]", evidence={"trace": trace} if k == 2 else {}) for k in (2, 3)]
     cells.append(trained(EVIL))
-    fell = record("b", EVIL, outcome="fell", answers={EVIL: Answer(False, EVIL, EVIL)}, excused=EVIL)
-    fell = replace(fell, shown=Shown(EVIL, 1.0, EVIL))
+    fell = record("b", EVIL, outcome="fell", answers={EVIL: records.Answer(False, EVIL, EVIL)}, excused=EVIL)
+    fell = replace(fell, shown=records.Shown(EVIL, 1.0, EVIL))
     odd = record("c", "d", experiment=EVIL, measures={EVIL: 1.0})
     described = {
-        "measures": {EVIL: MeasureRecord(EVIL, EVIL, column=True)},
-        "experiments": {EVIL: ExperimentRecord(EVIL, EVIL, EVIL)},
+        "measures": {EVIL: records.MeasureRecord(EVIL, EVIL, column=True)},
+        "experiments": {EVIL: records.ExperimentRecord(EVIL, EVIL, EVIL)},
     }
     return run(*cells, fell, odd, platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}, **described)
 
@@ -90,8 +74,8 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
 
 
 def test_it_answers_its_title_then_says_what_fell_then_the_findings() -> None:
-    wrong = {"checks": {"bound": CheckRecord("within its bound", wrong=True)}}
-    bad = record("mine", outcome="fell", answers={"bound": Answer(False, "within", "<5 times>")})
+    wrong = {"checks": {"bound": records.CheckRecord("within its bound", wrong=True)}}
+    bad = record("mine", outcome="fell", answers={"bound": records.Answer(False, "within", "<5 times>")})
     html = page([run(bad, options={"kernel": "x.py:mine"}, **wrong)], ["here"], [])
     body = html[html.index("<h1>") :]
     first, fell, findings_ = body.index("WRONG on 1 of 1"), body.index("What fell"), body.index('id="findings"')
@@ -135,8 +119,8 @@ def test_the_data_have_every_cell_once_and_what_platforms_say_alike_once(telling
 
 
 def test_what_cancels_or_shrank_has_no_colour() -> None:
-    far = {"bias": Estimate(-113.0, 0.01)}
-    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=Shown(SHRUNK, 0.28))
+    far = {"bias": records.Estimate(-113.0, 0.01)}
+    shrunk = record(case="shrunk", measures=far, verdict="biased", shown=records.Shown(records.SHRUNK, 0.28))
     cells = [shrunk, record(case="sum", measures=far, verdict=None), record(case="far", measures=far, verdict="biased")]
     data = data_of(page([run(*cells)], ["here"], []))
     tones = {data["cases"][cell["place"]]["name"]: cell["records"][0]["tone"] for cell in data["cells"]}
@@ -145,9 +129,9 @@ def test_what_cancels_or_shrank_has_no_colour() -> None:
 
 def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so() -> None:
     described = {
-        "measures": {"wobble": MeasureRecord("made up", "deg", column=True)},
-        "experiments": {"swing": ExperimentRecord("a swing", "what wobbles.", headline="rms_ulps")},
-        "cases": {name: CaseRecord(f"about {name}", group="swings") for name in ("z", "a")},
+        "measures": {"wobble": records.MeasureRecord("made up", "deg", column=True)},
+        "experiments": {"swing": records.ExperimentRecord("a swing", "what wobbles.", headline="rms_ulps")},
+        "cases": {name: records.CaseRecord(f"about {name}", group="swings") for name in ("z", "a")},
     }
     cells = [record(case=case, experiment="swing", measures={"wobble": 0.25}) for case in ("z", "a")]
     html = page([run(*cells, **described)], ["a"], [])
@@ -164,10 +148,10 @@ def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_sa
 
 def test_figures_show_the_most_biased_and_the_least() -> None:
     def tied(kernel: str, bias: float, at_one: tuple[int, ...], error: float) -> list[Record]:
-        bins = HistogramRecord(-1.0, 1.0, (3, 1), 0)
-        trace = TraceRecord((0.0, error), at_one)
+        bins = records.HistogramRecord(-1.0, 1.0, (3, 1), 0)
+        trace = records.TraceRecord((0.0, error), at_one)
         return [
-            record(kernel, f"tied_maxima[k={k}]", measures={"bias": Estimate(bias / k, 0.01)},
+            record(kernel, f"tied_maxima[k={k}]", measures={"bias": records.Estimate(bias / k, 0.01)},
                    evidence={"trace": trace, "histogram": bins} if k == 2 else {})
             for k in (2, 4)
         ]  # fmt: skip
@@ -186,11 +170,11 @@ def test_figures_show_the_most_biased_and_the_least() -> None:
 
 
 def test_the_page_begins_with_the_mechanism_where_errors_were_kept() -> None:
-    def traced(kernel: str, bias: float, at_one: tuple[int, ...], **bins: HistogramRecord) -> Record:
-        evidence = {"trace": TraceRecord((0.0, bias), at_one), **bins}
-        return record(kernel, measures={"bias": Estimate(bias, 0.01)}, evidence=evidence)
+    def traced(kernel: str, bias: float, at_one: tuple[int, ...], **bins: records.HistogramRecord) -> Record:
+        evidence = {"trace": records.TraceRecord((0.0, bias), at_one), **bins}
+        return record(kernel, measures={"bias": records.Estimate(bias, 0.01)}, evidence=evidence)
 
-    bins = HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
+    bins = records.HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0)
     breaks, cures = traced("<breaks>", 0.234, (1,), histogram=bins), traced("cures", 0.013, (), histogram=bins)
     beginning = page([run(record()), run(breaks, cures)], ["empty", "full"], []).partition("Findings")[0]
     assert "How a broken tie becomes a bias" in beginning
@@ -224,15 +208,15 @@ def test_the_command_writes_the_page_unless_its_input_cannot_be_read(telling: Ru
     assert [file.name for file in Path("deep/page").iterdir()] == ["index.html"]
 
 
-DRIFT = SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)  # of `run`'s own case
-NORM = SeriesFigure("wq_norm", "W_Q's norm", "It grows.", "norm")
+DRIFT = records.SeriesFigure("delta_error", "delta's error", "Summed up.", "sum", summed=True)  # of `run`'s own case
+NORM = records.SeriesFigure("wq_norm", "W_Q's norm", "It grows.", "norm")
 
 
 def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None:
     def one(kernel: str, value: float, **fields: Any) -> Record:
         """Each with a series of its own."""
         readings = {"delta_error": (value, None, value / 2), "wq_norm": (1.0, 2.0, 4.0)}
-        return trained(kernel, value=value, evidence={"series": SeriesRecord((0, 1, 2), readings)}, **fields)
+        return trained(kernel, value=value, evidence={"series": records.SeriesRecord((0, 1, 2), readings)}, **fields)
 
     first = run(
         one("flash@train", 2e-3), one("theirs", 2.8e-3), one("mild", 1e-4), one("twin", 1e-4), one("plain", -1e-3)
@@ -241,8 +225,8 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None
     # A later snippet of the same measure is another figure's matter: one is enough.
     late = trained("late", "train_late", value=1.0)
     described = {
-        "train_runaway": CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth", figure=NORM),
-        "train_late": CaseRecord("late", label="B", headline="delta_error_mean", figure=DRIFT),
+        "train_runaway": records.CaseRecord("W_Q grows", label="Q", headline="wq_norm_growth", figure=NORM),
+        "train_late": records.CaseRecord("late", label="B", headline="delta_error_mean", figure=DRIFT),
     }
     # A kernel is drawn once, where it errs most.
     second = run(one("theirs", -3e-3), one("least", 0.0), growth, late, cases=described)
@@ -250,7 +234,7 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None
     assert [line.label for line in drift.series] == [
         "theirs (cpu, platform 2)", "flash@train (cpu, platform 1)", "mild (cpu, platform 1)", "least (cpu, platform 2)"
     ]  # fmt: skip
-    assert drift.note.endswith("Platform 1: here; Platform 2: there.")
+    assert drift.note.endswith("From here; there.")
     assert [total for _, total in drift.series[1].points] == pytest.approx([2e-3, 2e-3, 3e-3])
     assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
     assert norm.series[0].label == "theirs"
@@ -258,6 +242,6 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None
 
 
 def test_what_a_search_for_a_plan_came_to_is_shown() -> None:
-    found = record(evidence={IDENTITY: Explanation("follows", ("flash@fused",), 3)})
+    found = record(evidence={records.IDENTITY: records.Explanation("follows", ("flash@fused",), 3)})
     ((name, text),) = data_of(page([run(found)], ["a"], []))["cells"][0]["records"][0]["evidence"]["more"]
-    assert (name, json.loads(text)["plans"]) == (IDENTITY, ["flash@fused"])
+    assert (name, json.loads(text)["plans"]) == (records.IDENTITY, ["flash@fused"])

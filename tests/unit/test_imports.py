@@ -1,11 +1,14 @@
 """What importing the suite must not do: load a device's package, or fail because one is broken."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import tiebreak.kernels
 
 MODULES = (
     "tiebreak.kernels.formats",
@@ -81,3 +84,24 @@ def test_importing_the_package_or_reports_alone_imports_no_torch_and_the_public_
     assert done.stdout.split() == ["False", "check", "kernel"], done.stderr
     wrong = _python("import tiebreak; tiebreak.kernal")
     assert "AttributeError: module 'tiebreak' has no attribute 'kernal'" in wrong.stderr
+
+
+@pytest.mark.parametrize(("inside", "workers"), [(True, "0"), (False, "1")])
+def test_a_clone_that_is_not_what_is_imported_is_refused(
+    tmp_path: Path, pytester: pytest.Pytester, inside: bool, workers: str
+) -> None:
+    """From its own folder and from another, before the plug-in of the other version looks at the options."""
+    clone, here = tmp_path / "clone", Path(tiebreak.kernels.__file__).resolve().parents[1]
+    (clone / "tests").mkdir(parents=True)
+    for name in ("pyproject.toml", "conftest.py"):
+        shutil.copy(here / name, clone)
+    (clone / "tests" / "test_it.py").write_text("def test_it() -> None: ...\n")
+    os.chdir(clone if inside else clone.parent)
+    words = (str(clone / "tests"), "-p", "no:cacheprovider", "-n", workers, "--cases", "no_such_case")
+    refused = pytester.runpytest_inprocess(*words, no_reraise_ctrlc=True)
+    assert refused.ret == 2
+    (line,) = (line for line in (*refused.outlines, *refused.errlines) if line)
+    assert line == (
+        f"Exit: tests of {clone}, but `import tiebreak` finds {here}: use this checkout's environment (make venv), or"
+        f" install it: pip install -e {clone}"
+    )

@@ -1,4 +1,4 @@
-"""The README and the pages behind it: short, their links lead somewhere, their snippets run as they stand there."""
+"""The README, the pages behind it and their site: links lead somewhere, snippets run as they stand there."""
 
 import json
 import re
@@ -25,11 +25,13 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports import cli
 from tiebreak.reports.page import mechanism
 from tiebreak.reports.records.record import CLAIM, HELD, PREDICTION
-from tiebreak.studies import tie
+from tiebreak.studies import site, tie
 
 ROOT = Path(__file__).parents[2]
 README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = (README, EXTENDING, *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+LINK = re.compile(r"""(?:\]\(|<img src=")([^)\s"#]+)""")
 FIGURES = ROOT / "docs" / "figures"
 YOURS = "Check a kernel"
 MOST_WORDS = 700
@@ -187,21 +189,12 @@ def test_added_kernel_is_predicted_on_a_device() -> None:
     assert record.number("equal_bits") == 1.0
 
 
-def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
+def test_added_backend_says_why_it_cannot_run_and_has_the_defaults() -> None:
     backend = names_of("Add a backend")["MPS"]
-    reason = backend.unavailable()
-    if reason is not None:
-        assert reason == "no Apple GPU"
-        backend = replace(backend, device="cpu")
-    assert not backend.arithmetic.has_fp64
-    assert backend.worker_limit() > 0
-    assert backend.worker_environment(1) == {}
+    assert backend.unavailable() in (None, "no Apple GPU")
+    assert (backend.arithmetic.has_fp64, backend.worker_limit(), backend.worker_environment(1)) == (False, 4, {})
     assert backend.describe().keys() == {"macos"}
     assert not backend.poisoned()
-    record = run_cell(
-        Cell(backend, backend.kernel("flash@paper"), Call(case_named("random")), BF16), Workbench(SETTINGS)
-    )
-    assert record.outcome == HELD, record.reasons
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch-npu takes the one device that torch leaves free")
@@ -224,3 +217,35 @@ def test_added_backend_does_all_kinds_of_experiments_on_a_device_without_fp64(tm
     # Which are sums, over tensors that lie in another order in memory.
     assert device["monitors"] == pytest.approx(cpu["monitors"], rel=1e-6, nan_ok=True)
     assert device["fingerprint"] == cpu["fingerprint"]
+
+
+@pytest.mark.skipif(find_spec("zensical") is None, reason="zensical is not installed: pip install -e '.[docs]'")
+def test_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
+    assert site.main([str(tmp_path)]) == 0
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(tmp_path / "mkdocs.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rendered = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    fetched = re.compile(r"""<(?:script|img)[^>]* src=["']?(?:https?:)?//|<link[^>]*rel="(?:stylesheet|icon)"[^>]*//""")
+    assert [path for path, text in rendered.items() if fetched.search(text)] == []
+    cases = "".join(text for path, text in rendered.items() if path.parent.name == "cases")
+    assert [case.name for case in SCRIPTED if f'aria-label="scores S of one row of {case.name}"' not in cases] == []
+    assert 'id="tiebreak.kernels.plans.RoundingPlan"' in rendered[tmp_path / "site" / "docs" / "site" / "api.html"]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_carry_titles_and_lead_to_files_that_the_site_has(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`(?!\])", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert page.name == "CHANGELOG.md" or re.findall(r"\[`?[\w/-]+\.md`?\]\([^)]*\)", text) == []
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    copied = {path.name for name in site._COPIED for path in ROOT.glob(name)}
+    tops = {(page.parent / link).resolve().relative_to(ROOT).parts[0] for link in links}
+    assert tops <= copied
+
+
+def test_every_page_has_its_place_in_the_menu() -> None:
+    settings = (ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8")
+    menu = re.findall(r"([\w/-]+\.md)$", settings, re.MULTILINE)
+    own = {page.relative_to(ROOT).as_posix() for page in DOCUMENTS} - {"SECURITY.md"}
+    assert sorted(menu) == sorted(own | {"docs/cases/index.md"})

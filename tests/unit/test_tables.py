@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects.made_up import record as made_up
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, ExperimentRecord, Explanation, Record, Run, Shown
 from tiebreak.reports.tables import grids
@@ -15,19 +16,18 @@ from tiebreak.reports.tables.texts import LEGEND, cell_text, shown_text
 from tiebreak.reports.terminal import runnable
 
 SHOWN = Shown("bias", 0.23)
+MET = {records.FELL: False, records.CRASHED: False, records.TIMED_OUT: False, records.INCONCLUSIVE: None}
 
 
 def record(
     kernel: str = "flash@paper", case: str = "random", *, outcome: str = records.HELD, shown: Shown | None = SHOWN
 ) -> Record:
-    name = f"cpu-{kernel}-{case}-bf16"
-    met = {records.FELL: False, records.CRASHED: False, records.TIMED_OUT: False, records.INCONCLUSIVE: None}.get(
-        outcome, True
-    )
-    answer = Answer(met, "unbiased", "" if met else f"why {case}")
-    base = Record(name, "cpu", kernel, case, 1, "bf16", 1, 256, "call", outcome, f"pytest --cases {case}", shown=shown)
     skipped = f"why {case}" if outcome == records.SKIPPED else None
-    return replace(base, answers={} if skipped else {records.CLAIM: answer}, skipped=skipped)
+    met = MET.get(outcome, True)
+    answers = {} if skipped else {records.CLAIM: Answer(met, "unbiased", "" if met else f"why {case}")}
+    command = f"pytest --cases {case}"
+    made = made_up(kernel, case, outcome=outcome, shown=shown, skipped=skipped, command=command)
+    return replace(made, answers=answers)
 
 
 def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
