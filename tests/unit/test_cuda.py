@@ -72,6 +72,12 @@ def made(name: str, queries: int | None = None) -> AttentionInputs:
     return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
 
 
+def packed_sequences() -> AttentionInputs:
+    inputs = made("random_causal").part(slice(1))
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return replace(inputs, causal=False, lengths=((0, 5, queries), (0, 12, keys)))
+
+
 def hold_to_bound(kernel: Kernel, inputs: AttentionInputs, o: Tensor) -> None:
     assert kernel.declaration is not None
     ref = reference(inputs)
@@ -402,14 +408,8 @@ class TestFlashAttn:
             **options: object,
         ) -> Tensor:
             calls.append(options | {"causal": causal})
-            q_, k_, v_ = (x.transpose(1, 2).float() for x in (q, k, v))
-            left, right = (None if side < 0 else side for side in window_size)
-            inputs = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, window=(left, right))
-            hidden = inputs.hidden()
-            s = inputs.scale * inputs.q @ inputs.expanded_k().mT
-            s = s if not softcap else softcap * torch.tanh(s / softcap)
-            s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
-            return (s.softmax(-1) @ inputs.expanded_v()).transpose(1, 2).to(q.dtype)
+            heads = (x.transpose(1, 2) for x in (q, k, v))
+            return attended(*heads, causal=causal, window=window_size, softcap=softcap).transpose(1, 2)
 
         module = ModuleType("flash_attn")
         module.__spec__ = ModuleSpec("flash_attn", None)
@@ -423,23 +423,18 @@ class TestFlashAttn:
         flash_attn.missing.cache_clear()
 
     @pytest.mark.usefixtures("installed")
-    @pytest.mark.parametrize(("name", "queries"), [("random_causal", 30), ("random_grouped", None)])
-    def test_its_layout_and_masks(self, name: str, queries: int | None) -> None:
-        kernel, inputs = flash_attn.flash_attn(), made(name, queries)
-        assert kernel.refusal(inputs) is None
-        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
-
-    @pytest.mark.usefixtures("installed")
-    def test_what_its_signature_names_it_takes(self) -> None:
-        kernel, inputs = flash_attn.flash_attn(), replace(made("random_causal"), window=(9, None), softcap=3.0)
-        assert kernel.refusal(inputs) is None
-        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
-        reason = kernel.refusal(replace(inputs, sink=torch.zeros(inputs.q.shape[1])))
-        assert reason == "flash_attn_func knows no learned sink here: install a newer release"
-
-    @pytest.mark.usefixtures("installed")
-    def test_packed_sequences_go_to_its_function_for_them(self) -> None:
-        kernel, inputs = flash_attn.flash_attn(), replace(packed_sequences(), causal=True)
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            made("random_causal", 30),
+            made("random_grouped"),
+            replace(made("random_causal"), window=(9, None), softcap=3.0),
+            replace(packed_sequences(), causal=True),
+        ],
+        ids=["causal", "grouped", "window and soft cap", "packed"],
+    )
+    def test_its_layout_masks_and_words(self, inputs: AttentionInputs) -> None:
+        kernel = flash_attn.flash_attn()
         assert kernel.refusal(inputs) is None
         hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
 
@@ -453,19 +448,18 @@ class TestFlashAttn:
         for gradient, true in zip((gradients.dq, gradients.dk, gradients.dv), exact, strict=True):
             assert (gradient.double() - true).norm() < 0.02 * true.norm()
 
-    def test_where_it_is_missing_it_skips_and_trains_nothing(self) -> None:
+    def test_where_it_or_its_function_is_missing_it_skips_and_trains_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kernel = flash_attn.flash_attn()
         assert "flash-attn is not installed" in str(kernel.refusal(made("random")))
         assert not kernel.has_backward
-
-    def test_a_package_without_the_function(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType("flash_attn")
         module.__spec__ = ModuleSpec("flash_attn", None)
         monkeypatch.setitem(sys.modules, "flash_attn", module)
-        reason = flash_attn.flash_attn().refusal(made("random"))
-        assert (
-            reason == "flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute 'flash_attn_func'"
-        )
+        flash_attn.missing.cache_clear()
+        reason = str(kernel.refusal(made("random")))
+        assert reason.startswith("flash-attn has no flash_attn_func here: module 'flash_attn' has no attribute")
 
     @pytest.mark.usefixtures("installed")
     def test_it_refuses_what_it_does_not_take(self) -> None:
@@ -475,12 +469,19 @@ class TestFlashAttn:
         wide = torch.ones(1, 1, 2, 264)
         reason = refusal(AttentionInputs(wide, wide, wide, wide, Formats.of(BF16)))
         assert reason == "flash-attn takes head dimensions up to 256, not 264"
+        reason = refusal(replace(made("random"), sink=torch.zeros(made("random").q.shape[1])))
+        assert reason == "flash_attn_func knows no learned sink here: install a newer release"
 
 
-def packed_sequences() -> AttentionInputs:
-    inputs = made("random_causal").part(slice(1))
-    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    return replace(inputs, causal=False, lengths=((0, 5, queries), (0, 12, keys)))
+def attended(q: Tensor, k: Tensor, v: Tensor, *, window: tuple[int, int], softcap: float = 0.0, **asked: Any) -> Tensor:
+    """Attention of (batch, heads, N, d), whose packages say -1 for a side of a window without a limit."""
+    sides = tuple(None if side < 0 else side for side in window)
+    inputs = AttentionInputs(q.float(), k.float(), v.float(), q.float(), Formats.of(BF16))
+    inputs = replace(inputs, window=sides, **asked)
+    s, hidden = inputs.scale * inputs.q @ inputs.expanded_k().mT, inputs.hidden()
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+    return (s.softmax(-1).nan_to_num(0.0) @ inputs.expanded_v()).to(q.dtype)
 
 
 def over_sequences(
@@ -497,21 +498,14 @@ def over_sequences(
     **options: object,
 ) -> Tensor:
     """Attention of packed sequences, (N, heads, d) each, one after the other."""
-    left, right = (None if side < 0 else side for side in window_size)
-    begins = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
     outputs = []
-    for (row, column), (end, last) in pairwise(begins):
+    for (row, column), (end, last) in pairwise(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)):
         assert end - row <= max_seqlen_q
         assert last - column <= max_seqlen_k
-        parts = (q[row:end], k[column:last], v[column:last])
-        q_, k_, v_ = (x.transpose(0, 1)[None].float() for x in parts)
-        sequence = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, softmax_scale=softmax_scale)
-        sequence = replace(sequence, window=(left, right))
-        hidden = sequence.hidden()
-        s = sequence.scale * q_ @ sequence.expanded_k().mT
-        s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
-        outputs.append((s.softmax(-1).nan_to_num(0.0) @ sequence.expanded_v())[0].transpose(0, 1))
-    return torch.cat(outputs).to(q.dtype)
+        parts = (x.transpose(0, 1)[None] for x in (q[row:end], k[column:last], v[column:last]))
+        o = attended(*parts, window=window_size, causal=causal, softmax_scale=softmax_scale)
+        outputs.append(o[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 class TestVarlen:
