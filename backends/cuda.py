@@ -5,7 +5,9 @@ Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 
 import os
 import re
+from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend, unusable
 from tiebreak.backends.platform import GIB, read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.kernels.flash_attn import flash_attn
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
@@ -62,7 +64,10 @@ def unavailable() -> str | None:
 @cache
 def cuda_kernels() -> tuple[Kernel, ...]:
     """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
-    return (*triton_kernels(interpreted=False), flex(), *gpu_sdpa_kernels(), varlen(), flash_attn())
+    packaged = external_kernel("flash_attn", "flash@fused_contracted,tile=128")
+    # Where the package is missing no training run has it.
+    flash_attn = replace(packaged, external=False, has_backward=find_spec("flash_attn") is not None)
+    return (*triton_kernels(interpreted=False), flex(), *gpu_sdpa_kernels(), varlen(), flash_attn)
 
 
 def _visible_variable() -> str:

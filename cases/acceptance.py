@@ -40,43 +40,17 @@ class Compared:
     name: str = OUTPUT
 
     @cached_property
-    def rounded(self) -> Tensor:
-        """The reference in the output's format, as torch casts it."""
-        return self.exact.float().to(TORCH_DTYPES[self.fmt])
-
-    @cached_property
     def ref(self) -> Tensor:
-        """The same, fp64."""
-        return self.rounded.double()
+        """The reference in the output's format, as torch casts it."""
+        return self.exact.float().to(TORCH_DTYPES[self.fmt]).double()
 
-    @cached_property
-    def lacks(self) -> str | None:
-        """What no rule can do without, and is not here."""
+    def complete(self) -> None:
+        """LackingError: it has not what no rule can do without."""
         if self.fmt not in TORCH_DTYPES:
-            return f"an output that torch has a format for, not {self.fmt.name}"
+            raise LackingError(f"an output that torch has a format for, not {self.fmt.name}")
         for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
             if not _finite(tensor):
-                return f"a {what} of {self.name} without NaN and Inf"
-        return None
-
-    @cached_property
-    def small(self) -> Tensor:
-        """Where a value is small, as Ascend's standard has it."""
-        return self.exact.abs() < _limit_of(_SMALL, self.fmt)
-
-    @cached_property
-    def ratios(self) -> list[float]:
-        """MARE, MERE and RMSE to those of the benchmark, of values that are not small; NaN where O has NaN or Inf."""
-        return _ratios(self, (-1,)).tolist() if _finite(self.out) else [torch.nan] * 3
-
-    @cached_property
-    def small_errors(self) -> tuple[int, int]:
-        """Of small values, how many the kernel and the benchmark have too large an error in."""
-        limit = _limit_of(_SMALL_ERROR, self.fmt)
-        ours, theirs = (
-            int((self.small & ((each - self.exact).abs() > limit)).sum()) for each in (self.out, self.fused)
-        )
-        return ours, theirs
+                raise LackingError(f"a {what} of {self.name} without NaN and Inf")
 
 
 @dataclass(frozen=True)
@@ -104,14 +78,13 @@ class Answer:
 
 
 Readings = Iterator[Reading]
-_Limit = TypeVar("_Limit")
+_Limit = TypeVar("_Limit", float, tuple[float, float])
 
 
 @dataclass(frozen=True)
 class Rule:
     """One acceptance rule."""
 
-    name: str
     formula: str  # in words: o the output, ref the reference in its format, exact the same unrounded
     source: str  # repository and path (commit or release, and date)
     of: Callable[[Compared], Readings]  # what it looks at; raises `LackingError`
@@ -121,8 +94,8 @@ class Rule:
     def ask(self, *tensors: Compared) -> Answer:
         """What it says of O, or of all gradients."""
         try:
-            if lacks := next(filter(None, (each.lacks for each in tensors)), None):
-                raise LackingError(lacks)
+            for each in tensors:
+                each.complete()
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
             return Answer(None, needs=str(lacking))
@@ -154,8 +127,8 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
 def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
     """The largest error is no more than so many times that of eager attention, with room below or beside."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
-    # In the output's own format, where adding 0.3 and taking it off again rounds.
-    limit += spare * _largest((x.rounded + 0.3 - 0.3 - x.rounded).double()) if spare else 0.0
+    rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
+    limit += spare * _largest((rounded + 0.3 - 0.3 - rounded).double())
     yield Reading(f"max error of {x.name}", _largest(x.out - x.ref), max(limit, floor))
 
 
@@ -179,8 +152,13 @@ def _absolute_or_relative(x: Compared, tolerance: float) -> Readings:
     yield Reading(f"max of the smaller error of {x.name}", _largest(least), tolerance)
 
 
-_SMALL = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-14}  # below it a value of Ascend's standard is small
-_SMALL_ERROR = {"fp16": 2.0**-16, "bf16": 2.0**-16, "fp32": 2.0**-30}  # that such a value may have
+def _by_format(fp16: float, bf16: float, fp32: float) -> Mapping[str, float]:
+    """Powers of two."""
+    return {"fp16": 2.0**fp16, "bf16": 2.0**bf16, "fp32": 2.0**fp32}
+
+
+_SMALL = _by_format(-11, -8, -14)  # below it a value of Ascend's standard is small
+_SMALL_ERROR = _by_format(-16, -16, -30)  # that such a value may have
 _METRICS = ("MARE", "MERE", "RMSE")
 
 
@@ -193,18 +171,22 @@ def _metrics(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
-    """Of the kernel's metrics to the benchmark's, of values that are not small, over the last dimension of a shape."""
-    normal = torch.where(x.small, torch.nan, x.exact).reshape(shape)
+    """The kernel's metrics over the benchmark's, of values that are not small, over the last dimension of a shape."""
+    small = x.exact.abs() < _limit_of(_SMALL, x.fmt)
+    normal = x.exact.masked_fill(small, torch.nan).reshape(shape)
     ours, theirs = (_metrics(each.reshape(shape), normal) for each in (x.out, x.fused))
     return ours / theirs
 
 
-def _double_benchmark(x: Compared, mare: float, mere: float, rmse: float) -> Readings:
-    if not (x.fused != x.exact)[~x.small].any():
+def _double_benchmark(x: Compared, **limits: float) -> Readings:
+    """Values that are not small by their metrics, small ones by how many have too large an error."""
+    small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
+    if not (x.fused != x.exact)[~small].any():
         raise LackingError(f"a benchmark of {x.name} whose error is not 0")
-    for what, ratio, limit in zip(_METRICS, x.ratios, (mare, mere, rmse), strict=True):
-        yield Reading(f"{what} of {x.name}", ratio, limit)
-    ours, theirs = x.small_errors
+    ratios = _ratios(x, (-1,)).tolist() if _finite(x.out) else [torch.nan] * 3
+    for what, ratio in zip(_METRICS, ratios, strict=True):
+        yield Reading(f"{what} of {x.name}", ratio, limits[what.lower()])
+    ours, theirs = (int((small & ((each - x.exact).abs() > most)).sum()) for each in (x.out, x.fused))
     yield Reading(f"small values of {x.name}", ours / max(theirs, 1), 2.0)
 
 
@@ -223,30 +205,21 @@ def _recheck(x: Compared) -> Readings:
         yield Reading(f"lower bound of the median ratio of {what}", bound, 1.0)
 
 
-_ECOSYSTEM = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-13}
-
-
 def _relative(x: Compared) -> Readings:
     largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
-    limit = _limit_of(_ECOSYSTEM, x.fmt)
+    limit = _limit_of(_by_format(-10, -7, -13), x.fmt)
     yield Reading("MERE", mean, limit, strict=True)
     yield Reading("MARE", largest, 10 * limit, strict=True)
 
 
-_RTOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-10}
-_ATOL = {"fp16": 2.0**-9, "bf16": 2.0**-6, "fp32": 2.0**-16}
-_HARD = {"fp16": 0.1, "bf16": 1.0, "fp32": 0.01}
-
-
 def _mixed(x: Compared) -> Readings:
     error = (x.out - x.exact).abs()
-    within = error <= _limit_of(_ATOL, x.fmt) + _limit_of(_RTOL, x.fmt) * x.exact.abs()
+    atol, rtol = _limit_of(_by_format(-9, -6, -16), x.fmt), _limit_of(_by_format(-9, -6, -10), x.fmt)
+    within = error <= atol + rtol * x.exact.abs()
     yield Reading("share beyond tolerance", 1 - within.double().mean().item(), 0.01)
-    limit = torch.clamp(32 * ulp(x.exact, x.fmt), min=_limit_of(_HARD, x.fmt))
+    hard = _limit_of({"fp16": 0.1, "bf16": 1.0, "fp32": 0.01}, x.fmt)
+    limit = torch.clamp(32 * ulp(x.exact, x.fmt), min=hard)
     yield Reading("max error over its limit", _largest(error / limit), 1.0)
-
-
-_BALANCE = {"fp16": 2.0**-20, "bf16": 2.0**-7, "fp32": 2.0**-14}
 
 
 def _balance(x: Compared) -> Readings:
@@ -254,7 +227,7 @@ def _balance(x: Compared) -> Readings:
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
     share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
-    yield Reading("balance", share, _limit_of(_BALANCE, x.fmt))
+    yield Reading("balance", share, _limit_of(_by_format(-20, -7, -14), x.fmt))
 
 
 def _cambricon(x: Compared) -> Readings:
@@ -290,29 +263,15 @@ _CUDNN = dict.fromkeys(("fp16", "bf16"), (2e-2, 2e-2))
 _BENCH = {"fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2), "fp32": (1e-4, 1e-4)}
 
 
-def _ascend(level: str, mare: float, mere: float, rmse: float) -> Rule:
-    return Rule(
-        f"ascend_{level.lower()}",
-        f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact| below"
-        " 2^-8 (bf16) twice as many errors above 2^-16",
-        f"{_OPBASE}/commercial_standard.md 4.5, {level} ({_AT_COMMERCIAL})",
-        partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
-        gradients=True,
-        note=_SEVERAL,
-    )
-
-
-_RULES = (
-    Rule(
-        "flash_attention_2",
+RULES: Mapping[str, Rule] = {
+    "flash_attention_2": Rule(
         "max |o - ref| <= 2 max |eager - ref|; gradients 3 times",
         f"{_FLASH} tests/test_flash_attn.py:1121 (2.8.4 {_AT_FLASH})",
         partial(_beside_eager, times=2, gradients=3),
         gradients=True,
         note="no absolute term; ref is cast to the output's format, so that errors are counted in whole ulps",
     ),
-    Rule(
-        "flash_attention_3",
+    "flash_attention_3": Rule(
         "max |o - ref| <= 2 max |eager - ref| + 2 max |ref + 0.3 - 0.3 - ref|, also of gradients",
         f"{_FLASH} hopper/test_flash_attn.py:285, tests/cute/test_flash_attn.py:513"
         f" (3.0.0 and 4.0.0.beta27, {_AT_FLASH})",
@@ -320,45 +279,47 @@ _RULES = (
         gradients=True,
         note="FlashAttention-4's too; 3 times with a soft cap, which no input here has",
     ),
-    Rule(
-        "aiter",
+    "aiter": Rule(
         "max |o - ref| <= max(2 max |eager - ref|, 0.01); gradients 10 times",
         f"ROCm/aiter op_tests/test_mha.py:343 ({_AT_AITER})",
         partial(_beside_eager, times=2, gradients=10, floor=0.01),
         gradients=True,
     ),
-    Rule(
-        "aiter_check_all_close",
+    "aiter_check_all_close": Rule(
         "|o - ref| <= 0.01 + 0.01 |o| but for 5 % of elements",
         f"ROCm/aiter aiter/test_common.py:479 checkAllclose ({_AT_AITER})",
         partial(_mostly_close, tolerance=0.01, most=0.05),
         note="it logs and returns the share; most callers assert nothing",
     ),
-    _ascend("L0", 10, 2, 2),
-    _ascend("L1", 5, 1.5, 1.5),
-    _ascend("L2", 2, 1.2, 1.2),
-    Rule(
-        "ascend_recheck",
+    **{
+        f"ascend_{level.lower()}": Rule(
+            f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact|"
+            " below 2^-8 (bf16) twice as many errors above 2^-16",
+            f"{_OPBASE}/commercial_standard.md 4.5, {level} ({_AT_COMMERCIAL})",
+            partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
+            gradients=True,
+            note=_SEVERAL,
+        )
+        for level, mare, mere, rmse in (("L0", 10, 2, 2), ("L1", 5, 1.5, 1.5), ("L2", 2, 1.2, 1.2))
+    },
+    "ascend_recheck": Rule(
         "the 95 % lower bound of the median ratio of MARE, MERE and RMSE, bootstrapped over 200 seeds and more, <= 1",
         f"{_OPBASE}/commercial_standard.md 4.5.2 ({_AT_COMMERCIAL})",
         _recheck,
         note=f"asked after a fail of L0 to L2 alone, where fewer seeds fail; a head is a seed; {_SEVERAL}",
     ),
-    Rule(
-        "ascend_community_april",
+    "ascend_community_april": Rule(
         "mean |o - exact| / (|exact| + 1e-7) < 2^-7 (bf16) and the largest < 10 times that",
         f"{_OPBASE}/experimental_standard.md (6049643, 2026-04-09, to 2026-07-15)",
         _relative,
     ),
-    Rule(
-        "ascend_community",
+    "ascend_community": Rule(
         "|o - exact| <= 2^-6 + 2^-6 |exact| (bf16; fp16 2^-9) for 99 %, and the largest <= 1 or 32 ulps",
         f"{_OPBASE}/experimental_standard.md 2 (adbe441, from 2026-07-15)",
         _mixed,
         note="where the source says 1 or 32 ulps the larger counts",
     ),
-    Rule(
-        "msprobe_balance",
+    "msprobe_balance": Rule(
         "|count(o > exact) - count(o < exact)| / N <= 2^-7 (bf16; fp16 2^-20, fp32 2^-14)",
         "Ascend/msprobe api_accuracy_checker/compare/algorithm.py:76, precision_standard/standard_config.py:127"
         " (8ff00da, 2026-08-08)",
@@ -366,71 +327,60 @@ _RULES = (
         note="without a sign, and not counted away from zero: over V of both signs a bias cancels; it decides for no"
         " operator as shipped",
     ),
-    Rule(
-        "transformer_engine",
+    "transformer_engine": Rule(
         "|o - eager| <= 0.015 + 0.015 |eager| (bf16; fp16 0.001), also of gradients",
         "NVIDIA/TransformerEngine tests/pytorch/attention/test_attention.py:179 (d0067d0, 2026-08-22)",
         partial(_close, limits=_ENGINE, to="eager"),
         gradients=True,
     ),
-    Rule(
-        "flag_gems",
+    "flag_gems": Rule(
         "|o - eager| <= 0.0001 + 0.016 |eager| (bf16; fp16 0.001)",
         "flagos-ai/FlagGems src/flag_gems/testing/__init__.py:80 (5.3.4+166 ed2508b, 2026-08-21)",
         partial(_close, limits=_GEMS, to="eager"),
         note="held against PyTorch's attention of the device, in the inputs' format; a test may ask for another atol",
     ),
-    Rule(
-        "flashinfer",
+    "flashinfer": Rule(
         "|o - ref| <= 0.01 + 0.01 |ref| (bf16; fp16 0.001)",
         "flashinfer-ai/flashinfer tests/attention/test_blackwell_fmha.py:167 (0.6.18+27 fb28d72, 2026-08-22)",
         partial(_close, limits=_FLASHINFER),
     ),
-    Rule(
-        "vllm",
+    "vllm": Rule(
         "|o - eager| <= 0.015 + 0.01 |eager|",
         "vllm-project/vllm tests/kernels/attention/test_flash_attn.py test_varlen_with_paged_kv"
         " (0001b99; bbf906a before it has the same)",
         partial(_close, limits=_VLLM, to="eager"),
     ),
-    Rule(
-        "cudnn_frontend",
+    "cudnn_frontend": Rule(
         "|o - exact| <= 0.02 + 0.02 |exact|",
         "NVIDIA/cudnn-frontend test/python/sdpa/fp16.py:667 (1.23.0+4 3929da2, 2026-05-08)",
         partial(_close, limits=_CUDNN, to="exact"),
     ),
-    Rule(
-        "kernel_bench",
+    "kernel_bench": Rule(
         "|eager - o| <= 0.01 + 0.01 |o| (bf16, fp16)",
         "ScalingIntelligence/KernelBench src/kernelbench/eval.py:83, 804 (423217d, 2026-03-05)",
         partial(_close, limits=_BENCH, to="eager", of="out"),
     ),
-    Rule(
-        "flashinfer_bench",
+    "flashinfer_bench": Rule(
         "|o - ref| <= 0.01 or |o - ref| / (|ref| + 1e-8) <= 0.01",
         "flashinfer-ai/flashinfer-bench flashinfer_bench/bench/utils.py:97 (40e6ca7, 2026-04-30)",
         partial(_absolute_or_relative, tolerance=1e-2),
     ),
-    Rule(
-        "torch_assert_close",
+    "torch_assert_close": Rule(
         "|o - ref| <= 1e-5 + 0.016 |ref| (bf16; fp16 0.001, fp32 1.3e-6)",
         "pytorch/pytorch torch/testing/_comparison.py, _DTYPE_PRECISIONS (2.13.0)",
         partial(_close, limits=_TORCH),
     ),
-    Rule(
-        "cambricon",
+    "cambricon": Rule(
         "sum |d| / sum |ref| and sqrt(sum d^2 / sum ref^2) <= 0.003, and not all d of one sign; d = o - ref",
         "Cambricon/mlu-ops docs/MLU-OPS-Accuracy-Acceptance-Standard.md, pb_gtest/src/evaluator.cpp:224,"
         " executor.cpp:2274 (ref is cast) (73adc65, 2026-04-29)",
         _cambricon,
         note="diff1, diff2 and diff4 of composite operators; diff4 of 100 and more different pairs that are not equal",
     ),
-    Rule(
-        "signed_mean",
+    "signed_mean": Rule(
         "|mean((o - exact) sign(exact))| <= 0.05 eps mean |exact|",
         "this suite (not in use elsewhere)",
         _signed_mean,
         note="what any of these rules could ask in one line",
     ),
-)  # fmt: skip
-RULES: Mapping[str, Rule] = {rule.name: rule for rule in _RULES}
+}

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tiebreak.cases.case import JOINED, Case, Draw, Recipe, Scores, scripted
-from tiebreak.cases.claims import Claim
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
@@ -29,18 +27,17 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import products
 
 _RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  # none scales a maximum
-_PACKED = 4  # entries of a batch, at most
 
 
-def _values(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
+def _value_dim(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     """Half as many columns of V."""
-    half = slice(inputs.v.shape[3] // 2)
-    return replace(inputs, v=inputs.v[..., half].contiguous(), do=inputs.do[..., half].contiguous())
+    half = inputs.v.shape[3] // 2
+    return replace(inputs, v=inputs.v[..., :half].contiguous(), do=inputs.do[..., :half].contiguous())
 
 
-def _packed(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """The first entries of a batch as sequences of one."""
-    few = inputs.part(slice(_PACKED))
+def _lengths(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
+    """The first entries of a batch, four at most, as sequences of one."""
+    few = inputs.part(slice(4))
     batch, queries, keys = len(few.q), few.q.shape[2], few.k.shape[2]
     q, k, v, do = (x.transpose(0, 1).flatten(1, 2)[None] for x in (few.q, few.k, few.v, few.do))
     ends = tuple(range(0, batch * queries + 1, queries)), tuple(range(0, batch * keys + 1, keys))
@@ -101,12 +98,8 @@ def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
 def _descaled(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     """K and V in e4m3, with a factor of 1/4."""
     quarter = torch.full(inputs.k.shape[:2], 0.25)
-    k, v = (_e4m3(x * 4.0) for x in (inputs.k, inputs.v))
+    k, v = ((4.0 * x).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() for x in (inputs.k, inputs.v))
     return replace(inputs, k=k, v=v, k_descale=quarter, v_descale=quarter.clone())
-
-
-def _e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
 
 
 def _pages(inputs: AttentionInputs, size: float | None) -> AttentionInputs:
@@ -131,8 +124,8 @@ class _Added:
 _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (
-        _Added(VALUE_DIM, _values),
-        _Added(LENGTHS, _packed, claims_stay=False),  # of fewer heads
+        _Added(VALUE_DIM, _value_dim),
+        _Added(LENGTHS, _lengths, claims_stay=False),  # of fewer heads
         _Added(WINDOW, _window, "keys before a row's own"),
         _Added(BLOCK_MASK, _block_mask),
         _Added(BIAS, _bias),
@@ -142,9 +135,6 @@ _ADDED: Mapping[str, _Added] = {
         _Added(PAGES, _pages, "keys of a page"),
     )
 }
-
-
-#: What they are called.
 ADDED = tuple(_ADDED)
 
 
@@ -171,14 +161,16 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
 def with_features(case: Case, words: Sequence[str]) -> Case:
     """A case with further features, as `added_features` takes them; one that it has already stays as it is."""
     features = added_features(words)
-    stay = not any(value is not None for value in features.values()) and _tied(case.recipe)
-    stay = stay and all(_ADDED[feature.taken].claims_stay for feature in features)
+    stay = _tied(case.recipe) and all(
+        value is None and _ADDED[feature.taken].claims_stay for feature, value in features.items()
+    )
+    kept = (replace(each, rules=each.rules & _RULES) for each in case.claims if each.rules & _RULES)
     return replace(
         case,
         name=JOINED.join([case.name, *words]),
         about=f"{case.about}; with {', '.join(words)}",
         recipe=partial(_made, recipe=case.recipe, features=features),
-        claims=tuple(kept for each in case.claims if stay for kept in _kept(each)),
+        claims=tuple(kept) if stay else (),
         only_claimed=False,
         traced=False,
         family=None,
@@ -201,9 +193,3 @@ def _tied(recipe: Recipe) -> bool:
     scores: Scores = recipe.keywords["scores"]
     anywhere = not scores.offsets and scores.positions is None
     return anywhere and 0.0 < scores.top[0] < scores.top[1] <= 8.0 and scores.gap[1] <= 30.0
-
-
-def _kept(claim: Claim) -> list[Claim]:
-    """A claim of the rules that are left, if there are any."""
-    rules = claim.rules & _RULES
-    return [replace(claim, rules=rules)] if rules else []

@@ -48,36 +48,26 @@ class Batch:
 
         NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
         """
-        hidden = self.inputs.hidden()
-        v = self.inputs.whole_v
+        hidden, v = self.inputs.hidden(), self.inputs.whole_v
         if hidden is None:
             least, largest = (self.inputs.expanded(of_keys(-2, keepdim=True)) for of_keys in (v.amin, v.amax))
         else:
-            v = self.inputs.expanded(v)
             # A mask is rare and its cases are small: (batch, heads, queries, keys, d) fits.
-            visible, wide = ~hidden[..., None], v[:, :, None]
+            visible, wide = ~hidden[..., None], self.inputs.expanded(v)[:, :, None]
             least = torch.where(visible, wide, torch.inf).amin(-2)
             largest = torch.where(visible, wide, -torch.inf).amax(-2)
-        # As large as O, and not as V, in fp64. A sink has a V of 0.
-        least, largest = least.double(), largest.double()
-        return (least, largest) if self.inputs.sink is None else (least.clamp(max=0.0), largest.clamp(min=0.0))
-
-    @cached_property
-    def _narrow_range(self) -> tuple[Tensor, Tensor]:
-        least, largest = self.value_range
-        return least.float(), largest.float()
+        if self.inputs.sink is not None:  # which has a V of 0
+            least, largest = least.clamp(max=0.0), largest.clamp(min=0.0)
+        return least.double(), largest.double()  # as large as O, and not as V, in fp64
 
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
         """Largest distance of O from the range of V that its row sees: 0 inside, 1 at what the plan's rounding allows.
 
-        NaN and Inf are another check's: elements of V or O with one count as 0.
-
-        Args:
-            o: as the kernel returned it, (batch, heads, queries, d).
-            declaration: the plan whose rounding is allowed for.
+        O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are another check's: elements of V or O
+        with one count as 0.
         """
         least, largest = self.value_range
-        if torch.equal(o.clamp(*self._narrow_range), o):  # in fp32, which holds every V: nothing is outside
+        if torch.equal(o.clamp(least.float(), largest.float()), o):  # fp32 holds every V: nothing is outside
             return 0.0
         wide = o.to(torch.float64, copy=True)
         outside = torch.maximum(least - wide, wide.sub_(largest))

@@ -38,13 +38,12 @@ from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
-# What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
-_IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
-_IN_O = (*_IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
+#: What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
+IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
+_IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
 _TANH_ERROR = 2.0**-10.9  # relative: tanh.approx.f32 of GPUs, which FlashAttention-2 and -3 take, has 2^-11
-_ROUNDINGS_A_BLOCK = 3  # of O-bar and of l: the block's own sum, the rescale, the addition
 
 # A kernel that declares nothing is held to the loosest preset, with Q K^T and S - m rounded too.
 UNDECLARED = Declaration(
@@ -72,9 +71,8 @@ def _lost(how: Quantization | None, x: Tensor) -> Tensor:
     """Bound on the norm of every row's error in 8 bits, (..., rows, 1)."""
     if how is None:
         return torch.zeros_like(x[..., :1])
-    steps = _step(how, x).expand_as(x)
-    lost: Tensor = x.norm(dim=-1, keepdim=True) * how.relative_error + steps.norm(dim=-1, keepdim=True)
-    return lost
+    size, steps = (each.norm(dim=-1, keepdim=True) for each in (x, _step(how, x).expand_as(x)))
+    return size * how.relative_error + steps
 
 
 def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
@@ -92,14 +90,16 @@ def _raised(declaration: Declaration) -> float:
     return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0)) * 2.0**-declaration.plan.offset
 
 
+def _roundings(inputs: AttentionInputs, declaration: Declaration) -> int:
+    """How often O-bar and l are rounded: at every block's own sum, at its rescale, and where it is added."""
+    return 3 * -(-inputs.k.shape[-2] // declaration.block.keys)
+
+
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
     """What an element of O may err by, however small: a narrow O-bar falls below its subnormals at every rounding."""
     plan = declaration.plan.in_formats(inputs.formats)
     smallest = sum(cast.fmt.smallest_subnormal for cast in (plan.o_bar, plan.pv) if cast.narrows)
-    if not smallest:
-        return 0.0
-    roundings = _ROUNDINGS_A_BLOCK * -(-inputs.k.shape[-2] // declaration.block.keys)
-    return roundings * smallest / 2 * _raised(declaration)
+    return _roundings(inputs, declaration) * smallest / 2 * _raised(declaration) if smallest else 0.0
 
 
 def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
@@ -110,7 +110,7 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     of O-bar, l and O. That holds where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
-    steps = _ROUNDINGS_A_BLOCK * -(-keys // declaration.block.keys) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+    steps = _roundings(inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
     lost = keys * plan.p_bar.fmt.smallest_subnormal * _raised(declaration)
     single = _roundoff(plan.p_bar) + _roundoff(plan.o) + _narrowing(plan.pv) + _EXPONENTIAL_ERROR
     single += sum(how.relative_error for how in (plan.p8, plan.v8) if how is not None)
@@ -132,15 +132,7 @@ class ErrorBounds:
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
         plan = declaration.plan.in_formats(self.inputs.formats)
         rounded = tuple(getattr(plan, point) for point in points)
-        return rounded, rule, _raised(declaration), self._blocks(declaration) if points == _IN_O else 0
-
-    def shared_up_to_p(self, declaration: Declaration) -> Hashable:
-        """What a declaration's bounds of P follow from."""
-        return self.shared_by(declaration, _IN_P)
-
-    def _blocks(self, declaration: Declaration) -> int:
-        """How many blocks of keys a row's sums are added up in."""
-        return -(-self.inputs.k.shape[-2] // declaration.block.keys)
+        return rounded, rule, _raised(declaration), _roundings(self.inputs, declaration) if points == _IN_O else 0
 
     @cached_property
     def values(self) -> Tensor:
@@ -151,9 +143,8 @@ class ErrorBounds:
     def _product_error(self) -> Tensor:
         """What the products and sums of Q K^T may err by in fp32."""
         q, k = self.inputs.q.double(), self.inputs.whole_k.double()
-        norms = q.norm(dim=-1, keepdim=True) * self.inputs.expanded(k.norm(dim=-1))[:, :, None, :]
-        error: Tensor = norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
-        return error
+        norms: Tensor = q.norm(dim=-1, keepdim=True) * self.inputs.expanded(k.norm(dim=-1))[:, :, None, :]
+        return norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
 
     @cached_property
     def _tops(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,11 +155,6 @@ class ErrorBounds:
         if self.inputs.sink is not None:
             top = torch.maximum(top, self.inputs.sink.double()[:, None, None])
         return top, at, (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
-
-    @cached_property
-    def _subtraction_error(self) -> Tensor:
-        """What the subtraction of the largest score may err by in fp32."""
-        return self._tops[2] * (2 * FP32.unit_roundoff)
 
     def of_scores(self, declaration: Declaration) -> Tensor:
         """Bound on |dS| for every score, fp64, (batch, heads, queries, keys)."""
@@ -201,7 +187,7 @@ class ErrorBounds:
         """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         (top, at, distance), ds = self._tops, self.of_scores(declaration)
-        exponent = ds.add_(ds.gather(-1, at)).add_(self._subtraction_error).add_(_EXPONENTIAL_ERROR)
+        exponent = ds.add_(ds.gather(-1, at)).add_(distance, alpha=2 * FP32.unit_roundoff).add_(_EXPONENTIAL_ERROR)
         if narrowed := _narrowing(plan.shifted):
             beyond = _beyond(declaration.shift_rule, top).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             exponent.add_((distance + beyond).mul_(narrowed)).add_(beyond.mul_(2 * FP32.unit_roundoff))
@@ -218,12 +204,11 @@ class ErrorBounds:
             k, in_format = k - k.mean(-2, keepdim=True), self.inputs.formats.inputs.unit_roundoff
         dq, dk = _lost(plan.q8, q), _lost(plan.k8, k) + k.norm(dim=-1, keepdim=True) * in_format
         q_size, k_size = (operand.norm(dim=-1, keepdim=True) for operand in (q, k))
-        changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
-        return self.inputs.scale * changed
+        return self.inputs.scale * ((q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT)
 
     def _summed(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
         """The bound on |dP| of a row in all, and times |V|."""
-        key = self.shared_up_to_p(declaration)
+        key = self.shared_by(declaration, IN_P)
         if key not in self._sums:
             dp = self.of_probabilities(declaration)
             self._sums[key] = dp.sum(-1, keepdim=True) + self.of_sink(declaration), dp @ self.values
@@ -247,15 +232,12 @@ class ErrorBounds:
     def of(self, declaration: Declaration) -> Tensor:
         """As `error_bound`; computed once for all kernels that share it."""
         key = self.shared_by(declaration)
-        if key not in self._bounds:
-            self._bounds[key] = self._of(declaration)
-        return self._bounds[key]
-
-    def _of(self, declaration: Declaration) -> Tensor:
+        if key in self._bounds:
+            return self._bounds[key]
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
         dp, dp_v = self._summed(declaration)
-        steps = _ROUNDINGS_A_BLOCK * self._blocks(declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
+        steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
         relative = dp + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
@@ -265,7 +247,8 @@ class ErrorBounds:
         casts = 2 if self.inputs.sink is not None and plan.sink is SinkEntry.AFTERWARDS else 1
         bound = dp_v + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
-        return bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        self._bounds[key] = bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        return self._bounds[key]
 
 
 def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:

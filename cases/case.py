@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -55,6 +55,22 @@ class Draw:
         """`x` in the format of q and k, carried in fp32."""
         return x.to(TORCH_DTYPES[self.formats.inputs]).float()
 
+    def upstream(self, shape: torch.Size) -> Tensor:
+        """A gradient dO of one sign, negative, as the paper finds it in the columns that fail (figure 5b)."""
+        return self.rounded(-self.uniform(0.0, 1.0, *shape))
+
+    def noise_seed(self) -> int:
+        """A seed for the dither and the stochastic casts of this batch."""
+        return int(self.rng.integers(0, 2**31))
+
+    def inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+    ) -> AttentionInputs:
+        """q, k and v, rounded, with an upstream gradient and a seed of the noise of their own."""
+        q, k, v = map(self.rounded, (q, k, v))
+        do, seed = self.upstream(q.shape), self.noise_seed()
+        return AttentionInputs(q, k, v, do, self.formats, causal=causal, noise_seed=seed, softmax_scale=scale)
+
 
 Recipe = Callable[[Draw], AttentionInputs]
 
@@ -73,14 +89,6 @@ class FixedHeads:
         """The key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
         size, key_heads = max(1, heads // self.groups), self.heads // self.groups
         return slice(min(batch * size, key_heads), min((batch + 1) * size, key_heads))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a case stands among those that differ in one number alone."""
-
-    of: str  # what the number is
-    at: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Case:
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     on_request: bool = False  # whether it is run where --cases names it alone: it takes a minute
     study: bool = False  # whether a neighbour says the same of a kernel: users' own run on it by name alone
-    family: Family | None = None  # None: it stands alone
+    family: tuple[str, float] | None = None  # the one number in which it differs from others, what it is and its value
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property
@@ -186,45 +194,51 @@ def scripted(
     keys = draw.normal(batch, heads, shape.keys, shape.d)
     top = draw.uniform(*scores.top, batch, heads, shape.queries).bfloat16().float()
     gaps = draw.uniform(*scores.gap, batch, heads, shape.keys).bfloat16().float()
-    is_top = _places(draw, scores, (batch, heads, shape.keys))
+    if scores.positions is None:
+        places = draw.uniform(0.0, 1.0, *gaps.shape).argsort(-1)[..., : scores.maxima]
+    else:
+        places = torch.tensor(scores.positions).expand(batch, heads, scores.maxima)
+    is_top = torch.zeros_like(gaps, dtype=torch.bool).scatter_(2, places, True)
     offsets = torch.tensor(scores.offsets or (0.0,) * scores.maxima)
     k = draw.rounded(keys)
     k[..., 0] = 8.0
     k[..., 1] = -gaps
-    ordered = is_top.nonzero()[:, -1].reshape(batch, heads, scores.maxima)
-    k[..., 1].scatter_(2, ordered, offsets.expand(batch, heads, scores.maxima).contiguous())
+    ordered = is_top.nonzero()[:, -1].reshape(places.shape)
+    k[..., 1].scatter_(2, ordered, offsets.expand(places.shape).contiguous())
     q = torch.zeros(batch, heads, shape.queries, shape.d)
     q[..., 0] = top * (inverse_scale / 8.0)
     q[..., 1] = inverse_scale
     v = values.mean + values.std * draw.normal(batch, heads, shape.keys, shape.d)
     if values.tail_mean is not None:
         v = torch.where(is_top[..., None], v, v + (values.tail_mean - values.mean))
-    return as_inputs(draw, q, k, v, scale=shape.scale)
+    return draw.inputs(q, k, v, scale=shape.scale)
 
 
-def as_inputs(
-    draw: Draw, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+def growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:
+    """Two maxima in one block of 32, 64 or 128 keys, but the first; one key of the first lies `growth` below them."""
+    inputs = scripted(draw, Scores(positions=(145, 155)), shape=Shape(keys=256))
+    k = inputs.k.clone()
+    k[..., 17, 1] = -draw.uniform(*growth, *k.shape[:2]).bfloat16().float()
+    return replace(inputs, k=k)
+
+
+def normal_numbers(
+    draw: Draw,
+    shape: Shape = SHAPE,
+    *,
+    causal: bool = False,
+    size: float = 1.0,
+    v_mean: float = 1.0,
+    v_std: float = 0.25,
 ) -> AttentionInputs:
-    """Inputs of q, k and v, rounded, with an upstream gradient and a seed of the noise of their own."""
-    q, k, v = map(draw.rounded, (q, k, v))
-    do, seed = upstream(draw, q.shape), noise_seed(draw)
-    return AttentionInputs(q, k, v, do, draw.formats, causal=causal, noise_seed=seed, softmax_scale=scale)
+    """Normally distributed q, k and v, scores of about `size`.
 
-
-def _places(draw: Draw, scores: Scores, shape: tuple[int, int, int]) -> Tensor:
-    """Bool of `shape` (batch, heads, keys): True at the keys that hold a row's maxima."""
-    if scores.positions is None:
-        at = draw.uniform(0.0, 1.0, *shape).argsort(-1)[..., : scores.maxima]
-    else:
-        at = torch.tensor(scores.positions).expand(*shape[:2], scores.maxima)
-    return torch.zeros(shape, dtype=torch.bool).scatter_(2, at, True)
-
-
-def upstream(draw: Draw, shape: torch.Size) -> Tensor:
-    """An upstream gradient dO of one sign, negative, as the paper finds it in the columns that fail (figure 5b)."""
-    return draw.rounded(-draw.uniform(0.0, 1.0, *shape))
-
-
-def noise_seed(draw: Draw) -> int:
-    """A seed for the dither and the stochastic casts of this batch."""
-    return int(draw.rng.integers(0, 2**31))
+    V is normal about 1: where it is about 0, O cancels and an error in ulps of O tells by how much, not how the kernel
+    rounds.
+    """
+    batch, heads = draw.batch_and_heads
+    key_heads = 1 if heads % shape.groups else heads // shape.groups  # few heads: all share one
+    q = size * draw.normal(batch, heads, shape.queries, shape.d)
+    k = draw.normal(batch, key_heads, shape.keys, shape.d)
+    v = v_mean + v_std * draw.normal(batch, key_heads, shape.keys, shape.d)
+    return draw.inputs(q, k, v, causal=causal, scale=shape.scale)

@@ -38,10 +38,8 @@ def _judged(
     """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
 
     def met(measures: Errors) -> bool | None:
-        if measures.nonfinite:
-            return False
         estimate = of(measures)
-        if math.isnan(estimate.mean):  # nothing could be compared
+        if measures.nonfinite or math.isnan(estimate.mean):  # NaN: nothing could be compared
             return False
         judgement = judge(estimate)
         if judgement is Verdict.INCONCLUSIVE:
@@ -51,75 +49,66 @@ def _judged(
     return met
 
 
-def _rows_err(verdict: Verdict) -> Callable[[Errors], bool | None]:
-    return _judged(verdict, of=lambda measures: measures.coherence_excess)
+def _rows_err(name: str, verdict: Verdict) -> Expectation:
+    """Held to a bias' own margin: what a row's errors have in common is a bias, of that row."""
 
+    def text(measures: Errors) -> str:
+        excess = measures.coherence_excess
+        return f"row coherence {excess.mean:+.3f} +- {excess.half_width:.3f} ulp from that of independent errors"
 
-def _rows_text(measures: Errors) -> str:
-    excess = measures.coherence_excess
-    return f"row coherence {excess.mean:+.3f} +- {excess.half_width:.3f} ulp from that of independent errors"
+    return Expectation(name, _judged(verdict, of=lambda measures: measures.coherence_excess), text=text)
 
 
 UNBIASED = Expectation("unbiased", _judged(Verdict.UNBIASED))
 BIASED = Expectation("biased", _judged(Verdict.BIASED))
 BIASED_AWAY = Expectation("biased away from zero", _judged(Verdict.BIASED, +1))
 BIASED_TOWARD = Expectation("biased toward zero", _judged(Verdict.BIASED, -1))
-# Held to a bias' own margin: what a row's errors have in common is a bias, of that row.
-ROWS_ERR_TOGETHER = Expectation("the errors of a row agree in sign", _rows_err(Verdict.BIASED), text=_rows_text)
-ROWS_ERR_APART = Expectation("the errors of a row are independent", _rows_err(Verdict.UNBIASED), text=_rows_text)
+ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", Verdict.BIASED)
+ROWS_ERR_APART = _rows_err("the errors of a row are independent", Verdict.UNBIASED)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: such a cell is held to nothing else.
 BREAKS_DOWN = Expectation(
-    "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, waives=_ACCURACY | _FINITE
-)
-INACCURATE = Expectation(
-    "beyond the plan's error bound",
-    lambda measures: measures.nonfinite == 0 and measures.error_over_bound > 1.0,
-    waives=_ACCURACY,
+    "NaN or Inf where the reference is finite", lambda measures: measures.nonfinite > 0, _ACCURACY | _FINITE
 )
 INACCURATE_OR_BREAKS_DOWN = Expectation(
     "beyond the plan's error bound, NaN or Inf",
     lambda measures: measures.nonfinite > 0 or measures.error_over_bound > 1.0,
-    waives=_ACCURACY | _FINITE,
-)
-OUTSIDE = Expectation(
-    "some of O outside the range of V",
-    lambda measures: measures.nonfinite == 0 and measures.outside_values > 1.0,
-    waives=_ACCURACY,
+    _ACCURACY | _FINITE,
 )
 FLUSHED_OR_ACCURATE = Expectation(
     "accurate, or subnormals flushed to zero",
     lambda measures: measures.error_over_bound <= 1.0 or measures.output_size == 0.0,
-    waives=_ACCURACY,
+    _ACCURACY,
 )
+
+
+def _inaccurate(name: str, how: Callable[[Errors], bool]) -> Expectation:
+    """An error of a certain size, without a NaN."""
+    return Expectation(name, lambda measures: measures.nonfinite == 0 and how(measures), _ACCURACY)
+
+
+INACCURATE = _inaccurate("beyond the plan's error bound", lambda measures: measures.error_over_bound > 1.0)
+OUTSIDE = _inaccurate("some of O outside the range of V", lambda measures: measures.outside_values > 1.0)
 
 
 def shrinks(low: float, high: float) -> Expectation:
     """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
-    return Expectation(
-        f"output shrinks to {low:g} .. {high:g}",
-        lambda measures: measures.nonfinite == 0 and low <= measures.gain <= high,
-        waives=_ACCURACY,
-    )
+    return _inaccurate(f"output shrinks to {low:g} .. {high:g}", lambda measures: low <= measures.gain <= high)
 
 
 def within(times: float) -> Expectation:
     """The error keeps within so many times the plan's rounding-error bound, without a NaN."""
-    return Expectation(
-        f"within {times:g} times the plan's error bound",
-        lambda measures: measures.nonfinite == 0 and measures.error_over_bound <= times,
-        waives=_ACCURACY,
-    )
+    name = f"within {times:g} times the plan's error bound"
+    return _inaccurate(name, lambda measures: measures.error_over_bound <= times)
 
 
 def breaks_down_in(most: float) -> Expectation:
     """NaN or Inf in some of the output, but in no more than a share `most` of it; none decides nothing yet."""
-
-    def met(measures: Errors) -> bool | None:
-        share = measures.nonfinite / measures.elements
-        return share <= most if share else None
-
-    return Expectation(f"NaN or Inf in at most {most:.0%} of the output", met, waives=_FINITE)
+    return Expectation(
+        f"NaN or Inf in at most {most:.0%} of the output",
+        lambda measures: measures.nonfinite <= most * measures.elements if measures.nonfinite else None,
+        _FINITE,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,18 +123,16 @@ class Claim:
     tiled: bool | None = None  # whether of kernels whose tiles cut the scripted rows alone, of the others alone, or all
 
     def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
-        """Whether it is about a kernel that declares this, in this format.
-
-        Of a kernel that declares nothing only a claim about all kernels does.
-        """
+        """Whether it is about a kernel that declares this, in this format; None: that declares nothing."""
         if fmt.name not in self.formats:
             return False
         if declaration is None:
             return not self.rules and not self.plans and self.tiled is None
-        rule = declaration.claimed_as
         if self.tiled is not None and self.tiled != (declaration.block.keys < BLOCK.keys):
             return False
-        return (not self.rules or rule in self.rules) and (not self.plans or declaration.plan.name in self.plans)
+        return (not self.rules or declaration.claimed_as in self.rules) and (
+            not self.plans or declaration.plan.name in self.plans
+        )
 
 
 def claim(
@@ -157,10 +144,9 @@ def claim(
     *,
     tiled: bool | None = None,
 ) -> Claim:
-    """A claim about the shift rules, plans and formats named, space-separated.
+    """A claim about the shift rules, plans and formats named, space-separated; about all where none are named.
 
-    No rules or no plans named means all. Formats are bf16 by default: that is what the papers speak of. In fp16 some
-    of it is otherwise (docs/science.md).
+    Formats are bf16 by default, of which the papers speak. In fp16 some of it is otherwise (docs/science.md).
     """
     about, at, among = (frozenset(words.split()) for words in (rules, plans, formats))
     return Claim(expectation, about, at, among, source, tiled)
@@ -188,20 +174,15 @@ V1_IN_FP16 = claim(
 
 
 def predicted(difference: Interval) -> bool | None:
-    """Whether a bias is what the emulation predicts: their paired difference lies inside the margin.
-
-    Returns:
-        True or False, or None while the interval straddles the margin.
-    """
+    """Whether a bias is what the emulation predicts: their paired difference is inside the margin; None: not known."""
     verdict = judge(difference, MARGIN_ULPS)
     return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED
 
 
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
-    """Whether a bias is there because O itself ties: every deterministic cast of O then has it.
+    """Whether a bias is there because O itself ties, so that every deterministic cast of O has it.
 
-    That is so where a correctly rounded O on the same heads, whose bias is `rounded`, is biased to the same side, and
-    by no less beyond the margin.
+    A correctly rounded O on the same heads, of bias `rounded`, errs to the same side, by as much but for the margin.
     """
     same_side = bias.mean * rounded.mean > 0
     return judge(rounded) is Verdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS

@@ -88,18 +88,17 @@ class Errors:
     @property
     def bias(self) -> Interval:
         """Mean signed error in ulps."""
-        return interval(self.head_bias[torch.isfinite(self.head_bias)])
+        return interval(_finite(self.head_bias))
 
     @property
     def coherence_excess(self) -> Interval:
         """Row coherence, less what it would be if the errors of a row, of the size they have, were independent."""
-        return interval(self.head_coherence[torch.isfinite(self.head_coherence)])
+        return interval(_finite(self.head_coherence))
 
     @property
     def rms_ulps(self) -> float:
         """Root mean square error in ulps."""
-        finite = self.head_square[torch.isfinite(self.head_square)]
-        return finite.mean().sqrt().item()
+        return _finite(self.head_square).mean().sqrt().item()
 
     @property
     def delta_bias(self) -> Interval:
@@ -112,6 +111,10 @@ class Errors:
     def gain(self) -> float:
         """sum |out| / sum |ref|: below 1 the output shrinks."""
         return self.output_size / self.reference_size if self.reference_size else torch.nan
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x[torch.isfinite(x)]
 
 
 def coherence(error: Tensor) -> Tensor:
@@ -151,8 +154,7 @@ def measure(
     Args:
         output: O as the kernel returned it, on the host, (batch, heads, queries, d).
         delta: the delta that its backward pass used, (batch, heads, queries, 1); None: rowsum(dO * O) of that output.
-        inputs: what it was given.
-        ref: the fp64 reference.
+        inputs, ref: what it was given, and the fp64 reference of it.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
         yardstick: the reference's, if at hand.
     """
@@ -198,15 +200,14 @@ def measure(
 def merge(batches: list[Errors]) -> Errors:
     """The measures of several batches as one."""
 
-    def merged(name: str) -> Any:
-        values = [getattr(batch, name) for batch in batches]
-        if name.startswith("head_"):
-            return torch.cat(values)
-        return max(values) if name in _LARGEST else sum(values)
-
-    return Errors(**{field.name: merged(field.name) for field in fields(Errors)})
+    merged: dict[str, Any] = {}
+    for field in fields(Errors):
+        values = [getattr(batch, field.name) for batch in batches]
+        how = torch.cat if field.name.startswith("head_") else max if field.name in _LARGEST else sum
+        merged[field.name] = how(values)
+    return Errors(**merged)
 
 
 def difference(ours: Errors, theirs: Errors) -> Interval:
     """Bias of one output less that of another on the same heads, paired head by head."""
-    return interval((ours.head_bias - theirs.head_bias)[torch.isfinite(ours.head_bias - theirs.head_bias)])
+    return interval(_finite(ours.head_bias - theirs.head_bias))

@@ -4,14 +4,13 @@ What ties break to is derived in docs/science.md, *What calls ask beyond softmax
 feature out, or is off by one key, is beyond its error bound.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tiebreak.cases.case import Case, Draw, Scores, Shape, Values, as_inputs, scripted
+from tiebreak.cases.case import Case, Draw, Recipe, Scores, Shape, Values, normal_numbers, scripted
 from tiebreak.cases.claims import (
     BIASED_AWAY,
     BIASED_TOWARD,
@@ -24,7 +23,6 @@ from tiebreak.cases.claims import (
     Claim,
     claim,
 )
-from tiebreak.cases.recipes import normal_numbers
 from tiebreak.kernels.formats import FP8_E4M3
 from tiebreak.kernels.inputs import AttentionInputs
 
@@ -70,13 +68,12 @@ def _padded_maximum(draw: Draw) -> AttentionInputs:
     """Two maxima; the last 32 keys, which are padding, have one 100 above them, and a loud V."""
     inputs = scripted(draw, Scores(maxima=3, positions=(10, 50, 100), offsets=(0.0, 0.0, 100.0)))
     inputs.v[:, :, 96:] = _LOUD
-    takes_part = torch.arange(128) < 96
-    return replace(inputs, key_padding=takes_part.expand(len(inputs.q), -1))
+    return replace(inputs, key_padding=(torch.arange(128) < 96).expand(len(inputs.q), -1))
 
 
 def _single_visible_key(draw: Draw) -> AttentionInputs:
     """128 keys, of which padding leaves one: O is a row of V."""
-    inputs = normal_numbers(draw, Shape())
+    inputs = normal_numbers(draw)
     seen = torch.from_numpy(draw.rng.integers(0, 128, len(inputs.q)))
     return replace(inputs, key_padding=torch.arange(128)[None] == seen[:, None])
 
@@ -94,16 +91,13 @@ def _packed(draw: Draw) -> AttentionInputs:
 def _bias_makes_tie(draw: Draw) -> AttentionInputs:
     """Two keys whose scores lie 4 apart, and a bias of -4 on the higher one: the tie is there once it is added."""
     inputs = scripted(draw, Scores(positions=(30, 90), offsets=(0.0, 4.0)))
-    bias = torch.zeros(1, 1, 1, 128)
-    bias[..., 90] = -4.0
-    return replace(inputs, bias=bias)
+    return replace(inputs, bias=torch.where(torch.arange(128) == 90, -4.0, 0.0)[None, None, None])
 
 
 def _softcap_near_ties(draw: Draw) -> AttentionInputs:
     """Scores of about 180 and 177.7, and -180 of a tail, under a cap of 30, which leaves 6e-5 between the two."""
-    offsets = (0.0, -2.296875)
-    inputs = scripted(draw, Scores(top=(176.0, 184.0), gap=(356.0, 372.0), offsets=offsets))
-    return replace(inputs, softcap=30.0)
+    scores = Scores(top=(176.0, 184.0), gap=(356.0, 372.0), offsets=(0.0, -2.296875))
+    return replace(scripted(draw, scores), softcap=30.0)
 
 
 def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
@@ -113,7 +107,7 @@ def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> At
     """
     q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
     means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))
-    return as_inputs(draw, q, k.repeat(1, 1, keys, 1), 0.3 * draw.normal(1, draw.heads, keys, d) + means)
+    return draw.inputs(q, k.repeat(1, 1, keys, 1), 0.3 * draw.normal(1, draw.heads, keys, d) + means)
 
 
 def _paged(draw: Draw) -> AttentionInputs:
@@ -126,16 +120,13 @@ def _paged(draw: Draw) -> AttentionInputs:
 
 def _fp8_cache(draw: Draw) -> AttentionInputs:
     """Normal numbers whose K and V are held in e4m3 with a factor for each head, as a cache has them."""
-    inputs = normal_numbers(draw, Shape(groups=4))
-    heads = inputs.k.shape[:2]
-
-    def held(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        largest = FP8_E4M3.largest
-        return (x / factors[..., None, None]).clamp(-largest, largest).to(torch.float8_e4m3fn).float()
-
-    k_factors, v_factors = (draw.uniform(0.01, 0.03, *heads) for _ in range(2))
-    k, v = held(inputs.k, k_factors), held(inputs.v, v_factors)
-    return replace(inputs, k=k, v=v, k_descale=k_factors, v_descale=v_factors)
+    inputs, largest = normal_numbers(draw, Shape(groups=4)), FP8_E4M3.largest
+    factors = [draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)]
+    k, v = (
+        (x / factor[..., None, None]).clamp(-largest, largest).to(torch.float8_e4m3fn).float()
+        for x, factor in zip((inputs.k, inputs.v), factors, strict=True)
+    )
+    return replace(inputs, k=k, v=v, k_descale=factors[0], v_descale=factors[1])
 
 
 def _mla(draw: Draw) -> AttentionInputs:
@@ -144,13 +135,13 @@ def _mla(draw: Draw) -> AttentionInputs:
     return replace(inputs, v=inputs.v[..., :128].contiguous(), do=inputs.do[..., :128].contiguous())
 
 
-def _case(name: str, about: str, recipe: Callable[[Draw], AttentionInputs], *claims: Claim, **fields: Any) -> Case:
-    return Case(name, about, OWN, recipe, claims, only_claimed=True, **fields)
+def _case(about: str, recipe: Recipe, *claims: Claim, **fields: Any) -> Case:
+    """A case that the table names."""
+    return Case("", about, OWN, recipe, claims, only_claimed=True, **fields)
 
 
-FEATURE_CASES = (
-    _case(
-        "sink_at_maximum",
+FEATURE_CASES = {
+    "sink_at_maximum": _case(
         "3 equal maxima and a learned sink as high: P-bar = 1 four times, V three times",
         _sink_at_maximum,
         claim(
@@ -162,14 +153,13 @@ FEATURE_CASES = (
         failure=True,
         gradients=True,
     ),
-    _case("window_cuts_tie", "a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
-    _case("block_mask_cuts", "a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
-    _case("padded_maximum", "padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
-    _case("packed_ties", "3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
-    _case("bias_makes_tie", "2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
-    _case("paged_ties", "2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
-    _case(
-        "negative_lse",
+    "window_cuts_tie": _case("a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
+    "block_mask_cuts": _case("a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
+    "padded_maximum": _case("padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
+    "packed_ties": _case("3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
+    "bias_makes_tie": _case("2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
+    "paged_ties": _case("2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
+    "negative_lse": _case(
         "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
         partial(scripted, scores=Scores(top=(-120.0, -100.0))),
         claim(
@@ -181,8 +171,7 @@ FEATURE_CASES = (
         *(_CLAMPED, *_AS_TIED),
         gradients=True,
     ),
-    _case(
-        "split_tie",
+    "split_tie": _case(
         "2 maxima on a sink in one split of the keys, a third in another",
         partial(
             scripted,
@@ -198,8 +187,7 @@ FEATURE_CASES = (
         ),
         claim(UNBIASED, f"{OWN}: of three maxima O is no tie", "safe split", FUSED),
     ),
-    _case(
-        "softcap_near_ties",
+    "softcap_near_ties": _case(
         "a soft cap near saturation: scores 2.3 apart come to lie 6e-5 apart, and both P-bar round to 1",
         _softcap_near_ties,
         claim(BIASED_AWAY, f"{OWN}: P-bar rounds up to 1, what l sums does not", "safe lazy", FUSED),
@@ -211,23 +199,21 @@ FEATURE_CASES = (
         ),
         _CLAMPED,
     ),
-    _case(
-        "decode_equal_keys",
+    "decode_equal_keys": _case(
         "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
         partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
         *(_STAGNATES, _CAST_ONCE),
         most_heads=16,
         study=True,
     ),
-    _case(
-        "decode_64k",
+    "decode_64k": _case(
         "1 query and 65,536 equal keys",
         partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
         *(_STAGNATES, _CAST_ONCE),
         most_heads=8,
         on_request=True,
     ),
-    _case("single_visible_key", "1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
-    _case("fp8_cache", "K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
-    _case("value_dim", "q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
-)
+    "single_visible_key": _case("1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
+    "fp8_cache": _case("K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
+    "value_dim": _case("q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
+}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiebreak.cases.bounds import ErrorBounds
+from tiebreak.cases.bounds import IN_P, ErrorBounds
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import sum_groups
 from tiebreak.kernels.kernel import Declaration
@@ -53,7 +53,7 @@ class GradientErrorBounds:
         key = self.forward.shared_by(declaration)
         if key not in self._bounds:
             p_error = self.forward.of_probabilities(declaration)
-            up_to_p = self.forward.shared_up_to_p(declaration)
+            up_to_p = self.forward.shared_by(declaration, IN_P)
             if up_to_p not in self._of_norms:
                 self._of_norms[up_to_p] = self._norms(declaration, p_error)
             elements, sink = self._elements(declaration, p_error)
@@ -70,13 +70,12 @@ class GradientErrorBounds:
     @cached_property
     def _dp(self) -> Tensor:
         """dP = dO V^T, (batch, heads, queries, keys)."""
-        dp: Tensor = self.forward.inputs.do.double() @ self.forward.inputs.expanded_v().double().transpose(-1, -2)
-        return dp
+        return self.forward.inputs.do.double() @ self.forward.inputs.expanded_v().double().mT
 
     @cached_property
     def _dp_size(self) -> Tensor:
         """|dO| |V|^T, likewise."""
-        return self._factors[2] @ self.forward.values.transpose(-1, -2)
+        return self._factors[2] @ self.forward.values.mT
 
     @cached_property
     def _centred(self) -> Tensor:
@@ -88,15 +87,14 @@ class GradientErrorBounds:
         """|dS| |K|, |dS|^T |Q| and P^T |dO|, before the heads of a group are added up."""
         p, (k, q, do) = self.forward.ref.p, self._factors
         ds = p * self._centred
-        return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ do
+        return ds @ k, ds.mT @ q, p.mT @ do
 
     @cached_property
-    def _casts(self) -> "_Casts":
+    def _casts(self) -> _Casts:
         inputs = self.forward.inputs
         operands, last = inputs.formats.operands, inputs.formats.output.unit_roundoff * inputs.groups
-        return _Casts(
-            operands.unit_roundoff, operands.smallest_subnormal, last, inputs.v.shape[-1] * FP32.unit_roundoff
-        )
+        in_fp32 = inputs.v.shape[-1] * FP32.unit_roundoff
+        return _Casts(operands.unit_roundoff, operands.smallest_subnormal, last, in_fp32)
 
     @cached_property
     def _lost(self) -> Tensor:
@@ -138,8 +136,8 @@ class GradientErrorBounds:
 
         (k, q, do), (by_k, by_q, by_do) = self._factors, self._sums
         dq = bound(ds_error, k, by_k, keys, inputs.scale)
-        dk = bound(ds_error.transpose(-1, -2), q, by_q, queries, inputs.scale)
-        dv = bound(p_error.transpose(-1, -2), do, by_do, queries, 1.0)
+        dk = bound(ds_error.mT, q, by_q, queries, inputs.scale)
+        dv = bound(p_error.mT, do, by_do, queries, 1.0)
         of_keys = inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
         of_sink = None if inputs.sink is None else self._of_sink(declaration, l_error, from_o + from_p)
         return (dq, *of_keys), of_sink
@@ -184,7 +182,7 @@ class GradientErrorBounds:
         # The sum of a product's elements, without the product.
         k, q, do = (factor.square().sum(-1) for factor in self._factors)
         scale, (dq, dk, dv) = inputs.scale, self.exact
-        together = sum_groups((ref.p * delta_error).transpose(-1, -2) @ self._factors[1], inputs.groups)
+        together = sum_groups((ref.p * delta_error).mT @ self._factors[1], inputs.groups)
         return (
             norm(scale**2 * alone * k[..., None, :], scale * delta_error * ref.pk, dq),
             norm(scale**2 * alone * q[..., None], together.mul_(scale), dk),

@@ -23,6 +23,31 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
+class Faults(NamedTuple):
+    """What is wrong with gradients, at worst."""
+
+    nonfinite: int  # elements that are NaN or Inf where the reference's are finite
+    over_bound: float  # the largest error as a share of its bound, of an element or of a norm
+
+
+@dataclass(frozen=True)
+class ErrorsOfOne:
+    """What one gradient is off by, from a single look at tensors as large as K and V."""
+
+    rows: Tensor  # norms of its rows, (..., N, 1)
+    along: Tensor  # mean product with the reference's, by key head, (batch * key heads,)
+    faults: Faults
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """What dQ, dK and dV are off by, fp64."""
+
+    dq: Tensor  # the kernel's less the reference's
+    each: tuple[ErrorsOfOne, ...]
+    faults: Faults  # of all, dSink's among them
+
+
 @dataclass(frozen=True)
 class ExactGradients:
     """The fp64 gradients of a batch, and what follows from them: as large as K and V, and computed once."""
@@ -36,11 +61,13 @@ class ExactGradients:
         """Those of a batch."""
         return cls(reference_gradients(inputs, ref), inputs.formats.output, sink_gradient(inputs, ref))
 
-    def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> "GradientErrors":
+    def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> GradientErrors:
         """Of dQ, dK and dV, of a call with so many query heads a key head."""
         outs, sharing = (gradients.dq, gradients.dk, gradients.dv), (groups, 1, 1)
-        each = tuple(map(_errors, outs, self.gradients, bounds.elements, sharing))
-        return GradientErrors(gradients.dq.double() - self.gradients[0], each)
+        each = tuple(map(_errors, outs, self.gradients, bounds.elements, bounds.norms, sharing))
+        faults = [sink_faults(gradients.dsink, self.sink, bounds.sink), *(one.faults for one in each)]
+        worst = Faults(sum(one.nonfinite for one in faults), max(one.over_bound for one in faults))
+        return GradientErrors(gradients.dq.double() - self.gradients[0], each, worst)
 
     @cached_property
     def norms(self) -> tuple[Tensor, ...]:
@@ -58,44 +85,33 @@ class ExactGradients:
         return tuple(by_key_head(gradient.square(), 1) for gradient in self.gradients)
 
 
-@dataclass(frozen=True)
-class ErrorsOfOne:
-    """What one gradient is off by, from a single look at tensors as large as K and V."""
-
-    rows: Tensor  # norms of its rows, (..., N, 1)
-    along: Tensor  # mean product with the reference's, by key head, (batch * key heads,)
-    finite: float  # norm of what is finite
-    over_bound: float  # the largest of what is finite, as a share of its bound
-
-
-@dataclass(frozen=True)
-class GradientErrors:
-    """What dQ, dK and dV are off by, fp64."""
-
-    dq: Tensor  # the kernel's less the reference's
-    each: tuple[ErrorsOfOne, ...]
-
-
-def _errors(out: Tensor, exact: Tensor, bound: Tensor, groups: int) -> ErrorsOfOne:
+def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int) -> ErrorsOfOne:
     """In pieces that stay in a core's cache, whole key heads each."""
     key_heads = out.shape[0] * out.shape[1] // groups
     shape = (key_heads, out.numel() // key_heads // out.shape[-1], out.shape[-1])
     at_once = max(1, _AT_ONCE // (shape[1] * shape[2]))
-    rows, along, squares, worst = [], [], 0.0, 0.0
+    rows, along, nonfinite, squares, worst = [], [], 0, 0.0, 0.0
     pieces = (torch.split(tensor.reshape(shape), at_once) for tensor in (out, exact, bound))
     for ours, theirs, limit in zip(*pieces, strict=True):
         error = ours.to(torch.float64, copy=True).sub_(theirs)
         rows.append(torch.linalg.vector_norm(error, dim=-1))
+        along.append((error * theirs).flatten(1).nanmean(1))
         size = rows[-1].norm().item()
-        product = (error * theirs).flatten(1)
         if not math.isfinite(size):
-            along.append(product.nanmean(1))
+            nonfinite += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
             size = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).norm().item()
-        else:
-            along.append(product.mean(1))
         squares += size**2
         worst = max(worst, error.div_(limit).abs_().max().item())
-    return ErrorsOfOne(torch.cat(rows).reshape(*out.shape[:-1], 1), torch.cat(along), math.sqrt(squares), worst)
+    faults = Faults(nonfinite, max(worst, math.sqrt(squares) / norm if norm else 0.0))
+    return ErrorsOfOne(torch.cat(rows).reshape(*out.shape[:-1], 1), torch.cat(along), faults)
+
+
+def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> Faults:
+    """What is wrong with dSink, (heads,); None: a kernel tells none, or there is no sink."""
+    if dsink is None or exact is None or bound is None:
+        return Faults(0, 0.0)
+    share = (dsink.double() - exact).abs() / bound
+    return Faults(int((~torch.isfinite(dsink)).sum()), share.nan_to_num(nan=0.0, posinf=0.0).max().item())
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
@@ -128,17 +144,11 @@ def row_units(exact: Tensor, fmt: Format) -> Tensor:
 
 
 def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
-    """Root mean square error of a gradient, each row in ulps of its largest element.
+    """Root mean square error of a gradient, each row of d elements in ulps of its largest, fp64, (..., N, 1) each.
 
     Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
-
-    Args:
-        rows: norms of the rows of the error, fp64, (batch, heads, N, 1).
-        units: `row_units` of the reference's.
-        d: elements of a row.
     """
-    # A row of zeros has no ulp and does not count.
-    counted = int((units < torch.inf).sum()) * d
+    counted = int((units < torch.inf).sum()) * d  # a row of zeros has no ulp
     return ((rows / units).square_().sum() / counted).sqrt().item() if counted else torch.nan
 
 
@@ -162,32 +172,3 @@ def contains_bias(delta: Interval, fmt: Format) -> Verdict:
     A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)
-
-
-class Faults(NamedTuple):
-    """What is wrong with gradients, at worst."""
-
-    nonfinite: int  # elements that are NaN or Inf where the reference's are finite
-    over_bound: float  # the largest error as a share of its bound, of an element or of a norm
-
-
-def gradient_faults(
-    gradients: Gradients, errors: GradientErrors, exact: ExactGradients, bounds: GradientBounds
-) -> Faults:
-    """What is wrong with dQ, dK, dV and, where a kernel tells it, dSink, by their errors and the bounds of these."""
-    faults = [sink_faults(gradients.dsink, exact.sink, bounds.sink)]
-    made = (gradients.dq, gradients.dk, gradients.dv)
-    for ours, theirs, error, norm in zip(made, exact.gradients, errors.each, bounds.norms, strict=True):
-        lost, size = 0, error.rows.norm().item()
-        if not math.isfinite(size):
-            lost, size = int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum()), error.finite
-        faults.append(Faults(lost, max(error.over_bound, size / norm if norm else 0.0)))
-    return Faults(sum(each.nonfinite for each in faults), max(each.over_bound for each in faults))
-
-
-def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> Faults:
-    """What is wrong with dSink, (heads,); None: a kernel tells none, or there is no sink."""
-    if dsink is None or exact is None or bound is None:
-        return Faults(0, 0.0)
-    share = (dsink.double() - exact).abs() / bound
-    return Faults(int((~torch.isfinite(dsink)).sum()), share.nan_to_num(nan=0.0, posinf=0.0).max().item())

@@ -7,7 +7,7 @@ is measured, held to its plan's error bound and, on a device, to the emulation's
 A claim reads: what is expected, who says so, of which shift rules, at which plans, and in which formats if not bf16.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,13 @@ from tiebreak.cases.case import (
     SHAPE,
     Case,
     Draw,
-    Family,
+    Recipe,
     Scores,
     Shape,
     Values,
-    noise_seed,
+    growing,
+    normal_numbers,
     scripted,
-    upstream,
 )
 from tiebreak.cases.claims import (
     ACCURATE,
@@ -54,7 +54,6 @@ from tiebreak.cases.claims import (
 )
 from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.feature_cases import FEATURE_CASES
-from tiebreak.cases.recipes import growing, normal_numbers
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.probe_inputs import tied_p_bar
 
@@ -65,6 +64,7 @@ _16_BITS = "bf16 fp16"
 _PLAIN = "safe as_printed_v1"
 _SCALED = "stabilized as_printed_v2 gamma always_scaled"  # by beta = 2, and nothing else done about underflow
 _FIXES = f"{_SCALED} stabilized_v1 stabilized_authors"
+_SEE_NO_REPEAT = f"{_PLAIN} as_printed_v2 stabilized stabilized_v1 gamma"  # where nothing repeats within eps
 
 _STOCHASTIC = claim(UNBIASED, f"{OWN}: stochastic rounding of O", "safe", "fused_stochastic")
 _DITHERED = claim(UNBIASED, f"{OWN}: the dithered shift", "dithered", "paper")
@@ -84,181 +84,178 @@ _TIES_BREAK = (_PLAIN_IS_BIASED, _FIX_HOLDS, *_WITHOUT_A_FIX)
 _SCALED_BREAKS_DOWN = claim(
     BREAKS_DOWN, f"{PAPER} v1, appendix C: unconditional scaling", "always_scaled", formats=_16_BITS
 )
+_OVERSHOOTS = f"{OWN}: a tile without the maximum repeats its own, is scaled"
 _TILE_OVERSHOOTS = claim(
-    BREAKS_DOWN,
-    f"{OWN}: a tile without the maximum repeats its own, is scaled, and every P-bar is 0",
-    "stabilized",
-    formats=_16_BITS,
-    tiled=True,
+    BREAKS_DOWN, f"{_OVERSHOOTS}, and every P-bar is 0", "stabilized", formats=_16_BITS, tiled=True
 )
 _NO_TAIL = (200.0, 210.0)  # below the maxima: exp of it is 0 in fp32
 _ROUNDS_BACK = f"{OWN}: P-bar rounds back to 1"
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
 
 
+def _case(about: str, recipe: Recipe, claims: Sequence[Claim] = (), *, source: str = OWN, **fields: Any) -> Case:
+    """A case that a table names."""
+    return Case("", about, source, recipe, tuple(claims), **fields)
+
+
 def _scripted(
-    name: str,
     about: str,
     scores: Scores,
-    *claims: Claim,
-    source: str = OWN,
+    claims: Sequence[Claim] = (),
+    *,
     values: Values = ONE_SIGNED,
     shape: Shape = SHAPE,
     **fields: Any,
 ) -> Case:
     """Scripted rows, with further fields of their case; what holds of `fair` and of a fixed offset does of all."""
     recipe = partial(scripted, scores=scores, values=values, shape=shape)
-    return Case(name, about, source, recipe, (*claims, FAIR, OFFSET_HARMS), **fields)
+    return _case(about, recipe, (*claims, FAIR, OFFSET_HARMS), **fields)
 
 
-def _tied(name: str, about: str, scores: Scores, *claims: Claim, **fields: Any) -> Case:
-    """A failure input."""
-    return _scripted(name, about, scores, *claims, _DITHERED, source=PAPER, failure=True, **fields)
+def _tied(about: str, scores: Scores, claims: Sequence[Claim], **fields: Any) -> Case:
+    """A failure input of the paper's."""
+    return _scripted(about, scores, (*claims, _DITHERED), source=PAPER, failure=True, **fields)
 
 
 #: K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin.
-_EQUAL_MAXIMA = tuple(
-    _tied(
-        f"tied_maxima[k={k}]",
+_EQUAL_MAXIMA = {
+    f"tied_maxima[k={k}]": _tied(
         f"{k} equal maxima, V negative",
         Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0)),
-        *(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE),
-        V1_IN_FP16,
+        (*(_TIES_BREAK if k <= 4 else _FUSED_ROUNDS_ONCE), V1_IN_FP16),
         gradients=k == 2,
         traced=k == 2,
         study=k != 2,
-        family=Family("number of equal maxima", k),
+        family=("number of equal maxima", k),
     )
     for k in (2, 3, 4, 8, 16)
-)
+}
 
-_OTHER_V = (
-    _tied(
-        "tied_maxima_positive_v",
+_ON_A_SINK = Values(tail_mean=-0.1)
+_OTHER_V = {
+    "tied_maxima_positive_v": _tied(
         "2 equal maxima, V positive: the same bias, the other way",
         Scores(),
-        *_TIES_BREAK,
-        V1_IN_FP16,
+        (*_TIES_BREAK, V1_IN_FP16),
         values=Values(mean=2.4),
     ),
-    _tied(
-        "tied_maxima_unscaled",
+    "tied_maxima_unscaled": _tied(
         "2 equal maxima, alpha = 1: scores are not scaled, as in T5",
         Scores(),
-        *_TIES_BREAK,
-        V1_IN_FP16,
+        (*_TIES_BREAK, V1_IN_FP16),
         shape=Shape(scale=1.0),
         study=True,
     ),
-    _tied(
-        "sink_tie",
+    "sink_tie": _tied(
         "2 equal maxima on an attention sink, the tail's V near 0",
         Scores(),
-        _PLAIN_IS_BIASED,
-        claim(BIASED_TOWARD, f"{OWN}: where a kernel rounds decides", "safe lazy", FUSED),
-        *(_FIX_HOLDS, _STOCHASTIC, _STANDARD_IS_BIASED, V1_IN_FP16),
-        values=Values(tail_mean=-0.1),
+        (
+            _PLAIN_IS_BIASED,
+            claim(BIASED_TOWARD, f"{OWN}: where a kernel rounds decides", "safe lazy", FUSED),
+            *(_FIX_HOLDS, _STOCHASTIC, _STANDARD_IS_BIASED, V1_IN_FP16),
+        ),
+        values=_ON_A_SINK,
         gradients=True,
     ),
-    _scripted(
-        "mixed_sign_v",
+    "mixed_sign_v": _scripted(
         "2 equal maxima, V of mixed sign (control): ties break both ways",
         Scores(),
-        claim(UNBIASED, f"{PAPER}, section 3.3.2", _PLAIN, "paper", tiled=False),
-        claim(BIASED_TOWARD, f"{OWN}: measured, -0.09 ulp; no mechanism is known", "safe lazy", FUSED),
-        claim(
-            within(112.0),
-            f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
-            f"{_SCALED} stabilized_authors",
-            "paper fused all_bf16",
-            "fp16",
+        (
+            claim(UNBIASED, f"{PAPER}, section 3.3.2", _PLAIN, "paper", tiled=False),
+            claim(BIASED_TOWARD, f"{OWN}: measured, -0.09 ulp; no mechanism is known", "safe lazy", FUSED),
+            claim(
+                within(112.0),
+                f"{OWN}: where V cancels the tail is left, and its P-bar, at most exp(-12 - r_m), is lost in fp16",
+                f"{_SCALED} stabilized_authors",
+                "paper fused all_bf16",
+                "fp16",
+            ),
+            V1_IN_FP16,
         ),
-        V1_IN_FP16,
         source=PAPER,
         values=Values(mean=0.0, std=1.0),
     ),
-    _scripted(
-        "no_tail",
+    "no_tail": _scripted(
         "2 equal maxima and no remainder (control): exact ties go to even",
         Scores(gap=_NO_TAIL),
-        *(_FAST_EXP_ERRS, _TIES_GO_AWAY),
-        claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", _PLAIN),
-        V1_IN_FP16,
+        (
+            *(_FAST_EXP_ERRS, _TIES_GO_AWAY),
+            claim(UNBIASED, f"{_COMMENTARY}: eliminating the remainder", _PLAIN),
+            V1_IN_FP16,
+        ),
         source=_COMMENTARY,
     ),
-)
+}
 
-_ONE_MAXIMUM = (
-    _scripted(
-        "single_maximum",
+_ONE_MAXIMUM = {
+    "single_maximum": _scripted(
         "1 maximum, the tail's V like the rest (control)",
         Scores(maxima=1, gap=(9.0, 15.0)),
         source=PAPER,
         unclaimed="a control: what a tail 9 to 15 below leaves of one maximum is 0.1 ulp and less, of either sign",
     ),
-    _scripted(
-        "single_maximum_sink",
+    "single_maximum_sink": _scripted(
         "1 maximum on a sink, the tail's V near 0: nothing repeats, no fix sees it",
         Scores(maxima=1, gap=(9.0, 15.0)),
-        claim(
-            BIASED_AWAY,
-            f"{OWN}: the limit of the fix",
-            f"{_PLAIN} as_printed_v2 stabilized stabilized_v1 stabilized_authors gamma lazy",
-            f"paper all_bf16 {FUSED}",
+        (
+            claim(
+                BIASED_AWAY,
+                f"{OWN}: the limit of the fix",
+                f"{_SEE_NO_REPEAT} stabilized_authors lazy",
+                f"paper all_bf16 {FUSED}",
+            ),
+            claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", "standard"),
+            *(_DITHERED, _STOCHASTIC),
         ),
-        claim(BIASED_TOWARD, f"{OWN}: O is the sink's P alone, cast once more", "standard"),
-        *(_DITHERED, _STOCHASTIC),
-        values=Values(tail_mean=-0.1),
+        values=_ON_A_SINK,
         failure=True,
     ),
-    _scripted(
-        "single_maximum_large",
+    "single_maximum_large": _scripted(
         "1 maximum of 105 to 120: scaling it although nothing repeats underflows",
         Scores(maxima=1, top=(105.0, 120.0)),
-        _SCALED_BREAKS_DOWN,
-        claim(
-            INACCURATE,
-            f"{OWN}: a tile without the maximum repeats its own, is scaled, and overshoots",
-            "stabilized",
-            formats=_16_BITS,
-            tiled=True,
+        (
+            _SCALED_BREAKS_DOWN,
+            claim(INACCURATE, f"{_OVERSHOOTS}, and overshoots", "stabilized", formats=_16_BITS, tiled=True),
         ),
         source=f"{PAPER} v1, appendix C",
     ),
-)
+}
 
-_MAXIMA_NEAR_ZERO = (
-    _tied(
-        "repeated_zero",
+_MAXIMA_NEAR_ZERO = {
+    "repeated_zero": _tied(
         "repeated maximum exactly 0: neither branch of the fix applies",
         Scores(top=(0.0, 0.0)),
-        _PLAIN_IS_BIASED,
-        claim(BIASED_AWAY, f"{OWN}: no branch for 0", _FIXES, "paper all_bf16"),
-        *_WITHOUT_A_FIX,
+        (
+            _PLAIN_IS_BIASED,
+            claim(BIASED_AWAY, f"{OWN}: no branch for 0", _FIXES, "paper all_bf16"),
+            *_WITHOUT_A_FIX,
+        ),
     ),
-    _tied(
-        "repeated_tiny",
+    "repeated_tiny": _tied(
         "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
         Scores(top=(0.001, 0.004)),
-        _PLAIN_IS_BIASED,
-        claim(BIASED, _ROUNDS_BACK, _SCALED, "paper"),
-        claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", "stabilized_authors", "all_bf16"),
-        *_WITHOUT_A_FIX,
+        (
+            _PLAIN_IS_BIASED,
+            claim(BIASED, _ROUNDS_BACK, _SCALED, "paper"),
+            claim(BIASED_AWAY, f"{_ROUNDS_BACK}, and l with it", "stabilized_authors", "all_bf16"),
+            *_WITHOUT_A_FIX,
+        ),
         study=True,
         unclaimed=f"the fix in a fused kernel {_ON_THE_MARGIN}",
     ),
-    _tied(
-        "repeated_negative",
+    "repeated_negative": _tied(
         "repeated maximum of -6 to -1: the fix's negative branch",
         Scores(top=(-6.0, -1.0)),
-        claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", "as_printed_v2", "paper"),
-        claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", "gamma", "paper"),
-        *_TIES_BREAK,
+        (
+            claim(BIASED_AWAY, f"{OWN}: line 10 of v2 as printed loses this branch", "as_printed_v2", "paper"),
+            claim(BIASED, f"{PAPER} v1, appendix C: gamma close to 1", "gamma", "paper"),
+            *_TIES_BREAK,
+        ),
     ),
-)
+}
 
 
-def _large_maxima() -> tuple[Case, ...]:
+def _large_maxima() -> dict[str, Case]:
     """Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on.
 
     The authors' code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16
@@ -299,24 +296,26 @@ def _large_maxima() -> tuple[Case, ...]:
         " decides",
     }
     plain = claim(BIASED_AWAY, f"{PAPER}, section 3.3.2", _PLAIN, "paper")
-    cases = tuple(
-        _tied(
-            f"repeated_large[r={r}]",
+    cases = {
+        f"repeated_large[r={r}]": _tied(
             f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
             Scores(top=(float(r), high)),
-            plain if r == 10000 else _PLAIN_IS_BIASED,
-            *(*claims, v1_breaks, no_sum),
-            *((_FUSED_ROUNDED_FIRST_IS_NOT, *_WITHOUT_A_FIX[1:]) if r == 10000 else _WITHOUT_A_FIX),
+            (
+                plain if r == 10000 else _PLAIN_IS_BIASED,
+                *(*claims, v1_breaks, no_sum),
+                _FUSED_ROUNDED_FIRST_IS_NOT if r == 10000 else _FUSED_IS_NOT,
+                *_WITHOUT_A_FIX[1:],
+            ),
             study=r in (25, 30, 60, 90),
             chaotic=r == 90,  # whether the device flushes a subnormal P-bar decides
             unclaimed=unclaimed.get(r),
         )
         for r, (high, claims) in rows.items()
-    )
-    return cases + _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
+    }
+    return cases | _inexact_arguments((gone, *lost, v1_breaks, no_sum), (breaks, gone, v1_breaks, no_sum))
 
 
-def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> tuple[Case, ...]:
+def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> dict[str, Case]:
     """Row maxima whose product with alpha log2 e is no fp32 number, and nothing that could break a tie but that.
 
     Contracted, P-bar of the maxima is 2^e, e the rounding error of m c: up to half an ulp of it, 2^-22, 2^-18 and 2^-15
@@ -336,120 +335,104 @@ def _inexact_arguments(at_60: tuple[Claim, ...], at_600: tuple[Claim, ...]) -> t
         600: ((520.0, 1000.0), at_600, (_SCALED_BREAKS_DOWN, _TILE_OVERSHOOTS)),
     }
     rounded = "times log2 e, which fp32 rounds, and no remainder"
-
-    def case(kind: str, about: str, r: int, scores: Scores, *claims: Claim) -> Case:
-        unclaimed = "a shift that is moved or scaled has an error of P-bar of its own, common to a row"
-        return _scripted(f"inexact_{kind}[r={r}]", about, scores, *claims, study=r != 6, unclaimed=unclaimed)
-
-    repeated = tuple(
-        case(
-            "ties",
-            f"2 equal maxima of about {r} {rounded}",
-            r,
-            Scores(top=top, gap=_NO_TAIL),
-            *(together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart, *harm),
+    repeated, single = (
+        {
+            f"inexact_{kind}[r={r}]": _scripted(
+                about.format(f"{r} {rounded}"),
+                Scores(maxima=maxima, top=top, gap=_NO_TAIL),
+                (*claims, *harm[maxima == 1]),
+                study=r != 6,
+                unclaimed="a shift that is moved or scaled has an error of P-bar of its own, common to a row",
+            )
+            for r, (top, *harm) in rows.items()
+        }
+        for kind, about, maxima, claims in (
+            ("ties", "2 equal maxima of about {}", 2, (together, _TIES_GO_AWAY, _FAST_EXP_ERRS, apart)),
+            ("single", "1 maximum of about {} (control): nothing ties", 1, (alone,)),
         )
-        for r, (top, harm, _) in rows.items()
     )
-    single = tuple(
-        case(
-            "single",
-            f"1 maximum of about {r} {rounded} (control): nothing ties",
-            r,
-            Scores(maxima=1, top=top, gap=_NO_TAIL),
-            *(alone, *harm),
-        )
-        for r, (top, _, harm) in rows.items()
-    )
-    return repeated + single
+    return repeated | single
 
 
-_ACROSS_BLOCKS = (
-    _scripted(
-        "ties_across_blocks",
+_ACROSS_BLOCKS = {
+    "ties_across_blocks": _scripted(
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
         Scores(positions=(17, 145)),
-        *(_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE, _DITHERED),
+        (_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE, _DITHERED),
         shape=Shape(keys=256),
         failure=True,
     ),
-    _scripted(
-        "ties_across_long_blocks",
+    "ties_across_long_blocks": _scripted(
         "4 equal maxima of 2,048 keys, 512 apart: a library that sums P V in bf16 between blocks errs in each",
         Scores(maxima=4, positions=(100, 700, 1300, 1900)),
-        *(_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE),
+        (_STANDARD_IS_BIASED, *_FUSED_ROUNDS_ONCE),
         shape=Shape(keys=2048),
         failure=True,
         most_heads=64,
         study=True,
         unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
     ),
-    _scripted(
-        "overshooting_shift",
+    "overshooting_shift": _scripted(
         "a repeated maximum in the first block, scaled above the true maximum of the second",
         Scores(maxima=3, positions=(5, 40, 200), offsets=(0.0, 0.0, 0.5)),
-        V1_IN_FP16,
+        (V1_IN_FP16,),
         shape=Shape(keys=256),
         unclaimed="two maxima half below the third in every row: one common error of P-bar, of any sign",
     ),
-)
+}
 
 # Rows whose first key block ends below the maximum, but not by so much that lazy rescaling follows it. P-bar of the
 # maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O as long as l
 # sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
 _GROWN = (_PLAIN_IS_BIASED, _FUSED_IS_NOT, _STOCHASTIC, V1_IN_FP16, FAIR, OFFSET_HARMS)
-_GROWING_MAXIMUM = (
-    Case(
-        "growing_maximum",
+_LAZY_RESCALING = f"{OWN}, FlashAttention-4's lazy rescaling"
+_GROWING_MAXIMUM = {
+    "growing_maximum": _case(
         "2 equal maxima 1 to 5 above the first block's: FlashAttention-4 keeps the old shift, and P-bar is above 1",
-        f"{OWN}, FlashAttention-4's lazy rescaling",
         partial(growing, growth=(1.0, 5.0)),
         _GROWN,
+        source=_LAZY_RESCALING,
         failure=True,
     ),
-    Case(
-        "growing_maximum[by=4]",
+    "growing_maximum[by=4]": _case(
         "the same, 4 above in every row: lazy rescaling makes one error common to all rows",
-        f"{OWN}, FlashAttention-4's lazy rescaling",
         partial(growing, growth=(4.0, 4.0)),
         (
             claim(BIASED_TOWARD, f"{OWN}: e^4 rounds down", "lazy", "paper fused fused_stochastic"),
             *_GROWN,
             _STANDARD_IS_BIASED,
         ),
+        source=_LAZY_RESCALING,
         failure=True,
         gradients=True,
         study=True,
     ),
-)
+}
 
 _SUM_UNROUNDED = f"{OWN}: P-bar rounds up to 1, what l sums does not"
-_NEAR_TIES = (
-    _tied(
-        "near_tie_inside",
+_NEAR_TIES = {
+    "near_tie_inside": _tied(
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3",
         Scores(offsets=(0.0, -(2.0**-11))),
-        claim(BIASED_AWAY, f"{PAPER} v2: both P-bar round to 1", f"{_PLAIN} stabilized_v1", "paper all_bf16"),
-        claim(UNBIASED, f"{PAPER} v2: eps = 1e-3", "stabilized", "paper"),
-        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy", FUSED),
-        _STANDARD_IS_BIASED,
+        (
+            claim(BIASED_AWAY, f"{PAPER} v2: both P-bar round to 1", f"{_PLAIN} stabilized_v1", "paper all_bf16"),
+            claim(UNBIASED, f"{PAPER} v2: eps = 1e-3", "stabilized", "paper"),
+            claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy", FUSED),
+            _STANDARD_IS_BIASED,
+        ),
     ),
-    _tied(
-        "near_tie_outside",
+    "near_tie_outside": _tied(
         "2 maxima 1.5e-3 apart, outside the fix's tolerance: both P-bar still round to 1",
         Scores(offsets=(0.0, -(2.0**-10 + 2.0**-11))),
-        claim(
-            BIASED_AWAY,
-            f"{OWN}: the limit of eps",
-            f"{_PLAIN} as_printed_v2 stabilized stabilized_v1 gamma",
-            "paper all_bf16",
+        (
+            claim(BIASED_AWAY, f"{OWN}: the limit of eps", _SEE_NO_REPEAT, "paper all_bf16"),
+            claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy stabilized", FUSED),
+            claim(BIASED_AWAY, _SUM_UNROUNDED, "safe", "fused_stochastic"),
+            _STANDARD_IS_BIASED,
         ),
-        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe lazy stabilized", FUSED),
-        claim(BIASED_AWAY, _SUM_UNROUNDED, "safe", "fused_stochastic"),
-        _STANDARD_IS_BIASED,
         study=True,
     ),
-)
+}
 
 
 def _equal_keys(draw: Draw) -> AttentionInputs:
@@ -465,30 +448,25 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
     """Every other head's ties lie above neighbours with an odd last bit."""
     batch, heads = draw.batch_and_heads
     odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
-    inputs = tied_p_bar(draw.rng, odd, noise_seed(draw))
+    inputs = tied_p_bar(draw.rng, odd, draw.noise_seed())
     q, k, v = map(draw.rounded, (inputs.q, inputs.k, inputs.v))
-    return AttentionInputs(q, k, v, upstream(draw, q.shape), draw.formats, noise_seed=inputs.noise_seed)
+    return AttentionInputs(q, k, v, draw.upstream(q.shape), draw.formats, noise_seed=inputs.noise_seed)
 
 
-_CONTROLS = (
-    Case(
-        "equal_keys",
+_CONTROLS = {
+    "equal_keys": _case(
         "duplicate tokens: ties exact in any arithmetic",
-        OWN,
         _equal_keys,
         (*_TIES_BREAK, _DITHERED, V1_IN_FP16, FAIR, OFFSET_HARMS),
         failure=True,
     ),
-    _scripted(
-        "faint_tail",
+    "faint_tail": _scripted(
         "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away",
         Scores(gap=(20.5, 22.5)),
-        *(_TIES_GO_AWAY, V1_IN_FP16),
+        (_TIES_GO_AWAY, V1_IN_FP16),
     ),
-    Case(
-        "tied_p_bar",
+    "tied_p_bar": _case(
         "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
-        OWN,
         _tied_p_bar,
         (
             claim(BIASED_AWAY, f"{OWN}: ties go away from zero", plans="fused_p_bar_away fused_p_bar_o_away"),
@@ -496,59 +474,42 @@ _CONTROLS = (
         ),
         unclaimed="where S is in bf16 P-bar is no tie",
     ),
-    Case(
-        "random_mixed_v",
-        "normal q, k, v: O cancels",
-        OWN,
-        partial(normal_numbers, shape=SHAPE, v_mean=0.0, v_std=1.0),
-        cancels=True,
-    ),
-)
+    "random_mixed_v": _case("normal q, k, v: O cancels", partial(normal_numbers, v_mean=0.0, v_std=1.0), cancels=True),
+}
 
 
-def _random(name: str, about: str, shape: Shape = SHAPE, *claims: Claim, causal: bool = False) -> Case:
+def _random(about: str, shape: Shape = SHAPE, claims: Sequence[Claim] = (), *, causal: bool = False) -> Case:
     """Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take."""
     # Of 8 bits no bias is claimed, nor none: P-bar is more often just above one of so few numbers than just below.
     coarse = claim(ACCURATE, f"{OWN}: accuracy in 8 bits", plans="fused_fp8", formats=_16_BITS)
     sound = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe standard dithered", formats=_16_BITS)
-    return Case(
-        name,
-        about,
-        OWN,
-        partial(normal_numbers, shape=shape, causal=causal),
-        (*claims, coarse, sound),
-        gradients=True,
-        normal=True,
-        unclaimed="a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random"
-        " scores",
-    )
+    moved = "a shift that is moved or scaled has an error of P-bar of its own, of 0.1 ulp and less on random scores"
+    recipe = partial(normal_numbers, shape=shape, causal=causal)
+    return _case(about, recipe, (*claims, coarse, sound), gradients=True, normal=True, unclaimed=moved)
 
 
-_NORMAL_NUMBERS = (
-    _random("random", "normal q and k, V about 1: the accuracy baseline"),
-    _random("random_causal", "under a causal mask", Shape(queries=48, keys=48, d=32), causal=True),
-    _random(
-        "random_causal_chunk",
+# r_m is 6 in the middle where alpha = 0.3, 11 at most: what is left of P-bar is then subnormal in fp16.
+_SCALED_P_BAR_IS_LOST = claim(
+    INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", "always_scaled", formats="fp16"
+)
+_NORMAL_NUMBERS = {
+    "random": _random("normal q and k, V about 1: the accuracy baseline"),
+    "random_causal": _random("under a causal mask", Shape(queries=48, keys=48, d=32), causal=True),
+    "random_causal_chunk": _random(
         "under a causal mask, 16 queries at the end of 100 keys",
         Shape(queries=16, keys=100, d=32),
         causal=True,
     ),
-    _random("random_wide", "d = 128", Shape(d=128)),
-    _random("random_grouped", "grouped-query heads, 4 to a key head", Shape(groups=4)),
-    _random("random_odd", "7 queries, 100 keys, d = 40: no powers of two", Shape(queries=7, keys=100, d=40)),
-    _random(
-        "random_scaled",
-        "alpha = 0.3, no power of two",
-        Shape(scale=0.3),
-        # r_m is 6 in the middle here, 11 at most: what is left of P-bar is then subnormal in fp16.
-        claim(INACCURATE, f"{OWN}: unconditional scaling leaves exp(-r_m) of P-bar", "always_scaled", formats="fp16"),
-    ),
-)
+    "random_wide": _random("d = 128", Shape(d=128)),
+    "random_grouped": _random("grouped-query heads, 4 to a key head", Shape(groups=4)),
+    "random_odd": _random("7 queries, 100 keys, d = 40: no powers of two", Shape(queries=7, keys=100, d=40)),
+    "random_scaled": _random("alpha = 0.3, no power of two", Shape(scale=0.3), (_SCALED_P_BAR_IS_LOST,)),
+}
 
 
 def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
     """Random input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
-    inputs = normal_numbers(draw, SHAPE)
+    inputs = normal_numbers(draw)
     batch, keys = inputs.k.shape[0], inputs.k.shape[2]
     lengths = torch.from_numpy(draw.rng.integers(keys // 4, keys + 1, batch))
     visible = torch.arange(keys)[None] < lengths[:, None]
@@ -559,15 +520,15 @@ def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
 
 def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
     """Random input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
-    inputs = normal_numbers(draw, SHAPE)
-    q, v = inputs.q.clone(), inputs.v.clone()
-    (q if tensor == "q" else v)[:, :, 1, 0] = value
-    return replace(inputs, q=q, v=v)
+    inputs = normal_numbers(draw)
+    poisoned = getattr(inputs, tensor).clone()
+    poisoned[:, :, 1, 0] = value
+    return replace(inputs, **{tensor: poisoned})
 
 
 def _subnormal(draw: Draw) -> AttentionInputs:
     """V below the smallest normal value of the format."""
-    inputs = normal_numbers(draw, SHAPE)
+    inputs = normal_numbers(draw)
     tiny = inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal)
     return replace(inputs, v=draw.rounded(tiny))
 
@@ -582,44 +543,27 @@ _TIED_BY_CAST = _OF_AUTHORS(
 _SHIFT_CLAMPED = _OF_AUTHORS(
     BREAKS_DOWN, f"{OWN}: the shift is clamped at 0, so l is 0, and its clamp is 0 in fp16", formats="fp16"
 )
-_EDGES = (
-    Case("padded", "a key padding mask", OWN, partial(_padded, all_masked=False), gradients=True),
-    Case(
-        "wholly_masked",
-        "rows without a visible key give zeros",
-        OWN,
-        partial(_padded, all_masked=True),
-        gradients=True,
-    ),
-    Case(
-        "low_logits",
+_EDGES = {
+    "padded": _case("a key padding mask", partial(_padded, all_masked=False), gradients=True),
+    "wholly_masked": _case("rows without a visible key give zeros", partial(_padded, all_masked=True), gradients=True),
+    "low_logits": _case(
         "every score about -6e4, the first key's highest: a running maximum that starts above them stays",
-        OWN,
         partial(scripted, scores=Scores(top=(-6.4e4, -5.2e4), maxima=1, positions=(0,))),
         (_SCALED_BREAKS_DOWN, _CLAMPED, _SHIFT_CLAMPED, _TILE_OVERSHOOTS, OFFSET_HARMS),
         unclaimed="where S is in bf16, in steps of 256 here, every key ties",
         chaotic=True,
     ),
-    Case(
-        "huge_logits",
+    "huge_logits": _case(
         "scores of about 1e4: near one-hot rows",
-        OWN,
-        partial(normal_numbers, shape=SHAPE, size=1e4),
+        partial(normal_numbers, size=1e4),
         (_SCALED_BREAKS_DOWN, _CLAMPED, _TIED_BY_CAST, OFFSET_HARMS),
         unclaimed="where S is in bf16, in steps of 64 here, which key wins a row is chance",
         chaotic=True,
     ),
-    Case(
-        "inf_in_v",
-        "one Inf in V: its column is lost, no other",
-        OWN,
-        partial(_poisoned, value=torch.inf, tensor="v"),
-    ),
-    Case("nan_in_q", "a NaN in q: its row is lost, no other", OWN, partial(_poisoned, value=torch.nan, tensor="q")),
-    Case(
-        "subnormal_v",
+    "inf_in_v": _case("one Inf in V: its column is lost, no other", partial(_poisoned, value=torch.inf, tensor="v")),
+    "nan_in_q": _case("a NaN in q: its row is lost, no other", partial(_poisoned, value=torch.nan, tensor="q")),
+    "subnormal_v": _case(
         "V below the smallest normal value: exact, or flushed to zero",
-        OWN,
         _subnormal,
         (
             claim(INACCURATE, f"{OWN}: scaling takes P V below the subnormals", "always_scaled", formats=_16_BITS),
@@ -627,21 +571,25 @@ _EDGES = (
         ),
         chaotic=True,
     ),
-)
+}
 
-#: The scripted cases by what they are about.
-GROUPS: Mapping[str, tuple[Case, ...]] = {
+# The scripted cases by what they are about, and by name.
+_GROUPS = {
     "equal maxima": _EQUAL_MAXIMA,
     "equal maxima, other values of V": _OTHER_V,
     "one maximum": _ONE_MAXIMUM,
     "maxima near zero and below it": _MAXIMA_NEAR_ZERO,
     "large maxima": _large_maxima(),
-    "maxima in several key blocks": _ACROSS_BLOCKS + _GROWING_MAXIMUM,
+    "maxima in several key blocks": _ACROSS_BLOCKS | _GROWING_MAXIMUM,
     "maxima that differ by less than P-bar's rounding": _NEAR_TIES,
     "controls": _CONTROLS,
     "V in 8 bits": EIGHT_BITS,
     "normal numbers": _NORMAL_NUMBERS,
     "masks, NaN, Inf, subnormal and very large numbers": _EDGES,
     "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
+}
+#: The scripted cases by what they are about.
+GROUPS: Mapping[str, tuple[Case, ...]] = {
+    group: tuple(replace(case, name=name) for name, case in cases.items()) for group, cases in _GROUPS.items()
 }
 SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)

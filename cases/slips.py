@@ -1,7 +1,7 @@
 """Usual mistakes in attention kernels, as changes of the inputs: what a wrong kernel has computed exactly."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,8 +27,9 @@ class Slip:
 
 def slips(inputs: AttentionInputs) -> Iterator[Slip]:
     """Every mistake that changes what is computed of some inputs."""
-    for about, factor in _SCALES.items():
-        yield Slip(about, _rescaled(inputs, factor(inputs.scale)))
+    yield Slip("scores are not scaled", _rescaled(inputs, 1 / inputs.scale))
+    yield Slip("scores are scaled twice", _rescaled(inputs, inputs.scale))
+    yield Slip("exp2 is taken of scores that log2 e is missing from", _rescaled(inputs, math.log(2)))
     if cap := inputs.softcap:
         # c' tanh(s' / c') with other c' and s': c tanh(s / scale / c) scale, and c tanh(s).
         yield Slip("scores are capped before they are scaled", replace(inputs, softcap=cap * inputs.scale))
@@ -52,13 +53,6 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
 
 
-_SCALES: dict[str, Callable[[float], float]] = {
-    "scores are not scaled": lambda scale: 1 / scale,
-    "scores are scaled twice": lambda scale: scale,
-    "exp2 is taken of scores that log2 e is missing from": lambda _: math.log(2),
-}
-
-
 def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
     return replace(inputs, softmax_scale=inputs.scale * factor)
 
@@ -78,8 +72,8 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
     yield Slip("the mask is inverted", _masked(inputs, ~hidden | none))
     if not inputs.causal:
         return
-    rest = _others(inputs, none)
-    ahead = none.logical_not()
+    others, ahead = replace(inputs, causal=False).hidden(), none.logical_not()
+    rest = none if others is None else others | none
     for about, diagonal in {
         "the causal mask is aligned to the upper left": 1,
         "the causal mask hides a row's own key": keys - queries,
@@ -88,12 +82,6 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
         if diagonal != keys - queries + 1:
             yield Slip(about, _masked(inputs, ahead.triu(diagonal) | rest))
     yield Slip("the causal mask is not applied", _masked(inputs, rest))
-
-
-def _others(inputs: AttentionInputs, none: Tensor) -> Tensor:
-    """What masks other than the causal one hide."""
-    hidden = replace(inputs, causal=False).hidden()
-    return none if hidden is None else hidden | none
 
 
 def _masked(inputs: AttentionInputs, hidden: Tensor) -> AttentionInputs:
@@ -107,15 +95,18 @@ def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
     if not _plain(inputs) or inputs.causal:
         return
     for tile in _TILES:
-        if keys % tile and keys > tile:
-            most = keys - keys % tile
-            yield Slip(
-                f"the last {keys % tile} keys are left out, beyond a multiple of {tile}",
-                replace(inputs, k=inputs.k[:, :, :most], v=inputs.v[:, :, :most]),
-            )
-        if keys % tile:
-            empty = (0, 0, 0, tile - keys % tile)
-            k, v = (torch.nn.functional.pad(x, empty) for x in (inputs.k, inputs.v))
-            yield Slip(f"keys of 0 are counted past the end, up to a multiple of {tile}", replace(inputs, k=k, v=v))
+        beyond = keys % tile
+        if beyond and keys > tile:
+            about = f"the last {beyond} keys are left out, beyond a multiple of {tile}"
+            yield Slip(about, _with_keys(inputs, -beyond))
+        if beyond:
+            about = f"keys of 0 are counted past the end, up to a multiple of {tile}"
+            yield Slip(about, _with_keys(inputs, tile - beyond))
     if keys > 1:
-        yield Slip("the last key is left out", replace(inputs, k=inputs.k[:, :, :-1], v=inputs.v[:, :, :-1]))
+        yield Slip("the last key is left out", _with_keys(inputs, -1))
+
+
+def _with_keys(inputs: AttentionInputs, more: int) -> AttentionInputs:
+    """With so many keys of 0 at the end, or, below 0, without so many of the last."""
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (inputs.k, inputs.v))
+    return replace(inputs, k=k, v=v)

@@ -25,12 +25,9 @@ class Trace:
 
 
 def error_trace(p_bar: Tensor, v: Tensor, fmt: Format) -> Tensor:
-    """Equation 5: partial sums in fp32, each rounded to `fmt`, less the same in fp64; fp64, (keys,).
+    """Equation 5: partial sums in fp32, each rounded to the format of O-bar, less the same in fp64; fp64, (keys,).
 
-    Args:
-        p_bar: one row of P-bar as the product gets it, (keys,).
-        v: one column of V, (keys,).
-        fmt: the format that O-bar is kept in.
+    Of one row of P-bar as the product gets it, and one column of V, (keys,) each.
     """
     partial = torch.cumsum(p_bar.float() * v.float(), 0)
     return partial.to(TORCH_DTYPES[fmt]).double() - torch.cumsum(p_bar.double() * v.double(), 0)

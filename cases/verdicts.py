@@ -58,8 +58,7 @@ def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -
     freedom = samples - 1
     if freedom < 1:
         return math.inf
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
@@ -69,8 +68,7 @@ def interval(samples: Tensor) -> Interval:
     count = samples.numel()
     if count < 2:
         return Interval(samples.mean().item() if count else math.nan, math.inf)
-    error = samples.std().item() / math.sqrt(count)
-    return Interval(samples.mean().item(), quantile(count) * error)
+    return Interval(samples.mean().item(), quantile(count) * (samples.std().item() / math.sqrt(count)))
 
 
 def heads_to_tell(bias: Interval, heads: int) -> int:

@@ -79,7 +79,7 @@ class Ascend(Backend):
 
         def statistics(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
             forward = attention.forward(to_device(inputs, self.device))
-            return forward.softmax_max.cpu(), forward.softmax_sum.cpu()
+            return forward["softmax_max"].cpu(), forward["softmax_sum"].cpu()
 
         return {"p_cast": p_cast(output), **softmax_errors(statistics)}
 

@@ -77,19 +77,14 @@ class Call:
 
 
 def noise_seed(seed: int, step: int, layer: int) -> int:
-    """The seed of a layer's dither and stochastic casts at one step, a hash of the three."""
+    """The seed of a layer's dither and stochastic casts at one step."""
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
-    """Causal attention, every head with its own kernel: O, (batch, heads, tokens, d), differentiable.
+    """Causal attention, every head with its own kernel, of unrounded q, k and v: each (batch, heads, tokens, d), fp32.
 
-    The gradient passes the rounding of q, k and v unchanged, as that of a cast does.
-
-    Args:
-        q, k, v: (batch, heads, tokens, d), fp32, not yet rounded.
-        kernels: one a head.
-        call: arithmetic, place and observers.
+    O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does.
     """
     if kernels.count(kernels[0]) == len(kernels):  # hashing them takes longer than comparing what is mostly one object
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
@@ -97,8 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
     for kernel in dict.fromkeys(kernels):
         heads = tuple(index for index, other in enumerate(kernels) if other == kernel)
         at = torch.tensor(heads, device=q.device)
-        q_part, k_part, v_part = (tensor.index_select(1, at) for tensor in (q, k, v))
-        out = out.index_copy(1, at, _apply(q_part, k_part, v_part, kernel, heads, call))
+        parts = (tensor.index_select(1, at) for tensor in (q, k, v))
+        out = out.index_copy(1, at, _apply(*parts, kernel, heads, call))
     return out
 
 
@@ -166,10 +161,9 @@ def _backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients by the kernel's own backward pass; one without gets that of fp32 flash attention, from its O."""
-    if isinstance(implementation, Declaration):
-        return run_backward(implementation, inputs, output, arithmetic, wanted)
-    if not implementation.has_backward:
-        return run_backward(FP32_ATTENTION, inputs, output, arithmetic, wanted)
+    if isinstance(implementation, Declaration) or not implementation.has_backward:
+        declaration = implementation if isinstance(implementation, Declaration) else FP32_ATTENTION
+        return run_backward(declaration, inputs, output, arithmetic, wanted)
     with torch.enable_grad():  # which autograd turns off in here, and a kernel may rest on
         return _own_gradients(implementation, implementation.compute(inputs, arithmetic, True))
 

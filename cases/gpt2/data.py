@@ -32,7 +32,7 @@ class Corpus:
 
 @cache
 def corpus() -> Corpus:
-    """Return the text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
+    """The text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
     text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
     characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
     shared = tokens.astype(np.uint16)
@@ -41,10 +41,9 @@ def corpus() -> Corpus:
 
 
 def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
-    """Return nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
+    """nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
 
-    Raises:
-        DataError: no file, half a token, no more tokens than `context`, or one that is not below `vocabulary`.
+    DataError: no file, half a token, no more tokens than `context`, or one that is not below `vocabulary`.
     """
     path = folder / TRAINING_FILE
     if not path.is_file():
@@ -65,7 +64,7 @@ def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Batches:
-    """A sequence of batches that any step can be asked of: replayed for every variant, resumed at any step."""
+    """A sequence of batches: replayed for every variant, resumed at any step."""
 
     tokens: Tokens  # the text
     sequences: int  # of a batch
@@ -78,21 +77,20 @@ class Batches:
             raise DataError(f"{len(self.tokens)} tokens, at least {self.context + 1} are needed")
 
     def starts(self, step: int) -> list[int]:
-        """Return where the sequences of a step's batch begin in the text."""
+        """Where the sequences of a step's batch begin in the text."""
         # Raw bits: NumPy promises that they never change, which it does not of its distributions.
         raw = Philox(SeedSequence([self.seed, step])).random_raw(self.sequences)
         return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Return tokens and those that follow each, int64 (sequences, context), of one of several parts of a batch."""
+        """Tokens and those that follow each, int64 (sequences, context), of one of several parts of a batch."""
         size = self.sequences // parts
         starts = self.starts(step)[part * size : (part + 1) * size]
-        windows = np.stack([self.tokens[at : at + self.context + 1] for at in starts]).astype(np.int64)
-        both = torch.from_numpy(windows)
+        both = torch.from_numpy(np.stack([self.tokens[at : at + self.context + 1] for at in starts]).astype(np.int64))
         return both[:, :-1], both[:, 1:]
 
     def digest(self, steps: int) -> str:
-        """Return the SHA-256 of the first batches: equal digests mean equal training data."""
+        """The SHA-256 of the first batches: equal digests mean equal training data."""
         sha256 = hashlib.sha256()
         for step in range(steps):
             for part in self.batch(step):
@@ -101,10 +99,6 @@ class Batches:
 
 
 def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
-    """Return the batches of a run, from token data in a folder or, at None, of the text that ships.
-
-    Raises:
-        DataError: as `read_bin`.
-    """
+    """The batches of a run, from token data in a folder (see `read_bin`) or, at None, of the text that ships."""
     tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
     return Batches(tokens, sequences, context, seed)

@@ -17,14 +17,10 @@ from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
 def clip(block: Block, largest: Tensor, tau: float) -> None:
-    """QK-clip: shrink W_Q and W_K of the heads whose logits are too large (arXiv 2507.20534, section 2.1).
+    """QK-clip: shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place.
 
-    Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau.
-
-    Args:
-        block: whose weights change in place.
-        largest: logit of every head over the step's batch, (heads,).
-        tau: what it may be.
+    Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau (arXiv
+    2507.20534, section 2.1).
     """
     factor = (tau / largest.clamp(min=tau)).sqrt()
     with torch.no_grad():
@@ -70,10 +66,15 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
     """
     if block.q_norm is None or block.k_norm is None:
         raise ValueError("the block has no QK-norm: set qk_norm in its configuration")
+
+    def of_heads(layer: nn.Linear, x: Tensor) -> Tensor:  # in fp64, (heads, tokens, d)
+        return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)
+
     with torch.no_grad():
-        q, k = (_heads(block, layer, x) for layer, x in ((block.wq, queries), (block.wk, keys)))
+        q, k = of_heads(block.wq, queries), of_heads(block.wk, keys)
         unit_q, unit_k = (functional.rms_norm(x, x.shape[-1:]) for x in (q, k))
-        q_gain = _ratio((unit_q * q).sum(1), unit_q.square().sum(1))
+        size = unit_q.square().sum(1)
+        q_gain = torch.where(size > 0, (unit_q * q).sum(1) / size, 1.0)
         unit_q = unit_q * q_gain[:, None]
         normal = (unit_q.mT @ unit_q) * (unit_k.mT @ unit_k)
         target = torch.einsum("hqt,hqk,hkt->ht", unit_q, q @ k.mT, unit_k)
@@ -81,16 +82,6 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
         k_gain = torch.where(normal.diagonal(dim1=-2, dim2=-1) > 0, solved, 1.0)
         block.q_norm.gain.copy_(q_gain.flatten())
         block.k_norm.gain.copy_(k_gain.flatten())
-
-
-def _heads(block: Block, layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return queries or keys in fp64, (tokens, width) -> (heads, tokens, d)."""
-    return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)
-
-
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Return above / below, 1 where below is 0."""
-    return torch.where(below > 0, above / below, 1.0)
 
 
 @dataclass(frozen=True)
@@ -103,26 +94,24 @@ class Mitigation:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Return the parameters that it adds to the scripted layer: without training them it could not act."""
-        norms = ("q_norm.gain", "k_norm.gain") if self.qk_norm else ()
-        gate = ("gate.weight",) if self.gated else ()
-        return tuple(f"blocks.{LAYER}.{name}" for name in (*norms, *gate))
+        """The parameters that it adds to the scripted layer: without training them it could not act."""
+        added = {"q_norm.gain": self.qk_norm, "k_norm.gain": self.qk_norm, "gate.weight": self.gated}
+        return tuple(f"blocks.{LAYER}.{name}" for name, is_added in added.items() if is_added)
 
     def configured(self, configuration: Configuration) -> Configuration:
-        """Return the configuration of a model with it."""
+        """The configuration of a model with it."""
         return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
 
     def adapt(self, model: GPT2, script: Script) -> None:
         """Give a scripted model the scores of the script again; all but QK-norm leave them alone."""
-        if not self.qk_norm:
-            return
-        block, context = model.block(LAYER), model.configuration.context
-        x = block.norm_1(model.tokens.weight[:context] + model.positions.weight)
-        # The sinks, which come first, see nothing but equal keys: what they ask makes no difference.
-        match_scores(block, x[script.sinks :], x)
+        if self.qk_norm:
+            block, context = model.block(LAYER), model.configuration.context
+            x = block.norm_1(model.tokens.weight[:context] + model.positions.weight)
+            # The sinks, which come first, see nothing but equal keys: what they ask makes no difference.
+            match_scores(block, x[script.sinks :], x)
 
     def clipper(self) -> QKClip | None:
-        """Return a new QK-clip for one run; None where it does not clip."""
+        """A new QK-clip for one run; None where it does not clip."""
         return None if self.tau is None else QKClip(self.tau)
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Configuration:
     gated: bool = False  # whether a gate multiplies every head's output: see `Gate`
 
     def __post_init__(self) -> None:
-        """Refuse widths that the heads don't divide, in one line."""
+        """Refuse sizes of no model, in one line."""
         if min(self.layers, self.heads, self.width, self.context, self.vocabulary) < 1:
             raise ValueError(f"sizes of a model must be at least 1: {self}")
         if self.width % self.heads:
@@ -38,7 +39,7 @@ class Configuration:
 
     @property
     def d(self) -> int:
-        """Return the width of a head."""
+        """Width of a head."""
         return self.width // self.heads
 
 
@@ -51,7 +52,7 @@ PRESETS: Mapping[str, Configuration] = {
 
 
 def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
-    """Return one kernel in every head of every layer."""
+    """One kernel in every head of every layer."""
     return ((kernel,) * configuration.heads,) * configuration.layers
 
 
@@ -63,9 +64,8 @@ def _split(x: Tensor, heads: int) -> Tensor:
 class HeadNorm(nn.Module):
     """QK-norm: every head's queries or keys normalised, with a learnable gain (arXiv 2010.04245, 2302.05442).
 
-    By their root mean square, as arXiv 2505.09388 has it. The gains bound a head's scores, however much its weights
-    grow; the gains themselves nothing bounds. Every dimension of every head has its own. They start at 1:
-    `tiebreak.cases.gpt2.mitigations.match_scores` sets them otherwise.
+    By their root mean square, as arXiv 2505.09388 has it. The gains, one a dimension of every head, bound the scores
+    however much the weights grow; nothing bounds the gains.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -91,9 +91,8 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(configuration.width, configuration.width))
 
     def forward(self, o: Tensor, h: Tensor) -> Tensor:
-        """Return the gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
-        gate = 2 * torch.sigmoid(functional.linear(h, self.weight))
-        return o * _split(gate, self._heads)
+        """The gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
+        return o * _split(2 * torch.sigmoid(functional.linear(h, self.weight)), self._heads)
 
 
 class Block(nn.Module):
@@ -101,13 +100,9 @@ class Block(nn.Module):
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__()
-        width = configuration.width
-        self.heads = configuration.heads
+        width, self.heads = configuration.width, configuration.heads
         self.norm_1 = nn.LayerNorm(width, bias=False)
-        self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, width, bias=False)
-        self.wv = nn.Linear(width, width, bias=False)
-        self.wo = nn.Linear(width, width, bias=False)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.q_norm = HeadNorm(configuration) if configuration.qk_norm else None
         self.k_norm = HeadNorm(configuration) if configuration.qk_norm else None
         self.gate = Gate(configuration) if configuration.gated else None
@@ -116,7 +111,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call]) -> Tensor:
-        """Return the residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
+        """The residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
         q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -133,13 +128,10 @@ class GPT2(nn.Module):
     """The model. Weights and everything but attention are in fp32."""
 
     def __init__(self, configuration: Configuration, kernels: Kernels, arithmetic: Arithmetic, seed: int) -> None:
-        """GPT-2's initial weights.
+        """GPT-2's initial weights: normal, those that write to the residual stream smaller.
 
-        Args:
-            configuration: sizes.
-            kernels: of every head of every layer.
-            arithmetic: what attention runs on.
-            seed: of the weights and of the kernels' noise.
+        `kernels` are of every head of every layer. The seed is that of the weights, which are NumPy's numbers and so
+        the same everywhere, and of the kernels' noise.
         """
         super().__init__()
         if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):
@@ -153,12 +145,7 @@ class GPT2(nn.Module):
         self.head = nn.Linear(configuration.width, configuration.vocabulary, bias=False)
         if configuration.tied:
             self.head.weight = self.tokens.weight
-        self._initialise(seed)
-
-    def _initialise(self, seed: int) -> None:
-        """Normal weights, those that write to the residual stream smaller. NumPy's numbers are the same everywhere."""
-        rng = Generator(Philox(seed))
-        residual = 1.0 / math.sqrt(2 * self.configuration.layers)
+        rng, residual = Generator(Philox(seed)), 1.0 / math.sqrt(2 * configuration.layers)
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 # Gates start at 0 and draw nothing: a model with them has the other weights of the model without.
@@ -168,24 +155,21 @@ class GPT2(nn.Module):
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
     def block(self, layer: int) -> Block:
-        """Return the block of a layer, from 0."""
+        """The block of a layer, from 0."""
         module = self.blocks[layer]
         assert isinstance(module, Block)
         return module
 
     def forward(self, tokens: Tensor, step: int) -> Tensor:
-        """Return logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise."""
+        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for layer in range(self.configuration.layers):
-            if not self.kernels[layer]:
-                continue
-            x = self.block(layer)(x, self.kernels[layer], lambda h, layer=layer: self._call(h, layer, step))
+        for layer, kernels in enumerate(self.kernels):
+            if kernels:
+                call = partial(Call, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
+                x = self.block(layer)(x, kernels, call)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _call(self, x: Tensor, layer: int, step: int) -> Call:
-        return Call(self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers, x)
-
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
-        """Return the mean cross-entropy in nats of the next tokens, a scalar."""
+        """The mean cross-entropy in nats of the next tokens, a scalar."""
         return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())

@@ -19,7 +19,7 @@ from tiebreak.kernels.flash import Softmax
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.operands import folds_scale
-from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.shift_rules import repeated
 
 
@@ -39,8 +39,8 @@ class View:
         """The heads looked at."""
         return self.observation.heads if self.head is None else (self.head,)
 
-    def _of(self, x: Tensor) -> Tensor:
-        """What of a tensor (batch, heads, ...) is of them."""
+    def _seen(self, x: Tensor) -> Tensor:
+        """What a tensor (batch, heads, ...) has of the heads looked at."""
         if self.head is None:
             return x
         at = self.observation.heads.index(self.head)
@@ -48,9 +48,9 @@ class View:
 
     @cached_property
     def inputs(self) -> AttentionInputs:
-        """What the heads looked at were inputs."""
+        """q, k, v and dO of the heads looked at."""
         inputs = self.observation.inputs
-        q, k, v, do = (self._of(tensor) for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+        q, k, v, do = map(self._seen, (inputs.q, inputs.k, inputs.v, inputs.do))
         return replace(inputs, q=q, k=k, v=v, do=do)
 
     @property
@@ -58,36 +58,28 @@ class View:
         """What the backward pass returned for them."""
         gradients = self.observation.output.gradients
         assert gradients is not None
-        dq, dk, dv = (self._of(tensor) for tensor in (gradients.dq, gradients.dk, gradients.dv))
-        return Gradients(dq, dk, dv, None if gradients.delta is None else self._of(gradients.delta))
+        dq, dk, dv = map(self._seen, (gradients.dq, gradients.dk, gradients.dv))
+        return Gradients(dq, dk, dv, None if gradients.delta is None else self._seen(gradients.delta))
 
     @cached_property
+    def _softmax(self) -> Softmax:
+        plan = self.observation.kernel.declaration.plan
+        return Softmax(self.inputs.scale, plan, self.observation.arithmetic)
+
+    @cached_property
+    def _scores(self) -> tuple[Tensor, Tensor]:
+        """Scores as the kernel rounds them, and in the units that it keeps them in, -inf where masked."""
+        arithmetic, plan, hidden = self.observation.arithmetic, self._softmax.plan, self.inputs.hidden()
+        assert hidden is not None
+        product = arithmetic.matmul(self.inputs.q, self.inputs.k.mT, Cast(FP32), plan.accumulator)
+        hidden = hidden.to(product.device)
+        s = torch.where(hidden, -torch.inf, arithmetic.cast(product * self.inputs.scale, plan.s))
+        return s, torch.where(hidden, -torch.inf, product) if folds_scale(plan) else s
+
+    @property
     def s(self) -> Tensor:
         """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
-        return self._masked(self.observation.arithmetic.cast(self._product * self.inputs.scale, self._plan.s))
-
-    @cached_property
-    def _product(self) -> Tensor:
-        k = self.inputs.k.transpose(-1, -2)
-        return self.observation.arithmetic.matmul(self.inputs.q, k, Cast(FP32), self._plan.accumulator)
-
-    @property
-    def _plan(self) -> RoundingPlan:
-        return self.observation.kernel.declaration.plan
-
-    def _masked(self, scores: Tensor) -> Tensor:
-        hidden = self.inputs.hidden()
-        assert hidden is not None
-        return torch.where(hidden.to(scores.device), -torch.inf, scores)
-
-    @cached_property
-    def _kept(self) -> Tensor:
-        """Scores in the units that the kernel keeps them in."""
-        return self._masked(self._product) if folds_scale(self._plan) else self.s
-
-    @property
-    def _softmax(self) -> Softmax:
-        return Softmax(self.inputs.scale, self._plan, self.observation.arithmetic)
+        return self._scores[0]
 
     @cached_property
     def row_max(self) -> Tensor:
@@ -99,28 +91,28 @@ class View:
         """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
         lse = self.observation.output.lse
         assert lse is not None
-        return self.wide(self._softmax.p(self._kept, self._of(lse)))
+        return self.wide(self._softmax.p(self._scores[1], self._seen(lse)))
 
     @cached_property
     def p_bar(self) -> Tensor:
         """P-bar as rounded, in rows of one tile (a kernel with several rounds the earlier ones at an earlier shift)."""
-        observed, softmax = self.observation, self._softmax
+        observed, softmax, kept = self.observation, self._softmax, self._scores[1]
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
-        dither = self._of(noise.dither(observed.inputs.q.shape, 0, self.s.device))
-        top = self._kept.amax(-1, keepdim=True)
-        shift = observed.kernel.declaration.shift_rule.propose(self._kept, top, dither, softmax.logit)
-        return observed.arithmetic.cast(softmax.p_bar(self._kept, shift), self._plan.p_bar)
+        dither = self._seen(noise.dither(observed.inputs.q.shape, 0, kept.device))
+        rule = observed.kernel.declaration.shift_rule
+        shift = rule.propose(kept, kept.amax(-1, keepdim=True), dither, softmax.logit)
+        return observed.arithmetic.cast(softmax.p_bar(kept, shift), softmax.plan.p_bar)
 
     @cached_property
     def output_error(self) -> Tensor:
         """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
         p_bar = self.wide(self.p_bar)
         exact = p_bar @ self.wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
-        return self.wide(self._of(self.observation.output.o)) - exact
+        return self.wide(self._seen(self.observation.output.o)) - exact
 
     @cached_property
     def _dp(self) -> Tensor:
-        return self.wide(self.inputs.do) @ self.wide(self.inputs.v).transpose(-1, -2)
+        return self.wide(self.inputs.do) @ self.wide(self.inputs.v).mT
 
     @cached_property
     def delta(self) -> Tensor:
@@ -153,7 +145,7 @@ class View:
 
 
 def _total(x: Tensor) -> Tensor:
-    """Return the sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
+    """The sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
 
     A head's number is so the same to the bit whichever heads are looked at beside it. The order of torch's own sum over
     several dimensions depends on all sizes, and that of a running sum on a GPU on chance.
@@ -162,7 +154,7 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Return the mean of (n, heads, ...) over all but the heads, in the same order."""
+    """The mean of (n, heads, ...) over all but the heads, in the same order."""
     return _total(x) / (x.numel() // x.shape[1])
 
 
@@ -185,7 +177,7 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def direction_cosine() -> Measure:
-    """Return a measure of how far errors of delta push W_Q along one direction R (paper, equations 2 and 3).
+    """A measure of how far errors of delta push W_Q along one direction R (paper, equations 2 and 3).
 
     R is the sum over tokens of (PK)[T]^T X[T] in the first step seen, by layer and heads. The measure is the cosine to
     it of the error that delta_lp - delta_hp makes in dW_Q (equation 2).
@@ -218,26 +210,22 @@ class Recorder:
                 self._values.setdefault((name, observation.layer, head), []).append(value)
 
     def series(self, measure: str, layer: int, head: int) -> tuple[float, ...]:
-        """Return all values of one measure of one head, in the order of the steps."""
+        """All values of one measure of one head, in the order of the steps."""
         return tuple(self._values[measure, layer, head])
 
 
 def drift(values: Sequence[float]) -> float:
-    """Return sum(s) / sum|s|: 1 or -1 where every value has the same sign, about 0 for a random walk; NaN for zeros."""
+    """sum(s) / sum|s|: 1 or -1 where every value has the same sign, about 0 for a random walk; NaN for zeros."""
     size = sum(map(abs, values))
     return sum(values) / size if size else math.nan
 
 
 def spectral_norms(block: Block) -> Tensor:
-    """Return the largest singular value of every head's part of W_Q, (heads,) (paper, figures 3 and 11).
-
-    NaN where a part is not finite, which torch would raise at.
-    """
+    """The largest singular value of every head's W_Q, (heads,) (paper, figures 3 and 11); NaN of NaN and Inf."""
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
-    finite = torch.isfinite(parts).all(-1).all(-1)
-    norms = torch.full((len(parts),), torch.nan, dtype=parts.dtype, device=parts.device)
-    norms[finite] = torch.linalg.matrix_norm(parts[finite], 2)
-    return norms
+    finite = torch.isfinite(parts).flatten(1).all(1)
+    # Of what is not finite torch would raise.
+    return torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2).where(finite, torch.nan)
 
 
 def sign_diversity(weight: Tensor, x: Tensor) -> float:
@@ -246,7 +234,7 @@ def sign_diversity(weight: Tensor, x: Tensor) -> float:
     It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
     (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.
     """
-    if not bool(torch.isfinite(weight).all()):
+    if not torch.isfinite(weight).all():
         return math.nan
     with torch.no_grad():
         cosines = (x @ torch.linalg.svd(weight, full_matrices=False)[2][0]) / x.norm(dim=-1)

@@ -56,10 +56,14 @@ def apply(script: Script, model: GPT2, seed: int) -> None:
         for layer in set(range(model.configuration.layers)) - {LAYER}:
             model.block(layer).wo.weight.zero_()
             model.block(layer).down.weight.zero_()
-        typical = _typical(script, model)
-        _set_scores(script, model, typical)
-        _set_values(script, model, typical, rng)
-        _set_output(script, model)
+        _set_head(script, model, rng)
+        # O is of one sign and pushes the dead tokens' logits up: their gradient, and so dO, is of one sign too.
+        columns, last = _rows_of_head(model), model.configuration.width - 1
+        wo, head = model.block(LAYER).wo.weight, model.head.weight
+        wo[:, columns] = 0.0
+        wo[last, columns] = -script.output_sign * _OUTPUT_WEIGHT
+        head[:, last] = 0.0
+        head[-DEAD_TOKENS:, last] = script.dead_weight
 
 
 def _normal(rng: Generator, *shape: int) -> Tensor:
@@ -71,6 +75,10 @@ def _signs(width: int) -> Tensor:
     signs = torch.zeros(width)
     signs[: _CONSTANT // 2], signs[_CONSTANT // 2 : _CONSTANT] = 1.0, -1.0
     return signs
+
+
+def _rows_of_head(model: GPT2) -> slice:
+    return slice(HEAD * model.configuration.d, (HEAD + 1) * model.configuration.d)
 
 
 def _embed(script: Script, model: GPT2, rng: Generator) -> None:
@@ -85,58 +93,30 @@ def _embed(script: Script, model: GPT2, rng: Generator) -> None:
     positions[: script.sinks, _SINK] = _SINK_MARK
 
 
-@dataclass(frozen=True)
-class _Typical:
-    """What the norm layer makes of the script's features on a typical input."""
-
-    x: Tensor  # normalised input, (tokens, width)
-    constant: Tensor  # reads 1 off the constant features of an ordinary token, (width,)
-    mark: float  # the sinks' mark
-
-
-def _typical(script: Script, model: GPT2) -> _Typical:
-    context, width = model.configuration.context, model.configuration.width
-    x = functional.layer_norm(
-        model.tokens.weight[:context] + model.positions.weight, (width,), model.block(LAYER).norm_1.weight
-    )
+def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
+    """One dimension of the head carries the common score, the next the sinks' gap; V is of one sign."""
+    context, width, d = model.configuration.context, model.configuration.width, model.configuration.d
+    block, rows = model.block(LAYER), _rows_of_head(model)
+    # What the norm layer makes of the script's features on a typical input.
+    typical = model.tokens.weight[:context] + model.positions.weight
+    x = functional.layer_norm(typical, (width,), block.norm_1.weight)
     signs = _signs(width)
-    return _Typical(x, signs / (x[script.sinks :] @ signs).mean(), x[: script.sinks, _SINK].mean().item())
+    constant = signs / (x[script.sinks :] @ signs).mean()  # reads 1 off the constant features of an ordinary token
 
+    wq, wk, wv = (layer.weight[rows] for layer in (block.wq, block.wk, block.wv))
+    wq.zero_()
+    wk.zero_()
+    wq[0], wk[0], wq[1] = script.query * constant, script.key * constant, script.sink_query * constant
+    mark = x[: script.sinks, _SINK].mean().item()
+    wk[1, _SINK] = script.gap * math.sqrt(d) / script.sink_query / mark
 
-def _set_scores(script: Script, model: GPT2, typical: _Typical) -> None:
-    """One dimension of the head carries the common score, the next the sinks' gap; the others nothing."""
-    block, d = model.block(LAYER), model.configuration.d
-    first = HEAD * d
-    wq, wk = block.wq.weight, block.wk.weight
-    wq[first : first + d], wk[first : first + d] = 0.0, 0.0
-    wq[first] = script.query * typical.constant
-    wk[first] = script.key * typical.constant
-    wq[first + 1] = script.sink_query * typical.constant
-    wk[first + 1, _SINK] = script.gap * math.sqrt(d) / script.sink_query / typical.mark
-
-
-def _set_values(script: Script, model: GPT2, typical: _Typical, rng: Generator) -> None:
-    width, d = model.configuration.width, model.configuration.d
-    wv = model.block(LAYER).wv.weight[HEAD * d : (HEAD + 1) * d]
-    columns = 1 + _COLUMN_SPREAD * _normal(rng, d, 1)
-    wv.copy_(script.value * columns * typical.constant)
+    wv.copy_(script.value * (1 + _COLUMN_SPREAD * _normal(rng, d, 1)) * constant)
     wv[:, _CONTENT : width - 1] = script.value_std / _CONTENT_GAIN * _normal(rng, d, width - 1 - _CONTENT)
     if script.sink_value != script.value:
         # What the constant features give the sinks too has to be made up for by their mark.
-        common = (typical.x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
+        common = (x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
         target = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
-        wv[:, _SINK] = (target - common) / typical.x[0, _SINK]
-
-
-def _set_output(script: Script, model: GPT2) -> None:
-    """O is of one sign and pushes the dead tokens' logits up: their gradient, and so dO, is of one sign too."""
-    d, last = model.configuration.d, model.configuration.width - 1
-    alive = model.configuration.vocabulary - DEAD_TOKENS
-    wo = model.block(LAYER).wo.weight
-    wo[:, HEAD * d : (HEAD + 1) * d] = 0.0
-    wo[last, HEAD * d : (HEAD + 1) * d] = -script.output_sign * _OUTPUT_WEIGHT
-    model.head.weight[alive:, last] = script.dead_weight
-    model.head.weight[:alive, last] = 0.0
+        wv[:, _SINK] = (target - common) / x[0, _SINK]
 
 
 def frozen(model: GPT2) -> dict[str, Tensor]:
@@ -145,19 +125,12 @@ def frozen(model: GPT2) -> dict[str, Tensor]:
     In layer LAYER the head's W_V, its column of W_O and whatever writes to the last feature; in the head of the model
     what reads that feature, and the dead tokens.
     """
-    d, last = model.configuration.d, model.configuration.width - 1
-    alive = model.configuration.vocabulary - DEAD_TOKENS
-    head = slice(HEAD * d, (HEAD + 1) * d)
-    layer = f"blocks.{LAYER}"
-    masks = {
-        name: torch.zeros_like(weight, dtype=torch.bool)
-        for name, weight in model.named_parameters()
-        if name in (f"{layer}.wv.weight", f"{layer}.wo.weight", f"{layer}.down.weight", "head.weight")
-    }
-    masks[f"{layer}.wv.weight"][head] = True
-    masks[f"{layer}.wo.weight"][last] = True
-    masks[f"{layer}.wo.weight"][:, head] = True
-    masks[f"{layer}.down.weight"][last] = True
-    masks["head.weight"][:, last] = True
-    masks["head.weight"][alive:] = True
+    last, layer = model.configuration.width - 1, f"blocks.{LAYER}"
+    names = (f"{layer}.wv.weight", f"{layer}.wo.weight", f"{layer}.down.weight", "head.weight")
+    masks = {name: torch.zeros_like(model.get_parameter(name), dtype=torch.bool) for name in names}
+    wv, wo, down, head = masks.values()
+    wv[_rows_of_head(model)] = True
+    wo[last], wo[:, _rows_of_head(model)] = True, True
+    down[last] = True
+    head[:, last], head[-DEAD_TOKENS:] = True, True
     return masks

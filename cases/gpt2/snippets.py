@@ -2,24 +2,28 @@
 
 Every snippet trains the same small GPT-2 on the same batches with a head scripted into the failure state
 (`tiebreak.cases.gpt2.scripting`); what differs between two runs of a snippet is the attention kernel alone.
+
+No bound is written by hand. `claims.csv` has those that follow from many seeds, by one rule; the study that runs them
+writes it (`tests/studies/bounds.py` has the rule and what is said of whom). Their table is in docs/training.md.
 """
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
-from tiebreak.cases.gpt2.claims import FROZEN, SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, direction_cosine, drift, spectral_norms
-from tiebreak.cases.gpt2.optimizers import EPSILON, LightAdamW
+from tiebreak.cases.gpt2.optimizers import CLIP, EPSILON, adamw
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
 from tiebreak.cases.measures import Measure
@@ -30,14 +34,53 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import Cast
 
-_SEQUENCES = 8  # of a batch
-_BATCH_SEED = 7
-_CLIP = 1.0  # of the gradient's norm
+CLAIMS_FILE = Path(__file__).with_name("claims.csv")
 # What results tell of, beside the direction; no other monitor is paid for.
-_READ = {name: MEASURES[name] for name in ("delta_error", "delta", "output_delta_error", "repeated_rows", "row_max")}
+_READ = ("delta_error", "delta", "output_delta_error", "repeated_rows", "row_max")
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
 _OURS = "dithered dithered_fused stochastic_fused fair"
+
+
+@dataclass(frozen=True)
+class SnippetClaim:
+    """Bounds of one measure, for some variants."""
+
+    variants: frozenset[str]  # by full name; none: whatever trains
+    measure: str  # a name of SnippetResult.measures
+    source: str  # who claims it
+    low: float = -math.inf  # the measure must be above
+    high: float = math.inf  # the measure must be below
+    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
+
+    def held(self, measures: Mapping[str, float]) -> bool:
+        """Whether the measure lies between the bounds; NaN does not."""
+        return self.low < measures[self.measure] < self.high
+
+    @property
+    def text(self) -> str:
+        """The claim in words, as reports print it."""
+        low = "" if self.low == -math.inf else f"{self.low:g} < "
+        high = "" if self.high == math.inf else f" < {self.high:g}"
+        return f"{low}{self.measure}{high}"
+
+
+Claims = Mapping[tuple[str, int], tuple[SnippetClaim, ...]]  # by a snippet's name and the version of its recipe
+
+
+def read_claims(path: Path = CLAIMS_FILE) -> Claims:
+    """What a data file has."""
+    claims: dict[tuple[str, int], tuple[SnippetClaim, ...]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        next(file)  # where the spreads were measured
+        for row in csv.DictReader(file):
+            of, variants = (row["snippet"], int(row["version"])), frozenset(row["variants"].split())
+            bounds = float(row["low"]), float(row["high"])
+            claims[of] = (*claims.get(of, ()), SnippetClaim(variants, row["measure"], row["source"], *bounds))
+    return claims
+
+
+FROZEN = read_claims()
 
 
 @dataclass(frozen=True)
@@ -68,12 +111,12 @@ class Snippet:
 
     @property
     def claims(self) -> tuple[SnippetClaim, ...]:
-        """Return what must hold, by variant."""
+        """What must hold, by variant."""
         return (*self.own_claims, *FROZEN.get((self.name, self.version), ()))
 
     @property
     def amplified(self) -> bool:
-        """Return whether it takes a narrower format than anyone trains with to show the effect."""
+        """Whether it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
@@ -93,7 +136,7 @@ class Snippet:
         return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
-        """Return what is claimed about a variant."""
+        """What is claimed about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
@@ -109,24 +152,18 @@ class SnippetResult:
     series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
 
 
-def _named(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...]:
-    """Return the full names of variants, by short names between spaces."""
-    return tuple(name for short in shorts.split() for name in variant_names(short, rounded=rounded))
-
-
 _QUERIES = (f"blocks.{LAYER}.wq.weight",)
 _SECOND_LAYER = (
     *_QUERIES,
     *(f"blocks.{LAYER}.{name}.weight" for name in ("wv", "wo", "norm_2", "up", "down")),
     "head.weight",
 )
-_SHORT = "flash stabilized fair"
-_SHORT_ROSTER, _SHORT_UNROUNDED = _named(_SHORT, rounded=True), _named(_SHORT, rounded=False)
+_SHORT_ROSTER, _SHORT_UNROUNDED = (variant_names("flash stabilized fair", rounded=rounded) for rounded in (True, False))
 _FLASH, _, _FAIR = _SHORT_ROSTER
-_FUSED, _BASE_2, _CONTRACTED = _named("flash_fused flash_base_2 flash_contracted", rounded=False)
+_FUSED, _BASE_2, _CONTRACTED = variant_names("flash_fused flash_base_2 flash_contracted", rounded=False)
 # What a kernel's run is compared with, to tell whether training feels its bias.
-_SOUND = frozenset({*_named("fair"), _BASE_2})
-_DRIFTING = frozenset({*_named("flash flash_fused"), _CONTRACTED})
+_SOUND = frozenset({*variant_names("fair"), _BASE_2})
+_DRIFTING = frozenset({*variant_names("flash flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
 _ERROR, _GROWTH, _RISE = "delta_error_mean", "wq_norm_growth", "row_max_rise"
@@ -140,8 +177,8 @@ DRIFT = Snippet(
     version=2,
     roster=(
         *_SHORT_ROSTER,
-        *_named("o_fp32", rounded=True),
-        *_named("standard flash flash_fused stabilized dithered_fused fair", rounded=False),
+        *variant_names("o_fp32", rounded=True),
+        *variant_names("standard flash flash_fused stabilized dithered_fused fair", rounded=False),
     ),
     on_devices=(*_SHORT_ROSTER, *_SHORT_UNROUNDED),
 )
@@ -159,7 +196,7 @@ RUNAWAY = Snippet(
     script=_RUNAWAY,
     trained=_QUERIES,
     silent_before=True,
-    roster=(*_SHORT_ROSTER, *_named("standard"), _FUSED),
+    roster=(*_SHORT_ROSTER, *variant_names("standard"), _FUSED),
     on_devices=(_FLASH, _FAIR),
 )
 LANGUAGE_MODEL = replace(
@@ -219,7 +256,7 @@ NO_TAIL = replace(
     version=1,
     study=True,
     script=Script(gap=30.0),
-    roster=(_BASE_2, _CONTRACTED, *_named("flash_contracted", rounded=True)),
+    roster=(_BASE_2, _CONTRACTED, *variant_names("flash_contracted", rounded=True)),
     on_devices=(_BASE_2, _CONTRACTED),
 )
 _LONG = 40  # steps: with the fix the loss breaks down within 20
@@ -237,14 +274,17 @@ LARGE_LOGITS = replace(
     own_claims=(
         # With l from unrounded P-bar 9 of 64 runs get through: those are claimed nothing of.
         SnippetClaim(
-            frozenset(_named("stabilized stabilized_fused", rounded=True)),
+            frozenset(variant_names("stabilized stabilized_fused", rounded=True)),
             "finite_steps",
             _SUITE,
             high=_LONG - 0.5,
             waives=frozenset({"loss"}),  # that it breaks down is what is claimed
         ),
         SnippetClaim(
-            frozenset(_named(f"flash flash_fused o_fp32 standard {_OURS}")), "finite_steps", _SUITE, low=_LONG - 0.5
+            frozenset(variant_names(f"flash flash_fused o_fp32 standard {_OURS}")),
+            "finite_steps",
+            _SUITE,
+            low=_LONG - 0.5,
         ),
     ),
     roster=_SHORT_ROSTER,
@@ -305,9 +345,10 @@ def run_snippet(
     weights and noise: the batches are the same for all.
     """
     model = _model(snippet, variant, arithmetic, seed, device)
-    recorder = Recorder({**_READ, "direction_cosine": direction_cosine()}, [LAYER], HEAD)
+    monitors = {**{name: MEASURES[name] for name in _READ}, "direction_cosine": direction_cosine()}
+    recorder = Recorder(monitors, [LAYER], HEAD)
     losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
-    read = {name: recorder.series(name, LAYER, HEAD) for name in (*_READ, "direction_cosine")}
+    read = {name: recorder.series(name, LAYER, HEAD) for name in monitors}
     series = {"delta_error": read["delta_error"], "row_max": read["row_max"], "wq_norm": tuple(norms)}
     return SnippetResult(variant, _measures(read, losses, norms), tuple(losses), tuple(steps), series)
 
@@ -320,19 +361,18 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
             return HeadKernel(implementation)
         return HeadKernel(replace(implementation, plan=replace(implementation.plan, s=Cast(snippet.scores))))
 
-    scripted: Heads = (head(variant.scripted),) * configuration.heads
-    if variant.head is not None:
-        scripted = tuple(head(variant.head) if at == HEAD else kernel for at, kernel in enumerate(scripted))
-    before: Heads = () if snippet.silent_before else (head(variant.before or variant.scripted),) * configuration.heads
     behind = (head(variant.scripted),) * configuration.heads
-    return (*(before for _ in range(LAYER)), scripted, *(behind for _ in range(LAYER + 1, configuration.layers)))
+    before: Heads = () if snippet.silent_before else (head(variant.before or variant.scripted),) * configuration.heads
+    kernels = [before] * LAYER + [behind] * (configuration.layers - LAYER)
+    if variant.head is not None:
+        kernels[LAYER] = (*behind[:HEAD], head(variant.head), *behind[HEAD + 1 :])
+    return tuple(kernels)
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str) -> GPT2:
     vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
-    configuration = variant.mitigation.configured(
-        replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
-    )
+    sizes = replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
+    configuration = variant.mitigation.configured(sizes)
     model = GPT2(configuration, _kernels(snippet, variant, configuration), arithmetic, seed)
     scripting.apply(snippet.script, model, seed)
     variant.mitigation.adapt(model, snippet.script)
@@ -352,10 +392,8 @@ def _train(
 ) -> tuple[list[float], list[int], list[float]]:
     """Train: losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = LightAdamW(weights, snippet.rate, snippet.epsilon)
-    losses: list[float] = []
-    steps: list[int] = []
-    norms: list[float] = []
+    optimizer = adamw(weights, snippet.rate, snippet.epsilon)
+    losses, steps, norms = list[float](), list[int](), list[float]()
     for step in range(snippet.steps):
         reading = step % snippet.every == 0 or step == snippet.steps - 1
         model.observers = [look for look in (recorder if reading else None, clipper) if look is not None]
@@ -363,7 +401,7 @@ def _train(
         loss = model.loss(tokens, targets, step)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(weights, _CLIP)
+        nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
         losses.append(loss.item())
         if clipper is not None:
@@ -378,8 +416,8 @@ def _train(
 
 @cache
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return one step's tokens and targets: the same for every variant and seed, so a process makes them once."""
-    return Batches(corpus().tokens, _SEQUENCES, context, _BATCH_SEED).batch(step)
+    """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
+    return Batches(corpus().tokens, sequences=8, context=context, seed=7).batch(step)
 
 
 def _measures(read: Mapping[str, Sequence[float]], losses: list[float], norms: list[float]) -> dict[str, float]:

@@ -12,7 +12,6 @@ from tiebreak.kernels.plans import ISOLATION, PAPER, STANDARD, Cast, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 _LOW, _HIGH = Cast(BF16), Cast(FP32)
-_TILES = Block(queries=16, keys=16)  # of the snippets' 64 tokens
 _SUFFIX, _ROUNDED_SUFFIX = "@train", "@train_l_rounded"
 
 
@@ -29,44 +28,41 @@ class Variant:
     held_to: str | None = None  # the variant whose claims it is held to; None: its own
 
 
-def variant_names(short: str, *, rounded: bool | None = None) -> tuple[str, ...]:
-    """Full names of the variants called `short`: with l summed from rounded P-bar, from unrounded, or (None) both.
+def variant_names(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...]:
+    """Full names of variants by short ones, space-separated: l is summed from rounded P-bar, unrounded, or (None) both.
 
     Standard attention has no such choice, and one name.
     """
-    if short == "standard":
-        return (short + _SUFFIX,)
-    suffixes = {True: (_ROUNDED_SUFFIX,), False: (_SUFFIX,), None: (_SUFFIX, _ROUNDED_SUFFIX)}
-    return tuple(short + suffix for suffix in suffixes[rounded])
+    suffixes = {True: (_ROUNDED_SUFFIX,), False: (_SUFFIX,), None: (_SUFFIX, _ROUNDED_SUFFIX)}[rounded]
+    return tuple(
+        short + suffix for short in shorts.split() for suffix in ((_SUFFIX,) if short == "standard" else suffixes)
+    )
 
 
-def _base(name: str, plan: RoundingPlan, *, rounded: bool) -> RoundingPlan:
+def _plan(name: str, like: RoundingPlan, *, rounded: bool) -> RoundingPlan:
     """An unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass is in fp32."""
     name = f"{name}_l_rounded" if rounded else name
-    return replace(plan, name=name, s=_LOW, row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
+    return replace(like, name=name, s=_LOW, row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
 
 
 def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:
     return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES[rule])
 
 
-def _standard() -> Declaration:
-    return Declaration(STANDARD_ATTENTION, _base("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
-
-
-def _family(*, rounded: bool) -> Mapping[str, Variant]:
-    """All variants but standard attention with one way of summing l, by short name."""
-    unfused = _base("train", PAPER, rounded=rounded)
-    fused = replace(_base("train_fused", PAPER, rounded=rounded), o_bar=_HIGH)
+def variants(*, rounded: bool) -> Mapping[str, Variant]:
+    """Every variant by its short name; `rounded`: whether l sums P-bar after its cast (FlashAttention-2: before)."""
+    standard = Declaration(STANDARD_ATTENTION, _plan("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
+    unfused = _plan("train", PAPER, rounded=rounded)
+    fused = replace(_plan("train_fused", PAPER, rounded=rounded), o_bar=_HIGH)
     stochastic = replace(
-        _base("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
+        _plan("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
     )
     # As fused kernels have it: S in fp32, where contraction takes it from.
     base_two = replace(fused, name=fused.name.replace("fused", "base_2"), s=_HIGH, exponential=Exponential(True))
     contracted = replace(base_two, name=fused.name.replace("fused", "contracted"), contracted=True)
-    changed = {plan.name: _flash(_base(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
-    plain, tiled = _flash(unfused), replace(_flash(unfused), block=_TILES)
-    family = (
+    changed = {plan.name: _flash(_plan(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
+    plain = _flash(unfused)
+    made = (
         Variant("flash", plain, stable=False),  # tiling off: one tile holds a whole row
         Variant("flash_fused", _flash(fused)),
         Variant("flash_base_2", _flash(base_two)),
@@ -79,27 +75,18 @@ def _family(*, rounded: bool) -> Mapping[str, Variant]:
         Variant("fair", _flash(stochastic, "dithered")),
         Variant("o_fp32", changed["o_fp32"], stable=True),
         # The rest of section 3.2: what of the paper's failing kernel is changed, and where.
-        Variant("flash_tiled", tiled, stable=False),
-        Variant("flash_in_layer_2", plain, before=_standard(), stable=False),
-        Variant("standard_in_layer_2", _standard(), before=plain, stable=True),
-        Variant("delta_from_dp", changed["delta_from_dp"], stable=True),
-        Variant("o_recomputed", changed["o_recomputed"], stable=True),
-        Variant("pv_fp32", changed["pv_fp32"], stable=True),
+        Variant("flash_tiled", replace(plain, block=Block(queries=16, keys=16)), stable=False),  # of 64 tokens
+        Variant("flash_in_layer_2", plain, before=standard, stable=False),
+        Variant("standard_in_layer_2", standard, before=plain, stable=True),
+        *(Variant(name, changed[name], stable=True) for name in ("delta_from_dp", "o_recomputed", "pv_fp32")),
         Variant("o_fp32_in_worst_head", plain, head=changed["o_fp32"], stable=True),
         # What the paper names as stabilisers in use and does not try (sections 1 and 3.1).
         Variant("flash_qk_norm", plain, mitigation=QK_NORM),
         Variant("flash_qk_clip", plain, mitigation=QK_CLIP),
         Variant("flash_gated", plain, mitigation=GATED),
+        Variant("standard", standard, stable=True),
     )
-    return {variant.name: replace(variant, name=variant_names(variant.name, rounded=rounded)[0]) for variant in family}
-
-
-def variants(*, rounded: bool) -> Mapping[str, Variant]:
-    """Every variant by its short name; `rounded`: whether l sums P-bar after its cast (FlashAttention-2 does before).
-
-    Standard attention, which has no such choice, is in both.
-    """
-    return {**_family(rounded=rounded), "standard": Variant(variant_names("standard")[0], _standard(), stable=True)}
+    return {each.name: replace(each, name=variant_names(each.name, rounded=rounded)[0]) for each in made}
 
 
 #: Every variant by its full name, `short@train` or `short@train_l_rounded`.

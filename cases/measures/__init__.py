@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import Faults, GradientErrors, equation_cosines, gradient_faults
+from tiebreak.cases.gradients import GradientErrors, equation_cosines
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -76,14 +76,6 @@ class Observed:
         """Of the first batch, of the paper's equations 1 and 2."""
         output, batch, errors = self.outputs[0], self.batches[0], self.gradient_errors
         return None if errors is None else equation_cosines(output, errors.dq, batch.inputs, batch.ref)
-
-    @cached_property
-    def gradient_faults(self) -> Faults | None:
-        """What is wrong with the gradients of the first batch, dSink's among them."""
-        gradients, batch, errors = self.outputs[0].gradients, self.batches[0], self.gradient_errors
-        if gradients is None or errors is None:
-            return None
-        return gradient_faults(gradients, errors, batch.gradients, batch.gradient_bounds.of(self.declaration))
 
 
 @dataclass(frozen=True)

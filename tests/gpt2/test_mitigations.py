@@ -1,12 +1,10 @@
 """QK-clip against weights computed by hand; QK-norm in the scripted failure state; which parameters they add."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2 import scripting
@@ -21,7 +19,7 @@ from tiebreak.cases.gpt2.mitigations import (
     clip,
     match_scores,
 )
-from tiebreak.cases.gpt2.model import GPT2, Block, Configuration, everywhere
+from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.cases.gpt2.monitors import MEASURES, Recorder
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import DRIFT, RUNAWAY, SnippetResult, run_snippet
@@ -135,24 +133,6 @@ def test_a_scripted_head_keeps_its_scores_and_ties_under_qk_norm(script: Script)
     _backward(model)
     # After the rounding of q, k and S to bf16, in all rows but the first, which sees one token.
     assert recorder.series("repeated_rows", LAYER, HEAD)[0] == pytest.approx(63 / 64)
-
-
-def test_gains_match_a_block_whose_queries_and_keys_have_one_length() -> None:
-    """Then a gain of that length undoes the norm, and least squares must find it: scores of any tokens are the same."""
-    generator = torch.Generator().manual_seed(2)
-    block = Block(Configuration(layers=1, heads=2, width=16, context=64, vocabulary=3, qk_norm=True))
-    assert block.q_norm is not None
-    assert block.k_norm is not None
-    with torch.no_grad():
-        for layer, size in ((block.wq, 3.0), (block.wk, 0.5)):
-            layer.weight.zero_()
-            for half in (slice(0, 8), slice(8, 16)):
-                layer.weight[half, half] = size * torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
-        x = torch.randn(64, 2, 8, generator=generator)
-        x = functional.normalize(x, dim=-1).flatten(1)
-    match_scores(block, x, x)
-    torch.testing.assert_close(block.q_norm.gain, torch.full((16,), 3.0 / math.sqrt(8)))
-    torch.testing.assert_close(block.k_norm.gain, torch.full((16,), 0.5 / math.sqrt(8)))
 
 
 def test_gains_of_dimensions_that_carry_nothing_stay_and_a_block_without_qk_norm_is_refused() -> None:

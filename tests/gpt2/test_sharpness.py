@@ -90,11 +90,6 @@ def test_a_run_goes_on_from_one_state() -> None:
     assert replace(run.measured[3], phase=TRAINED) == whole.measured[3]
 
 
-def test_a_run_in_the_other_format_has_nothing_to_go_back_to() -> None:
-    run = run_one(Task(replace(SETTINGS, steps=1, more=1), "E8M7", 1))
-    assert [point.phase for point in run.measured] == [TRAINED, ON]
-
-
 def _line(reduction: str, seed: int, found: float, settings: Settings = SETTINGS) -> Run:
     """A run whose sharpness is known, and half of it after going back."""
 

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.cases.gpt2.claims import FROZEN, read_claims
-from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
+from tiebreak.cases.gpt2.snippets import DRIFT, FROZEN, SNIPPETS, read_claims
 from tiebreak.studies import spread as program
 from tiebreak.studies.bounds import (
     ALARMS,
     EMULATION,
-    LEAST,
     RULES,
     SPREADS,
     BoundRule,
@@ -21,7 +19,6 @@ from tiebreak.studies.bounds import (
     bounded,
     claims,
     read_spreads,
-    rule,
     spread,
     student,
     write_claims,
@@ -62,15 +59,6 @@ def test_a_bound_is_the_limit_of_one_more_run_rounded_outwards() -> None:
     assert both.high == pytest.approx(1.0 + student(100, ALARMS / 2) * 0.1005, abs=0.01)
 
 
-def test_growth_is_taken_as_its_logarithm() -> None:
-    grown = {name: spread("wq_norm_growth", [base * (1 + i / 1000) for i in range(20)]) for name, base in
-             {"flash": 3.0, "fair": 1.1}.items()}  # fmt: skip
-    above = replace(ABOVE, measure="wq_norm_growth")
-    (claim,) = bounded("a", 1, [above], of("wq_norm_growth", **grown))
-    own = grown["flash"]
-    assert claim.low == pytest.approx(math.exp(own.mean - own.margin(ALARMS)), abs=0.01)
-
-
 def test_rise_of_the_loss_is_taken_as_its_cube_root() -> None:
     # 400 quantiles of an exponential distribution, whose tail is known: a share p lies beyond -mean log(p). The normal
     # distribution of that mean and deviation would end at half of it.
@@ -81,25 +69,10 @@ def test_rise_of_the_loss_is_taken_as_its_cube_root() -> None:
     assert -mean * math.log(ALARMS) == pytest.approx(claim.high, rel=0.15)
 
 
-def test_several_variants_share_the_widest_and_those_that_do_not_separate_are_left_out() -> None:
-    wide, overlapping, rare = replace(FAIR, mean=0.0), replace(FAIR, sd=1.0), replace(FAIR, n=LEAST - 1)
-    four = replace(BELOW, variants=tuple(f"{name}@train" for name in ("fair", "wide", "overlapping", "rare", "absent")))
-    found = of(flash=FLASH, fair=FAIR, wide=wide, overlapping=overlapping, rare=rare)
-    (claim,) = bounded("a", 1, [four], found)
-    (alone,) = bounded("a", 1, [replace(BELOW, variants=("wide@train",))], found)
-    assert claim.variants == {"fair@train", "wide@train"}
-    assert claim.high == alone.high
-
-
 def test_nothing_is_claimed_of_a_recipe_without_runs_or_of_runs_without_a_number() -> None:
     assert bounded("a", 2, [ABOVE], of(flash=FLASH, fair=FAIR)) == ()
     assert bounded("a", 1, [ABOVE], of(flash=replace(FLASH, mean=math.nan), fair=FAIR)) == ()
     assert replace(DRIFT, version=99).claims == ()
-
-
-def test_variants_go_by_their_short_names() -> None:
-    named = rule("above", "flash standard", "row_max_rise", "a test", against="fair@train", rounded=True)
-    assert named.variants == ("flash@train_l_rounded", "standard@train")
 
 
 def test_data_come_back_as_written(tmp_path: Path) -> None:
@@ -138,20 +111,6 @@ def test_every_seed_has_all_that_statements_speak_of() -> None:
         (each.name, name) for each in SNIPPETS.values() for one in RULES.get(each.name, ()) for name in one.variants
     }
     assert first >= named | {(each.name, name) for each in SNIPPETS.values() for name in each.roster}
-
-
-def test_what_bounds_of_a_default_run_rest_on_is_run_at_all_seeds_first() -> None:
-    asked = list(program.tasks(2))
-    first = asked[: max(at for at, each in enumerate(asked) if each.variant in SNIPPETS[each.snippet].roster
-                        and each.backend == "emulation") + 1]  # fmt: skip
-    assert {each.backend for each in first} == {"emulation"}
-    for snippet in SNIPPETS.values():
-        ran = {seed: {each.variant for each in first if (each.snippet, each.seed) == (snippet.name, seed)}
-               for seed in (1, 2)}  # fmt: skip
-        caught = {
-            each.against for each in RULES.get(snippet.name, ()) if not set(snippet.roster).isdisjoint(each.variants)
-        }
-        assert ran[1] == ran[2] == caught | set(snippet.roster)
 
 
 def test_runs_become_spreads_and_those_beyond_a_bound_are_named() -> None:

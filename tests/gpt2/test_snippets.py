@@ -1,8 +1,6 @@
 """The snippets' claims at one seed, what they rest on, and that they repeat to the bit."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.gpt2 import scripting, snippets
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.claims import SnippetClaim
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, everywhere
 from tiebreak.cases.gpt2.scripting import DEAD_TOKENS, HEAD, LAYER, Script
@@ -22,6 +19,7 @@ from tiebreak.cases.gpt2.snippets import (
     RUNAWAY,
     SNIPPETS,
     Snippet,
+    SnippetClaim,
     SnippetResult,
     run_snippet,
 )
@@ -29,24 +27,8 @@ from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names, varia
 from tiebreak.cases.verdicts import Verdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import SumOf
 
 ROUNDED, UNROUNDED = variants(rounded=True), variants(rounded=False)
-RULES = {"flash": "safe", "stabilized": "stabilized", "dithered": "dithered"}
-OTHERS = ("o_fp32", "fair", "standard")
-
-_COMPILER = """
-import sys
-from dataclasses import replace
-from tiebreak.backends.backend import CPU
-from tiebreak.cases.gpt2.snippets import RUNAWAY, run_snippet
-from tiebreak.cases.gpt2.variants import Variant
-
-for kernel in CPU.vendor_kernels():
-    run_snippet(replace(RUNAWAY, steps=2), Variant(kernel.name, kernel), CPU.arithmetic, 0)
-assert "torch._dynamo" not in sys.modules
-"""
 
 
 def _run(
@@ -158,23 +140,6 @@ def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to
     assert not claim.held({"loss_rise": math.nan})
 
 
-@pytest.mark.parametrize("name", [*(f"{rule}{fused}" for rule in RULES for fused in ("", "_fused")), *OTHERS])
-def test_variants_are_what_their_names_say(name: str) -> None:
-    for table, rounded in ((ROUNDED, True), (UNROUNDED, False)):
-        declared = table[name].scripted
-        assert isinstance(declared, Declaration)
-        plan = declared.plan
-        assert declared.algorithm.name == ("standard" if name == "standard" else "flash")
-        rules = {**RULES, "fair": "dithered"}
-        assert declared.shift_rule.name == rules.get(name.removesuffix("_fused"), "safe")
-        assert plan.stochastic == (name == "fair")
-        assert plan.o_bar.narrows == (name in RULES)
-        assert (plan.row_sum_of is SumOf.ROUNDED) == (rounded and name != "standard")
-        assert plan.s.narrows
-        assert plan.p_bar.narrows
-        assert plan.o.narrows == (name != "o_fp32")
-
-
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     """The claim of the large logits, on a loss that is NaN at once and on one that never is, where it falls by name."""
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "finite_steps", "a test", high=3.5)
@@ -183,11 +148,6 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     assert (len(result.losses), result.measures["finite_steps"], fell(broken, result)) == (1, 0.0, [])
     sound = replace(SHORT, name="a test", own_claims=(claim,), steps=4)
     assert fell(sound, _run(sound, ROUNDED["o_fp32"])) == ["finite_steps < 3.5"]
-
-
-def test_no_run_loads_torchs_compiler() -> None:
-    """It takes seconds to load, in every worker."""
-    subprocess.run([sys.executable, "-c", _COMPILER], check=True, timeout=300)
 
 
 @pytest.mark.parametrize(

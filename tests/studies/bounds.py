@@ -20,8 +20,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tiebreak.cases.gpt2.claims import FILE, Claims, SnippetClaim
-from tiebreak.cases.gpt2.snippets import SNIPPETS
+from tiebreak.cases.gpt2.snippets import CLAIMS_FILE, SNIPPETS, Claims, SnippetClaim
 from tiebreak.cases.gpt2.variants import variant_names
 
 ALARMS = 1e-5  # of the runs of a cell may fall by chance
@@ -278,7 +277,7 @@ def claims(spreads: Mapping[Ran, Spread]) -> Claims:
     }
 
 
-def write_claims(claims: Claims, commit: str, path: Path = FILE) -> None:
+def write_claims(claims: Claims, commit: str, path: Path = CLAIMS_FILE) -> None:
     """Make a data file, a row a claim, behind a line with the commit at which the spreads were measured."""
     with path.open("w", encoding="utf-8", newline="") as file:
         file.write(f"# of spreads measured at {commit}\n")

@@ -18,15 +18,11 @@ MatrixRun = Callable[..., pytest.RunResult]
 CELLS = ("--backend=emulation", "--kernels=flash@paper", "--cases=tied_maxima[k=2],random_causal", "--heads=32")
 
 
-@pytest.fixture
-def asked(matrix: MatrixRun, pytester: pytest.Pytester) -> Path:
-    assert matrix(*CELLS, "--rules", "--save", "asked").ret == 0
-    return pytester.path / "out" / "asked.json"
-
-
-def test_records_carry_answers_and_the_gate_takes_no_notice(
-    matrix: MatrixRun, asked: Path, pytester: pytest.Pytester
+def test_records_verdict_table_and_page_say_what_rules_do_and_the_gate_takes_no_notice(
+    matrix: MatrixRun, pytester: pytest.Pytester, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert matrix(*CELLS, "--rules", "--save", "asked").ret == 0
+    asked = pytester.path / "out" / "asked.json"
     gated = matrix(*CELLS, "--baseline", str(asked))
     assert gated.ret == 0
     gated.stdout.fnmatch_lines(["gate held: 2 cells compared with *asked.json: 0 worse, 0 better"])
@@ -42,8 +38,6 @@ def test_records_carry_answers_and_the_gate_takes_no_notice(
     tied = next(record for record in told if record.case == "tied_maxima[k=2]")
     assert tied.evidence["rules"]["signed_mean"].passed is False
 
-
-def test_the_verdict_says_which_rules_pass_the_kernel(asked: Path) -> None:
     (verdict,) = verdicts(store.read(asked))
     (finding,) = [each for each in verdict.findings if each.name == "rules"]
     assert finding.text.startswith("passes ")
@@ -51,8 +45,7 @@ def test_the_verdict_says_which_rules_pass_the_kernel(asked: Path) -> None:
     assert "signed_mean (tied_maxima[k=2])" in finding.text
     assert "ascend_recheck" not in finding.text, "it could not tell"
 
-
-def test_the_table_has_a_row_a_rule_below_the_suites_own_word(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert cli.main(["rules", str(asked), "--cases", "tied*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines if "  " in line}
@@ -63,8 +56,6 @@ def test_the_table_has_a_row_a_rule_below_the_suites_own_word(asked: Path, capsy
     assert any(line.startswith("ascend_recheck needs 200 heads and more") for line in lines)
     assert not any("random_causal" in line for line in lines)
 
-
-def test_the_page_says_it_of_a_cell(asked: Path, tmp_path: Path) -> None:
     assert cli.main(["page", str(asked), "-o", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/gzip" id="data">(.*?)</script>', page)
@@ -76,8 +67,8 @@ def test_the_page_says_it_of_a_cell(asked: Path, tmp_path: Path) -> None:
 def test_the_list_has_formula_and_source_of_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rules"]) == 0
     printed = capsys.readouterr().out
-    for rule in RULES.values():
-        assert all(text in printed for text in (rule.name, rule.formula, rule.source, rule.note))
+    for name, rule in RULES.items():
+        assert all(text in printed for text in (name, rule.formula, rule.source, rule.note))
     assert cli.main(["rules", "ascend_l*"]) == 0
     assert capsys.readouterr().out.count("commercial_standard.md") == 3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
+from tiebreak.cases.measures.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.planted import DEFECTS, twin
 from tiebreak.kernels.formats import BF16

@@ -70,15 +70,11 @@ def test_every_tensor_lies_on_the_formats_grid(case: Case, fmt: Format) -> None:
         assert torch.equal(x.nan_to_num(nan=7.0), x.to(TORCH_DTYPES[fmt]).float().nan_to_num(nan=7.0)), name
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16])
-def test_every_case_takes_any_number_of_heads(heads: int) -> None:
+def test_every_case_takes_any_number_of_heads_and_many_are_split_over_the_batch() -> None:
     for case in SCRIPTED:
-        assert case.make(1, 0, heads, BF16).q.shape[:2] == (1, min(heads, case.most_heads or heads))
-
-
-def test_more_heads_are_split_over_the_batch() -> None:
-    made = (case.make(0, 0, 64, BF16) for case in SCRIPTED if case.most_heads is None)
-    assert {inputs.q.shape[:2] for inputs in made if inputs.lengths is None} == {(4, 16)}
+        assert case.make(1, 0, 5, BF16).q.shape[:2] == (1, min(5, case.most_heads or 5))
+    assert CASES["random"].make(0, 0, 64, BF16).q.shape[:2] == (4, 16)
+    assert CASES["ties_across_long_blocks"].make(1, 0, 256, BF16).q.shape[:2] == (4, 16), "64 at most"
 
 
 def test_names_and_streams_are_a_case_s_own() -> None:
@@ -202,29 +198,6 @@ def test_a_sinks_tail_has_v_near_zero_and_its_maxima_have_not(name: str, maxima:
     assert abs(tail.mean().item() + 0.1) < 8 * 0.3 / tail.numel() ** 0.5
 
 
-def test_maxima_lie_anywhere_in_a_row_unless_placed_and_the_row_maximum_varies_within_a_head() -> None:
-    s = _exact_scores(_made("tied_maxima[k=2]"))
-    # Of 64 places among 128 keys, 39 % differ on average if they are drawn evenly; 5 % if there were a handful.
-    assert len(set(s[:, :, 0].topk(2).indices.flatten().tolist())) > 32
-    row_max = s.amax(-1)
-    assert (row_max.amax(-1) > row_max.amin(-1)).all()
-
-
-def test_v_has_the_signs_that_cases_say() -> None:
-    for name in (
-        SCRIPTS.keys() - {"mixed_sign_v", "tied_maxima_positive_v", "sink_tie", "single_maximum_sink"} - {"split_tie"}
-    ):
-        assert (_made(name).v < 0).all(), name
-    assert (_made("tied_maxima_positive_v").v > 0).all()
-    mixed = _made("mixed_sign_v").v
-    assert abs((mixed > 0).double().mean().item() - 0.5) < 5 * 0.5 / mixed.numel() ** 0.5
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "random_mixed_v"])
-def test_the_upstream_gradient_is_of_one_sign(name: str) -> None:
-    assert (_made(name).do <= 0).all()
-
-
 def test_edges_are_what_they_say() -> None:
     padded, wholly = _made("padded").key_padding, _made("wholly_masked").key_padding
     assert padded is not None
@@ -246,12 +219,6 @@ def test_subnormal_v_is_subnormal_and_not_zero(fmt: Format) -> None:
     assert (v.abs() < fmt.smallest_normal).all()
     # |V| is about 1 of the 2 that fit below the smallest normal value: zero where it is under a grid step.
     assert (v != 0).double().mean() > 0.9
-
-
-@pytest.mark.parametrize(("asked", "drawn"), [(32, 32), (64, 64), (256, 64)])
-def test_of_long_rows_no_more_heads_are_drawn_than_a_run_has_time_for(asked: int, drawn: int) -> None:
-    q = CASES["ties_across_long_blocks"].make(1, 0, asked, BF16).q
-    assert q.shape[0] * q.shape[1] == drawn
 
 
 FIRST = claim(BIASED, "first", "safe", "paper")

@@ -73,7 +73,7 @@ def _in_gfloat(fmt: Format) -> gfloat.FormatInfo:
         fmt.name,
         k=1 + fmt.exponent_bits + fmt.mantissa_bits,
         precision=fmt.mantissa_bits + 1,
-        bias=fmt.bias,
+        bias=1 - fmt.min_exponent,
         is_signed=True,
         domain=gfloat.Domain.Extended,
         has_nz=True,

@@ -59,7 +59,7 @@ def test_all_of_everything_is_chosen_once() -> None:
 
 @pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
 def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
-    expected = [f"interpreter-triton_fp8-{case.name}-bf16" for case in EIGHT_BITS]
+    expected = [f"interpreter-triton_fp8-{name}-bf16" for name in EIGHT_BITS]
     assert chosen(Selection(kernels="triton_fp8")) == expected
     message = r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
     with pytest.raises(SelectionError, match=message):

@@ -31,7 +31,18 @@ def options(tmp_path: Path) -> argparse.Namespace:
     return argparse.Namespace(workers=1, out=tmp_path / "out" / "squares.jsonl")
 
 
-def test_tasks_are_run_once_and_given_in_their_order(
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks are run in this process: a process of their own takes seconds to start."""
+    monkeypatch.setattr(resumable, "in_processes", lambda run, left, workers: map(run, left))
+
+
+def test_a_task_runs_in_a_process_of_its_own(options: argparse.Namespace) -> None:
+    assert list(SQUARES.results([3], options).values()) == [Square(9)]
+
+
+@pytest.mark.usefixtures("here")
+def test_tasks_are_run_once_and_given_in_their_order_and_nan_stays_nan(
     options: argparse.Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(SQUARES.results([3], options).values()) == [Square(9)]
@@ -41,13 +52,11 @@ def test_tasks_are_run_once_and_given_in_their_order(
     assert "2 tasks, 1 to run" in out
     assert len(options.out.read_text(encoding="utf-8").splitlines()) == 2
     assert set(SQUARES.kept(options)) == {2, 3}
-
-
-def test_nan_stays_nan(options: argparse.Namespace) -> None:
     SQUARES.results([0], options)
     assert math.isnan(SQUARES.kept(options)[0].value)
 
 
+@pytest.mark.usefixtures("here")
 def test_what_another_commit_ran_is_run_again(options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     SQUARES.results([3], options)
     monkeypatch.setattr(study, "commit", lambda: "another")

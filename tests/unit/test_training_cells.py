@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.gpt2.claims import SnippetClaim
-from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS
+from tiebreak.cases.gpt2.snippets import DRIFT, SNIPPETS, SnippetClaim
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16

@@ -70,9 +70,6 @@ def test_a_remainder_makes_the_rounding_bit_round_away_and_without_it_ties_go_to
     assert (rounded / _ULP) % 2 == 0 or not shifted_out
 
 
-def test_there_are_ten_two_bit_additions_and_four_have_a_rounding_bit() -> None:
-    assert len(TWO_BIT_ADDITIONS) == 10
-    assert sum((a + b) & 1 for a, b in TWO_BIT_ADDITIONS) == 4
 
 
 def test_half_even_is_fair_on_ties_half_up_is_not_and_a_remainder_is_as_unfair(backend: Backend) -> None:

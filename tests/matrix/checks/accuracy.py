@@ -1,6 +1,6 @@
 """Whether the errors of O are no larger than those of the plan that the kernel declares, or that it follows."""
 
-from tiebreak.cases.accuracy import LIMIT
+from tiebreak.cases.measures.accuracy import LIMIT
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result

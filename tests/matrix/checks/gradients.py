@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tiebreak.cases.accuracy import GAIN, LIMIT
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import Check, numbers, without_number
 from tiebreak.matrix.result import Result

@@ -89,8 +89,8 @@ class Call(Experiment):
 
     def described(self) -> records.CaseRecord:
         """As `Experiment.described`."""
-        case, family = self.case, self.case.family
-        of, at = (None, None) if family is None else (family.of, family.at)
+        case = self.case
+        of, at = case.family or (None, None)
         return records.CaseRecord(
             case.about,
             case.source,
@@ -220,7 +220,7 @@ def _evidence(
     evidence: dict[str, Any] = {}
     if fits:
         evidence["fits"] = {
-            name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
+            name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in fits.items()
         }
     if cell.kernel.external and (errors.error_over_bound > 1.0 or errors.nonfinite):  # no rounding explains O
