@@ -22,22 +22,21 @@ from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.laboratory.progress import (
-    COLLAPSED_REPORTS,
+from tiebreak.laboratory.train import COLLAPSED_REPORTS, main
+from tiebreak.laboratory.training import (
+    CHECKPOINT,
     EXPLODED,
     EXPLOSION_STEPS,
+    KEPT_STEPS,
     LARGEST_LOGIT,
+    LOG,
     LOGITS,
     NOT_FINITE,
+    Captures,
     Divergence,
-    EarlyWarning,
-    Progress,
 )
-from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG, Captures
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
-PROGRESS = "tiebreak.laboratory.progress"
 
 
 def _train(out: Path, *arguments: str, steps: int = 6) -> int:
@@ -261,12 +260,13 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(
 def test_a_lasting_collapse_of_the_sign_diversity_is_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warning, low, high = EarlyWarning(), Progress(1, 2.0, 1e-3, sign_diversity=0.01), Progress(1, 2.0, 1e-3)
-    dip = [low] * (COLLAPSED_REPORTS - 1) + [high]
-    assert not any(warning.due(progress) for progress in dip * 2)
-    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
-    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
-    assert capsys.readouterr().out.count("early warning") == 1
+    dip = [0.01] * (COLLAPSED_REPORTS - 1) + [1.0]
+    readings = iter([*dip, *dip, *([0.01] * (COLLAPSED_REPORTS + 2))])
+    steps = 3 * COLLAPSED_REPORTS + 2
+    monkeypatch.setattr("tiebreak.laboratory.training.sign_diversity", lambda weight, x: next(readings))
+    assert _train(tmp_path, "--report-every", "1", "--layers", "1", steps=steps) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("early warning")] == [steps - 1]
 
 
 def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

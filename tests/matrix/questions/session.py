@@ -13,9 +13,8 @@ from torch import Tensor
 from tiebreak.backends.backend import Backend, to_device
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
-from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions
+from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
