@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from tiebreak.backends.emulation.tensor_cores import TARGETS, core_of, tensor_core_matmul
 from tiebreak.backends.interpreter import INTERPRETER
@@ -136,17 +137,12 @@ def test_contraction_is_as_the_audit_finds_it(card: str) -> None:
     assert not torch.equal(contracted, s * factor - m)
 
 
-def test_a_kernel_sees_the_assumed_card() -> None:
-    from triton.runtime.driver import driver
-
+def test_every_known_core_but_voltas_is_a_card_that_a_kernel_sees() -> None:
+    assert set(CARDS) == {*TARGETS, "exact"} - {"sm_70"}
     for name, (backend, architecture) in {"sm_90": ("cuda", 90), "gfx942": ("hip", "gfx942")}.items():
         with interpreting(CARDS[name]):
             target = driver.active.get_current_target()
         assert (target.backend, target.arch) == (backend, architecture)
-
-
-def test_every_known_core_but_voltas_is_a_card() -> None:
-    assert set(CARDS) == {*TARGETS, "exact"} - {"sm_70"}
 
 
 def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() -> None:

@@ -298,19 +298,13 @@ class TestFlex:
             ("padded", None, "block mask"),
             ("random_causal", 30, "block mask"),
             ("random_grouped", None, "lengths and window"),
+            ("random_causal", None, "sink"),
         ],
     )
     def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None, asked: str) -> None:
         inputs = self.asking(made(name, queries), asked)
         assert flex.flex().refusal(inputs) is None
         hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
-
-    @pytest.mark.usefixtures("eager")
-    def test_a_sink_comes_after_its_output(self) -> None:
-        kernel, inputs = flex.flex(), made("random_causal")
-        inputs = replace(inputs, v=inputs.v[..., :32], do=inputs.do[..., :32], sink=torch.arange(inputs.q.shape[1]) / 4)
-        assert kernel.refusal(inputs) is None
-        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
 
     def test_the_second_cast_of_an_output_beside_a_sink_is_declared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         kernel, inputs = flex.flex(), made("random_causal")
@@ -360,6 +354,7 @@ class TestFlex:
             "window": {"window": (9, 2)},
             "soft cap and bias": {"softcap": 2.0, "bias": torch.arange(float(heads))[None, :, None, None] % 3},
             "block mask": {"block_mask": seen, "block_size": (16, 8), "window": (20, None)},
+            "sink": {"sink": torch.arange(heads) / 4},
             "lengths and window": {"lengths": ((0, queries // 3, queries), (0, 11, keys)), "window": (5, 3)},
         }
         return replace(inputs, **features[asked])

@@ -191,20 +191,6 @@ def test_stochastic_agrees_with_gfloat(fmt: Format, dtype: torch.dtype) -> None:
     _assert_same_bits(x, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random_bits), expected)
 
 
-@each_dtype
-@pytest.mark.parametrize("lower", [1.0, 2.0**-14, 3 * 2.0**-24, 2.0**-24, 0.0, 65504.0])
-def test_stochastic_probability_is_the_fraction(dtype: torch.dtype, lower: float) -> None:
-    """The result is monotone in the random bits, so where it changes is its exact probability."""
-    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
-    upper = math.inf if lower == FP16.largest else lower + spacing
-    for fraction, sign in itertools.product((0.25, 0.5, 0.75, 2.0**-10, 1 - 2.0**-10), (1, -1)):
-        x = sign * torch.full((4,), lower + fraction * spacing, dtype=dtype)
-        first_up = round((1 - fraction) * 2**32)
-        random_bits = torch.tensor([0, first_up - 1, first_up, 2**32 - 1])
-        rounded = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=random_bits)
-        assert rounded.tolist() == [sign * lower, sign * lower, sign * upper, sign * upper]
-
-
 @pytest.mark.parametrize("lower", [1.0, 3 * 2.0**-24], ids=["normal", "subnormal"])
 def test_stochastic_resolves_32_bits_of_float64(lower: float) -> None:
     spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
@@ -241,27 +227,22 @@ def test_any_shape_and_layout(fmt: Format, mode: Rounding) -> None:
     assert torch.equal(x.detach(), before)
 
 
-class _Doubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that return float64."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names = set[str]()
+class _NoDoubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A device without float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if isinstance(returned, torch.Tensor) and returned.dtype is torch.float64:
-            self.names.add(str(func))
+        assert getattr(returned, "dtype", None) is not torch.float64, func
         return returned
 
 
 @pytest.mark.parametrize("mode", Rounding, ids=lambda mode: mode.value)
 def test_float32_is_rounded_without_float64_which_some_devices_lack(mode: Rounding) -> None:
     x = torch.tensor([1.0, 2.0**-15, 1e30, math.inf, math.nan]) * (1 + 2.0**-20)
-    with _Doubles() as doubles:
+    random_bits = _random_bits(5) if mode is Rounding.STOCHASTIC else None
+    with _NoDoubles():
         for fmt in FORMATS:
-            round_to(x, fmt, mode, random_bits=_random_bits(5) if mode is Rounding.STOCHASTIC else None)
-    assert doubles.names == set()
+            round_to(x, fmt, mode, random_bits=random_bits)
 
 
 def test_errors() -> None:
