@@ -125,30 +125,27 @@ class TestUnavailable:
         assert cuda.unavailable() == reason
 
 
-class TestPoisoned:
-    @pytest.mark.parametrize(
-        ("errors", "poisoned"),
-        [
-            (["an illegal memory access was encountered"] * 2, True),
-            (["invalid configuration argument", None], False),  # one that was still to be told
-            ([None], False),
-        ],
-    )
-    def test_an_error_that_stays(
-        self, monkeypatch: pytest.MonkeyPatch, errors: list[str | None], poisoned: bool
-    ) -> None:
-        pending = iter(errors)
+@pytest.mark.parametrize(
+    ("used", "errors", "poisoned"),
+    [
+        (True, ["an illegal memory access was encountered"] * 2, True),
+        (True, ["invalid configuration argument", None], False),  # one that was still to be told
+        (True, [None], False),
+        (False, [], False),
+    ],
+)
+def test_an_error_that_stays_poisons_a_device(
+    monkeypatch: pytest.MonkeyPatch, used: bool, errors: list[str | None], poisoned: bool
+) -> None:
+    pending = iter(errors)
 
-        def synchronize() -> None:
-            if (error := next(pending)) is not None:
-                raise RuntimeError(error)
+    def synchronize() -> None:
+        if (error := next(pending)) is not None:
+            raise RuntimeError(error)
 
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        assert cuda.CUDA.poisoned() is poisoned
-
-    def test_a_process_that_never_used_a_gpu(self) -> None:
-        assert not cuda.CUDA.poisoned()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert cuda.CUDA.poisoned() is poisoned
 
 
 class TestExactProducts:

@@ -1,5 +1,7 @@
 """Tensor cores against sums of rationals, written out term by term, and by hand where each rule decides."""
 
+import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -210,6 +212,8 @@ WORKED = [
     ([LARGE], -LARGEST, "bf16", {"gfx942": math.inf}),
     ([LARGE, OPPOSITE], 1.0, "bf16", {"gfx942": math.nan, "sm_80": 0.0}),
     ([LARGE], -math.inf, "bf16", {"gfx942": -math.inf}),
+    # Half of the smallest number is a zero, whose sign is lost toward zero.
+    ([(-(2.0**-75), 2.0**-75)], 0.0, "bf16", {"sm_80": 0.0, "sm_90": 0.0, "gfx942": -0.0}),
     # tf32 is 19 bits of an operand.
     ([1.0 + 2.0**-10 + 2.0**-11], 0.0, "tf32", {"sm_80": 1.0 + 2.0**-10, "gfx942": 1.0 + 2.0**-10}),
 ]  # fmt: skip
@@ -219,9 +223,8 @@ WORKED = [
 def test_sums_by_hand_where_a_rule_decides(
     products: Sequence[float | tuple[float, float]], addend: float, operands: str, sums: dict[str, float]
 ) -> None:
-    assert {target: _sum(products, addend, target, operands) for target in sums} == pytest.approx(
-        sums, rel=0.0, abs=0.0, nan_ok=True
-    )
+    found = {target: str(_sum(products, addend, target, operands)) for target in sums}
+    assert found == {target: str(total) for target, total in sums.items()}
 
 
 @each_core
@@ -234,13 +237,6 @@ def test_inf_and_nan_are_passed_on_and_no_sum_of_zeros_is_negative(target: str, 
     ]  # fmt: skip
     for products, addend, total in sums:
         assert str(_sum(products, addend, target, operands)) == str(total), (products, addend)
-
-
-@pytest.mark.parametrize(("target", "sign"), [("sm_80", 1.0), ("sm_90", 1.0), ("gfx942", -1.0)])
-def test_what_fp32_has_no_number_for_is_a_zero_whose_sign_is_lost_toward_zero(target: str, sign: float) -> None:
-    total = _sum([(-(2.0**-75), 2.0**-75)], 0.0, target, "bf16")  # half of the smallest number
-    assert total == 0.0
-    assert math.copysign(1.0, total) == sign
 
 
 @pytest.mark.parametrize(("a", "b"), [("fp8_e4m3", "fp8_e5m2"), ("fp8_e5m2", "fp8_e4m3")])
@@ -278,20 +274,16 @@ def test_no_products_leave_the_addend() -> None:
 
 
 def test_every_target_has_the_cores_that_mma_sim_has() -> None:
-    assert set(RULES) == set(TARGETS)
-    assert set(FORMATS) == set(OPERANDS)
-    for target in TARGETS:
-        for operands in OPERANDS:
-            if operands in RULES[target]:
-                core, rules = core_of(target, operands), RULES[target][operands]
-                assert (core.products, core.fraction_bits, core.result.mantissa_bits) == (
-                    rules.products, rules.bits, rules.result
-                )  # fmt: skip
-            else:
-                with pytest.raises(
-                    ValueError, match=f"{target} doesn't multiply {operands} by {operands}; it does fp16"
-                ):
-                    core_of(target, operands)
+    assert (set(RULES), set(FORMATS)) == (set(TARGETS), set(OPERANDS))
+    found = {}
+    for target, operands in itertools.product(TARGETS, OPERANDS):
+        with contextlib.suppress(ValueError):
+            core = core_of(target, operands)
+            found[target, operands] = (core.products, core.fraction_bits, core.result.mantissa_bits)
+    known = ((target, operands, rules) for target, each in RULES.items() for operands, rules in each.items())
+    assert found == {
+        (target, operands): (rules.products, rules.bits, rules.result) for target, operands, rules in known
+    }
 
 
 @pytest.mark.parametrize(
@@ -315,16 +307,15 @@ def test_the_study_counts_every_sum_that_mma_sim_has_otherwise() -> None:
     instruction = mma_sim.INSTRUCTIONS[0]
     core = core_of(instruction.target, instruction.a, instruction.b)
 
+    @dataclass
     class Built:
-        k = 2 * core.products
+        off: float
+        k: int = 2 * core.products
 
         def __call__(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
             d = tensor_core_matmul(a.float(), b.float(), c, core)
             d[3, 4] += self.off
             return d
-
-        def __init__(self, off: float) -> None:
-            self.off = off
 
     assert [mma_sim.compare(instruction, Built(0.0), kind, seed=1) for kind in mma_sim.KINDS] == [0] * 13
     assert mma_sim.compare(instruction, Built(1.0), "normal", seed=1) == 1
