@@ -21,11 +21,6 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
 INPUTS = CASES["random"].make(1, 0, 16, BF16)
@@ -239,11 +234,3 @@ def test_the_fingerprint_has_facts_probes_and_statistics(backend: Ascend) -> Non
     failed = str(without["probe 3 failed"])
     assert failed.startswith("NotImplementedError: this torch-npu has no npu_fusion_attention"), "its own answer alone"
     assert without["cast"] == "even"
-
-
-def test_records_of_the_stand_in_bear_its_name(backend: Ascend) -> None:
-    cell = Cell(backend, backend.kernel("npu_fusion_bnsd_p0"), Call(CASES["tied_maxima[k=2]"]), BF16)
-    record = run_cell(cell, Workbench(Settings(heads=16)))
-    assert record.backend == "ascend_stand_in"
-    assert record.id.startswith("ascend_stand_in-npu_fusion_bnsd_p0-")
-    assert record.number("bias") is not None

@@ -381,35 +381,10 @@ class TestFlex:
         assert flex.flex().refusal(made("random")) == "triton is not installed"
 
 
-def over_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    **options: object,
-) -> Tensor:
-    """Attention of packed sequences, (N, heads, d) each, one after the other."""
-    outputs, sides = [], tuple(None if side < 0 else side for side in window_size)
-    for (row, column), (end, last) in pairwise(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)):
-        assert end - row <= max_seqlen_q
-        assert last - column <= max_seqlen_k
-        q_, k_, v_ = (x.transpose(0, 1)[None].float() for x in (q[row:end], k[column:last], v[column:last]))
-        sequence = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, softmax_scale=softmax_scale)
-        o = reference(replace(sequence, window=sides)).o
-        outputs.append(o[0].transpose(0, 1).nan_to_num(0.0))
-    return torch.cat(outputs).to(q.dtype)
-
-
 class TestVarlen:
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PyTorch's own signature, over a loop: its kernel is a GPU's alone."""
+        """PyTorch's own signature, over a loop of sequences, (N, heads, d) each: its kernel is a GPU's alone."""
 
         def varlen_attn(
             query: Tensor,
@@ -425,8 +400,17 @@ class TestVarlen:
             enable_gqa: bool = False,
         ) -> Tensor:
             assert enable_gqa == (query.shape[1] != key.shape[1])
-            lengths = cu_seq_q, cu_seq_k, max_q, max_k
-            return over_sequences(query, key, value, *lengths, softmax_scale=scale, window_size=window_size)
+            sides = tuple(None if side < 0 else side for side in window_size)
+            outputs = []
+            for (row, column), (end, last) in pairwise(zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True)):
+                assert end - row <= max_q
+                assert last - column <= max_k
+                parts = (query[row:end], key[column:last], value[column:last])
+                q, k, v = (x.transpose(0, 1)[None].float() for x in parts)
+                sequence = AttentionInputs(q, k, v, q, Formats.of(BF16), softmax_scale=scale)
+                o = reference(replace(sequence, window=sides)).o
+                outputs.append(o[0].transpose(0, 1).nan_to_num(0.0))
+            return torch.cat(outputs).to(query.dtype)
 
         monkeypatch.setattr(varlen, "_function", lambda: varlen_attn)
 
