@@ -76,19 +76,16 @@ def ask(subject: str, site: Path, cann: Path, root: Path) -> dict[str, Any]:
 def prepare(folder: Path) -> dict[str, Any]:
     """Install, compile, ask: all that the tests look at, or why there is nothing to look at."""
     site, cann, root = folder / "site", folder / "cann", folder / "root"
-    try:
-        reason = install(site)
-        return _answers(site, cann, root) if reason is None else {"skip": reason}
-    finally:
-        shutil.rmtree(site, ignore_errors=True)  # pytest keeps the folders of three sessions
-
-
-def _answers(site: Path, cann: Path, root: Path) -> dict[str, Any]:
     (root / "dev").mkdir(parents=True)
     (root / "dev/davinci_manager").touch()  # a driver, so that the package is looked at at all
-    without = ask("symbols", site, cann.with_name("none"), root)
-    compile_stand_ins(without["symbols"], cann)
-    return {"without": without, "all": ask("all", site, cann, root)}
+    try:
+        if (reason := install(site)) is not None:
+            return {"skip": reason}
+        without = ask("symbols", site, folder / "none", root)
+        compile_stand_ins(without["symbols"], cann)
+        return {"without": without, "all": ask("all", site, cann, root)}
+    finally:
+        shutil.rmtree(site, ignore_errors=True)  # pytest keeps the folders of three sessions
 
 
 @pytest.fixture(scope="module")

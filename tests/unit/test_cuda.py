@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -146,6 +149,40 @@ def test_an_error_that_stays_poisons_a_device(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert cuda.CUDA.poisoned() is poisoned
+
+
+NVIDIA_DRIVER = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)
+GCC version:  gcc version 13.3.0
+"""
+
+
+def test_what_is_recorded_of_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = iter(["gfx942:sramecc+:xnack-", "gfx950"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names)))
+    for name, text in (("proc/driver/nvidia/version", NVIDIA_DRIVER), ("sys/module/amdgpu/version", "6.12.12\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    machine(Card(), Card())
+    assert cuda.describe_gpu(tmp_path) == {
+        "gpu": "NVIDIA H200",
+        "gpu_arch": "sm_90",
+        "gpu_driver": "580.65.06",
+        "cuda": "12.8",
+        "hip": None,
+        "cudnn": "91002",
+        "triton": installed(),
+    }
+    (tmp_path / "proc/driver/nvidia/version").unlink()
+    machine(Card(), Card(), hip="6.4.43482")
+    gpu = cuda.describe_gpu(tmp_path)
+    assert (gpu["gpu_arch"], gpu["gpu_driver"], gpu["hip"]) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
+    monkeypatch.setattr(cuda, "installed", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    machine(Card())
+    gpu = cuda.describe_gpu(tmp_path / "nothing")
+    assert (gpu["gpu_driver"], gpu["cudnn"], gpu["triton"]) == (None, None, None)
 
 
 class TestExactProducts:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from tiebreak.kernels.formats import BF16, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
-from tiebreak.kernels.probe_inputs import tied_p_bar
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import candidates, on_device
@@ -282,15 +280,6 @@ def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, told: str) -> 
 def test_an_exponential_that_misses_the_ties_is_reported() -> None:
     assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "away", "all of them lie above the tie"
     assert p_cast(lambda inputs: reference(inputs).o.float()) == "not seen"
-
-
-def test_every_p_is_a_tie_above_a_neighbour_of_the_parity_asked_for() -> None:
-    odd = torch.tensor([[False, True], [True, True]])
-    inputs = tied_p_bar(np.random.Generator(np.random.Philox(3)), odd)
-    p = torch.exp((inputs.q @ inputs.k.transpose(-1, -2) * inputs.scale).double()).float()[..., 1:]
-    lower = torch.floor(p * 256)
-    assert torch.equal(p * 256 - lower, torch.full_like(p, 0.5))
-    assert torch.equal(lower % 2 == 1, odd[..., None, None].expand_as(lower))
 
 
 @pytest.mark.parametrize(("scale", "least", "most"), [(1.0, 0.0, 1e-6), (1.01, 1e-2, 1e9)])
