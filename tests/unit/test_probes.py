@@ -190,12 +190,13 @@ FOURS = " ".join(f"{size} {size} {size} {size}" for size in range(8, 33, 4))
          {"fp32_matmul_keeps": 11.0}),
         (arithmetic_probes, AddingBy(lambda a, b: _chain(_products(a, b))),
          {"matmul_order": "sequential", "matmul_accumulator_keeps": 23.0}),
+        (fingerprint, AddingBy(lambda a, b: _chain(_products(a, b))), {"bf16_matmul_accumulator": "sequential"}),
         (arithmetic_probes, AddingBy(_tree), {"matmul_order": "pairwise", "matmul_accumulator_keeps": 23.0}),
         # Terms 1 to 3 meet term 0 in an exact sum; from then on whole groups of four join, as in a small cube.
         (arithmetic_probes, AddingBy(partial(_in_parts, 4, lambda a, b: (a.double() @ b.double()).float())),
          {"matmul_order": f"partial sums of 2 2 2 {FOURS}"}),
     ],
-    ids=["narrow", "Arm", "flushing", "HF32", "HF32 on the right", "sequential", "pairwise", "in fours"],
+    ids=["narrow", "Arm", "flushing", "HF32", "HF32 on the right", "in order", "sequential", "pairwise", "in fours"],
 )  # fmt: skip
 def test_what_another_device_does_is_told(
     probes: Callable[[Arithmetic, str], dict[str, object]], arithmetic: Arithmetic, told: dict[str, object]
@@ -236,10 +237,6 @@ UNKNOWN: dict[str, Matmul] = {
 @pytest.mark.parametrize("sums", UNKNOWN.values(), ids=UNKNOWN)
 def test_sums_that_no_accumulator_makes_are_none(sums: Matmul) -> None:
     assert accumulators_of(AddingBy(sums), "cpu") == ()
-
-
-def test_a_chain_in_fp32_is_sequential() -> None:
-    assert accumulators_of(AddingBy(lambda a, b: _chain(_products(a, b))), "cpu") == (Accumulator.SEQUENTIAL,)
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="a processor without AVX512_BF16")

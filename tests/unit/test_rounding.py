@@ -191,16 +191,6 @@ def test_stochastic_agrees_with_gfloat(fmt: Format, dtype: torch.dtype) -> None:
     _assert_same_bits(x, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random_bits), expected)
 
 
-@pytest.mark.parametrize("lower", [1.0, 3 * 2.0**-24], ids=["normal", "subnormal"])
-def test_stochastic_resolves_32_bits_of_float64(lower: float) -> None:
-    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
-    fractions = torch.tensor([2.0**-32, 2.0**-33, 2.0**-33 * (1 - 2.0**-6)], dtype=torch.float64)
-    x = lower + fractions * spacing
-    for random_bits, up in ((2**32 - 1, [True, True, False]), (2**32 - 2, [False, False, False])):
-        rounded = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=torch.tensor(random_bits))
-        assert (rounded > lower).tolist() == up
-
-
 def test_random_bits_broadcast() -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)) * 2.0**-14
     column = counter.random_bits(0, torch.arange(8))[:, None]
@@ -246,16 +236,14 @@ def test_float32_is_rounded_without_float64_which_some_devices_lack(mode: Roundi
 
 
 def test_errors() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+    for dtype in (torch.bfloat16, torch.int32):
         with pytest.raises(TypeError, match=str(dtype)):
             round_to(torch.ones(1, dtype=dtype), BF16)
     with pytest.raises(TypeError, match=r"torch\.int32"):
         round_to(torch.ones(1), BF16, Rounding.STOCHASTIC, random_bits=torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="STOCHASTIC"):
-        round_to(torch.ones(1), BF16, Rounding.STOCHASTIC)
-    for mode in DETERMINISTIC:
+    for mode, bits in ((Rounding.STOCHASTIC, None), (Rounding.UP, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(ValueError, match="STOCHASTIC"):
-            round_to(torch.ones(1), BF16, mode, random_bits=torch.zeros(1, dtype=torch.int64))
+            round_to(torch.ones(1), BF16, mode, random_bits=bits)
 
 
 any_format = st.builds(lambda x, y: parse_format(f"E{x}M{y}"), st.integers(2, 8), st.integers(0, 23)) | st.sampled_from(
