@@ -437,7 +437,7 @@ class TestVarlen:
             enable_gqa: bool = False,
         ) -> Tensor:
             assert enable_gqa == (query.shape[1] != key.shape[1])
-            sides = tuple(None if side < 0 else side for side in window_size)
+            left, right = (None if side < 0 else side for side in window_size)
             outputs = []
             for (row, column), (end, last) in pairwise(zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True)):
                 assert end - row <= max_q
@@ -445,7 +445,7 @@ class TestVarlen:
                 parts = (query[row:end], key[column:last], value[column:last])
                 q, k, v = (x.transpose(0, 1)[None].float() for x in parts)
                 sequence = AttentionInputs(q, k, v, q, Formats.of(BF16), softmax_scale=scale)
-                o = reference(replace(sequence, window=sides)).o
+                o = reference(replace(sequence, window=(left, right))).o
                 outputs.append(o[0].transpose(0, 1).nan_to_num(0.0))
             return torch.cat(outputs).to(query.dtype)
 

@@ -230,7 +230,7 @@ class _NoDoubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_float32_is_rounded_without_float64_which_some_devices_lack(mode: Rounding) -> None:
     x = torch.tensor([1.0, 2.0**-15, 1e30, math.inf, math.nan]) * (1 + 2.0**-20)
     random_bits = _random_bits(5) if mode is Rounding.STOCHASTIC else None
-    with _NoDoubles():
+    with _NoDoubles():  # type: ignore[no-untyped-call]
         for fmt in FORMATS:
             round_to(x, fmt, mode, random_bits=random_bits)
 

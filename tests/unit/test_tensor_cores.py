@@ -230,7 +230,7 @@ def test_sums_by_hand_where_a_rule_decides(
 @each_core
 def test_inf_and_nan_are_passed_on_and_no_sum_of_zeros_is_negative(target: str, operands: str) -> None:
     inf, nan = math.inf, math.nan
-    sums = [
+    sums: list[tuple[Sequence[float | tuple[float, float]], float, float]] = [
         ([1.0], inf, inf), ([1.0], nan, nan), ([nan, 1.0], 1.0, nan), ([inf, -inf], 1.0, nan), ([(inf, 0.0)], 1.0, nan),
         ([inf], -inf, nan), ([-inf, 1.0], 1.0, -inf),  # of a format without Inf no kernel makes one
         ([0.0], -0.0, 0.0), ([-0.0] * 64, -0.0, 0.0), ([1.0, -1.0], -0.0, 0.0),
