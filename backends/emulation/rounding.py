@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tiebreak.kernels.formats import FP32, Format, Rounding
 
@@ -22,13 +23,7 @@ _CARRIERS = {
 }
 
 
-def round_to(
-    x: torch.Tensor,
-    fmt: Format,
-    mode: Rounding = Rounding.TO_EVEN,
-    *,
-    random_bits: torch.Tensor | None = None,
-) -> torch.Tensor:
+def round_to(x: Tensor, fmt: Format, mode: Rounding = Rounding.TO_EVEN, *, random_bits: Tensor | None = None) -> Tensor:
     """Round every element to a format, keeping the tensor's type.
 
     NaN stays NaN and the sign of zero is kept. A finite value that rounds past the largest becomes Inf (NaN in a format
@@ -74,7 +69,7 @@ def round_to(
     return rounded
 
 
-def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+def fma(x: Tensor, factor: float | Tensor, addend: Tensor) -> Tensor:
     """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
 
     The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
@@ -88,11 +83,11 @@ def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> 
     Returns:
       float32 tensor of x's shape.
     """
-    wide = factor.double() if isinstance(factor, torch.Tensor) else factor
+    wide = factor.double() if isinstance(factor, Tensor) else factor
     return odd_sum(x.double() * wide, addend.double()).float()
 
 
-def odd_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def odd_sum(x: Tensor, y: Tensor) -> Tensor:
     """x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
 
     What is rounded once more, to a format narrower by two bits, is then as if rounded once (Boldo and Melquiond,
@@ -111,7 +106,7 @@ def odd_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(inexact & (bits & 1 == 0), neighbour, bits).view(torch.float64)
 
 
-def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
+def _round_bits(bits: Tensor, shift: int, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round away the last bits of finite or infinite values, as if the format's exponent had no bounds.
 
     A carry out of the fraction goes into the exponent, and from the largest finite value to Inf, as it should: values
@@ -142,9 +137,7 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     return raised.bitwise_and_(~discarded)
 
 
-def _round_quotients(
-    x: torch.Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, random_bits: torch.Tensor | None
-) -> torch.Tensor:
+def _round_quotients(x: Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round to a format of a narrower exponent: divide by the spacing of its values at x, round to integers, multiply.
 
     The spacing is a power of two, from the exponent of x, and the same for all of the format's subnormals. So every
@@ -162,7 +155,7 @@ def _round_quotients(
     return _to_integers(x.div_(spacing), mode, random_bits).mul_(spacing)
 
 
-def _to_integers(x: torch.Tensor, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
+def _to_integers(x: Tensor, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round to integers, in place; the sign of zero is kept."""
     match mode:
         case Rounding.TO_EVEN:
@@ -187,25 +180,20 @@ def _to_integers(x: torch.Tensor, mode: Rounding, random_bits: torch.Tensor | No
             return whole.sub_(taken_off.sign_().mul_(raised))
 
 
-def _overflow(x: torch.Tensor, rounded: torch.Tensor, fmt: Format, mode: Rounding) -> torch.Tensor:
+def _overflow(x: Tensor, rounded: Tensor, fmt: Format, mode: Rounding) -> Tensor:
     """Replace what lies beyond the format's largest value."""
     lowest, highest = rounded.aminmax()
     if lowest >= -fmt.largest and highest <= fmt.largest:
         return rounded
-    match mode:
-        case Rounding.TOWARD_ZERO:
-            rounded = torch.where(x.isfinite(), rounded.clamp(-fmt.largest, fmt.largest), rounded)
-        case Rounding.UP:
-            rounded = torch.where(x.isfinite(), rounded.clamp(min=-fmt.largest), rounded)
-        case Rounding.DOWN:
-            rounded = torch.where(x.isfinite(), rounded.clamp(max=fmt.largest), rounded)
-        case _:
-            pass
+    low = -fmt.largest if mode in (Rounding.TOWARD_ZERO, Rounding.UP) else None
+    high = fmt.largest if mode in (Rounding.TOWARD_ZERO, Rounding.DOWN) else None
+    if low is not None or high is not None:
+        rounded = torch.where(x.isfinite(), rounded.clamp(low, high), rounded)
     beyond = rounded.abs() > fmt.largest
     # Inf with the sign of x, or NaN.
     return torch.where(beyond, x * (torch.inf if fmt.has_infinity else torch.nan), rounded)
 
 
-def flushed(x: torch.Tensor) -> torch.Tensor:
+def flushed(x: Tensor) -> Tensor:
     """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
     return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)

@@ -27,7 +27,7 @@ from tiebreak.backends.backend import CPU, to_device
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, Formats
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
 from tiebreak.kernels.plans import PRESETS
@@ -77,9 +77,8 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func))
         if func.namespace == "npu":
-            arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
-                kwargs or {}
-            )
+            names = (argument.name for argument in func._schema.arguments)
+            arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
             self.layouts.add((func._schema.name.split("::")[1], arguments["input_layout"]))
         returned = func(*args, **(kwargs or {}))
         if isinstance(returned, Tensor) and returned.dtype is torch.float64:
@@ -87,36 +86,29 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
 
-def inputs(**changed: Any) -> AttentionInputs:
-    """Sizes that all differ, so that no two dimensions can be mistaken for each other."""
-    q, kv = (3, 4, 5, 16), (3, 2, 7, 16)
-    drawn = AttentionInputs(torch.ones(q), torch.ones(kv), torch.ones(kv), torch.ones(q), Formats.of(BF16))
-    return replace(drawn, **changed)
-
-
-def described(output: AttentionOutput) -> dict[str, Any]:
-    """Shape and type of every tensor of an output."""
-    parts: dict[str, Tensor | None] = {"o": output.o, "lse": output.lse}
-    if output.gradients is not None:
-        parts |= {name: getattr(output.gradients, name) for name in ("dq", "dk", "dv")}
-    return {name: [list(part.shape), str(part.dtype)] for name, part in parts.items() if part is not None}
-
-
 def vendor_calls(calls: Calls) -> dict[str, Any]:
-    """What every vendor kernel returns by the package's meta registrations, with every kind of mask."""
+    """What every vendor kernel returns by the package's meta registrations, with every kind of mask.
+
+    Sizes all differ, so that no two dimensions can be mistaken for each other.
+    """
+    q, kv, padding = torch.ones(3, 4, 5, 16), torch.ones(3, 2, 7, 16), torch.ones(3, 7, dtype=torch.bool)
+    plain = AttentionInputs(q, kv, kv, q, Formats.of(BF16))
     kinds = {
-        "plain": inputs(),
-        "causal": inputs(causal=True),
-        "padded": inputs(key_padding=torch.ones(3, 7, dtype=torch.bool)),
-        "causal and padded": inputs(causal=True, key_padding=torch.ones(3, 7, dtype=torch.bool)),
+        "plain": plain,
+        "causal": replace(plain, causal=True),
+        "padded": replace(plain, key_padding=padding),
+        "causal and padded": replace(plain, causal=True, key_padding=padding),
     }
     kernels = {kernel.name: kernel for kernel in (*npu_kernels(), *every_fusion_attention())}
     outputs: dict[str, Any] = {}
-    for name, kernel in kernels.items():
-        for kind, made in kinds.items():
-            with calls:
-                output = kernel.compute(to_device(made, "meta"), TorchArithmetic(), kernel.has_backward)
-            outputs[f"{name}, {kind}"] = described(output)
+    for (name, kernel), (kind, inputs) in itertools.product(kernels.items(), kinds.items()):
+        with calls:
+            output = kernel.compute(to_device(inputs, "meta"), TorchArithmetic(), kernel.has_backward)
+        parts: dict[str, Tensor | None] = {"o": output.o, "lse": output.lse}
+        if output.gradients is not None:
+            parts |= {part: getattr(output.gradients, part) for part in ("dq", "dk", "dv")}
+        described = {part: [list(x.shape), str(x.dtype)] for part, x in parts.items() if x is not None}
+        outputs[f"{name}, {kind}"] = described
     return outputs
 
 

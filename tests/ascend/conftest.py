@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiebreak.backends.ascend.backend import Ascend, ascend
 from tiebreak.backends.ascend.device import TorchNpu
-from tiebreak.kernels.npu import Operator, Operators
+from tiebreak.kernels.npu import Operator, Operators, pack, unpack
 
 NAMESPACE = "npu_stand_in"
 _COPIES = 8  # of every row statistic
@@ -57,32 +57,10 @@ Arguments = Mapping[str, Any]  # of one call, by the names of the schema
 
 
 def _unpacked(x: Tensor, layout: str, heads: int) -> Tensor:
-    """(batch, heads, N, d) in fp32, written out for each layout: the kernels' own conversion is under test."""
+    """(batch, heads, N, d) in fp32, by the conversion that `test_kernels.py` holds to single elements."""
     if not x.is_contiguous():
         raise RuntimeError("the operator takes contiguous tensors only")
-    match layout:
-        case "BNSD":
-            return x.float()
-        case "BSND":
-            return x.float().transpose(1, 2)
-        case "TND":
-            return x.float().transpose(0, 1)[None]
-        case "SBH":
-            n, batch, width = x.shape
-            return x.float().view(n, batch, heads, width // heads).permute(1, 2, 0, 3)
-    raise RuntimeError(f"layout {layout} is not supported")
-
-
-def _packed(x: Tensor, layout: str) -> Tensor:
-    match layout:
-        case "BNSD":
-            return x.clone()
-        case "BSND":
-            return x.transpose(1, 2).contiguous()
-        case "TND":
-            return x[0].transpose(0, 1).contiguous()
-    batch, heads, n, d = x.shape
-    return x.permute(2, 0, 1, 3).reshape(n, batch, heads * d)
+    return unpack(x.float(), layout, heads)
 
 
 def _hidden(queries: int, keys: int, mask: Tensor | None, mode: int, sides: tuple[int, int]) -> Tensor:
@@ -147,7 +125,7 @@ class Attention:
         row_sum = p.sum(-1, keepdim=True)
         if self.sink is not None:
             row_sum = row_sum + torch.exp(self.sink[:, None, None] - row_max)
-        return _packed((p.to(self.dtype).float() @ self.v / row_sum).to(self.dtype), self.layout), row_max, row_sum
+        return pack((p.to(self.dtype).float() @ self.v / row_sum).to(self.dtype), self.layout), row_max, row_sum
 
     def backward(self, call: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dQ, dK, dV in the layout and that of a sink, from the statistics and the O that the caller hands back."""
@@ -157,7 +135,7 @@ class Attention:
         ds = p * (do @ self.v.transpose(-1, -2) - (do * o).sum(-1, keepdim=True)) * self.scale
         dq, dk, dv = ds @ self.k, ds.transpose(-1, -2) @ self.q, p.transpose(-1, -2) @ do
         shared = (x.reshape(len(x), self.key_heads, self.groups, *x.shape[2:]).sum(2) for x in (dk, dv))
-        dq, dk, dv = (_packed(x.to(self.dtype), self.layout) for x in (dq, *shared))
+        dq, dk, dv = (pack(x.to(self.dtype), self.layout) for x in (dq, *shared))
         sink = torch.zeros(self.heads) if self.sink is None else self.sink
         weight = torch.exp(sink[:, None, None] - row_max) / row_sum
         return dq, dk, dv, -(weight * (do * o).sum(-1, keepdim=True)).sum((0, 2, 3))

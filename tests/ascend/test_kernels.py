@@ -54,6 +54,9 @@ def test_the_layouts_put_every_element_where_they_say_contiguous_and_back() -> N
         assert packed[place] == x[1, 2, 4, 3]
         assert packed.is_contiguous()
         assert torch.equal(unpack(packed, layout, x.shape[1]), x)
+    sequences = pack(x[1:], "TND")
+    assert sequences[4, 2, 3] == x[1, 2, 4, 3]
+    assert torch.equal(unpack(sequences, "TND", x.shape[1]), x[1:])
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -9,12 +9,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
+from tiebreak.backends.emulation.accumulators import MATMULS
 from tiebreak.backends.emulation.tensor_cores import TARGETS, core_of, tensor_core_matmul
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.reports.records.record import Run
 
@@ -90,11 +93,7 @@ def test_fp32_is_multiplied_one_by_one_and_as_tf32_on_the_cores() -> None:
     plain, cut = torch.zeros(2, N, N)
     _launch(CARDS["sm_80"], multiplied, a, b, plain, N=N, HOW="ieee")
     _launch(CARDS["sm_80"], multiplied, a, b, cut, N=N, HOW="tf32")
-    sequential = torch.zeros(N, N)
-    for at in range(N):
-        # Exact in fp64 but for one rounding of the sum, which costs a second one in a few of a million.
-        sequential = (a[:, at, None].double() * b[None, at].double() + sequential.double()).float()
-    assert torch.equal(plain, sequential)
+    assert torch.equal(plain, MATMULS[Accumulator.SEQUENTIAL](a, b))
     assert torch.equal(cut, tensor_core_matmul(a, b, torch.zeros(()), core_of("sm_80", "tf32")))
 
 
@@ -136,17 +135,12 @@ def test_contraction_is_as_the_audit_finds_it(card: str) -> None:
     assert not torch.equal(contracted, s * factor - m)
 
 
-def test_a_kernel_sees_the_assumed_card() -> None:
-    from triton.runtime.driver import driver
-
+def test_every_known_core_but_voltas_is_a_card_that_a_kernel_sees() -> None:
+    assert set(CARDS) == {*TARGETS, "exact"} - {"sm_70"}
     for name, (backend, architecture) in {"sm_90": ("cuda", 90), "gfx942": ("hip", "gfx942")}.items():
         with interpreting(CARDS[name]):
             target = driver.active.get_current_target()
         assert (target.backend, target.arch) == (backend, architecture)
-
-
-def test_every_known_core_but_voltas_is_a_card() -> None:
-    assert set(CARDS) == {*TARGETS, "exact"} - {"sm_70"}
 
 
 def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() -> None:

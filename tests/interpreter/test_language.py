@@ -1,7 +1,6 @@
 """Operations of Triton's language on narrow formats, against torch and against exact arithmetic."""
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -14,8 +13,10 @@ from packaging.version import Version
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from tiebreak.backends.emulation.rounding import fma
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.memory import OutOfBoundsError
+from tiebreak.backends.interpreter.session import interpreting
 
 Launch = Callable[..., None]
 N = 32
@@ -28,26 +29,6 @@ def _random(*shape: int, seed: int = 1) -> Tensor:
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _pair_sum(a: Any, x: Any, b: Any, y: Any) -> Any:
     return a + b, tl.maximum(x, y)
-
-
-def _places(X: Any, Y: Any, N: tl.constexpr) -> None:
-    row, column = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    here = row * N + column
-    loaded = tl.load(X + here)
-    tl.store(Y + here, tl.load(X + (N - 1 - row) * N + column))
-    tl.store(Y + N * N + here, tl.load(X + row * N + column * 0))
-    tl.store(Y + 2 * N * N + here, tl.load(X + (row * column) % N))
-    tl.store(X + here, loaded + 1.0)
-    tl.store(Y + 3 * N * N + here, loaded)
-
-
-def test_a_tile_is_read_backwards_repeated_scattered_and_before_it_is_written(launch: Launch) -> None:
-    before = _random(N, N).bfloat16()
-    x, y, row = before.clone(), torch.zeros(4, N, N, dtype=torch.bfloat16), torch.arange(N)
-    launch(_places, x, y, N=N)
-    scattered = before.flatten()[row[:, None] * row % N]
-    assert torch.equal(y, torch.stack([before.flip(0), before[:, :1].expand(N, N), scattered, before]))
-    assert torch.equal(x, (before + 1.0).bfloat16())
 
 
 def _reductions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
@@ -102,43 +83,23 @@ def _contracted(X: Any, Y: Any, Z: Any, O: Any, N: tl.constexpr) -> None:
     tl.store(O + 3 * N + row, z + (-(x * y)))
     tl.store(O + 4 * N + row, x * y + z * x)
     product = x * y
-    broad = product[:, None] - tl.zeros([N, 2], tl.float32) - z[:, None]
-    tl.store(O + 5 * N + row, tl.sum(broad, 1) * 0.5)
+    tl.store(O + 5 * N + row, tl.sum(product[:, None] - z[:, None], 1))
     tl.store(O + 6 * N + row, tl.maximum(product, product) + z)
-
-
-def _rounded(value: Fraction) -> float:
-    """The nearest number of fp32, ties to even: from both ends."""
-    near = np.float32(float(value))  # at most one off: a double rounding
-    candidates = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
-    even = [int(np.float32(candidate).view(np.uint32)) & 1 for candidate in candidates]
-    ranked = sorted(
-        zip(candidates, even, strict=True), key=lambda pair: (abs(Fraction(float(pair[0])) - value), pair[1])
-    )
-    return float(ranked[0][0])
 
 
 @pytest.mark.parametrize("fusing", [True, False])
 def test_a_product_goes_unrounded_into_a_sum_where_the_card_contracts(contracting: Assumptions, fusing: bool) -> None:
-    from tiebreak.backends.interpreter.session import interpreting
-
     x, y, z = _random(3, N, seed=4)
     sums = torch.zeros(7, N)
     with interpreting(contracting):
         triton.jit(_contracted)[(1,)](x, y, z, sums, N=N, enable_fp_fusion=fusing)
     plain = torch.stack([x * y + z, x * y - z, z - x * y, z - x * y, x * y + z * x, x * y - z, x * y + z])
-    if not fusing:
-        assert torch.equal(sums[:5], plain[:5])
-        return
-    for at in range(N):
-        a, b, c = (Fraction(tensor[at].item()) for tensor in (x, y, z))
-        second = Fraction((z * x)[at].item())  # of two products the left one is contracted
-        # Before Triton 3.8 a negation is 0 - x, a sum of its own that takes the product in.
-        negated = a * b if Version(triton.__version__) >= Version("3.8") else Fraction((x * y)[at].item())
-        exact = [a * b + c, a * b - c, c - a * b, c - negated, a * b + second]
-        assert sums[:5, at].tolist() == [_rounded(value) for value in exact]
-    assert not torch.equal(sums[:5], plain[:5])
-    assert torch.equal(sums[6], plain[6])  # what has been through a maximum is no product any more
+    # Of two products the left one is contracted; what has been through a maximum is no product any more.
+    once = [fma(x, y, z), fma(x, y, -z), fma(-x, y, z), fma(-x, y, z), fma(x, y, z * x), fma(x, y, -z), plain[6]]
+    if Version(triton.__version__) < Version("3.8"):
+        once[3] = plain[3]  # a negation is 0 - x there, a sum of its own that takes the product in
+    assert not torch.equal(torch.stack(once), plain)
+    assert torch.equal(sums, torch.stack(once) if fusing else plain)
 
 
 def _dots(A: Any, B: Any, C: Any, PRECISION: tl.constexpr, N: tl.constexpr) -> None:
@@ -146,12 +107,14 @@ def _dots(A: Any, B: Any, C: Any, PRECISION: tl.constexpr, N: tl.constexpr) -> N
     tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index), input_precision=PRECISION))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str
+)
 def test_products_of_narrow_formats_are_exact_and_rounded_once(dtype: torch.dtype, launch: Launch) -> None:
-    a, b = (_random(N, N, seed=seed).to(dtype) for seed in (5, 6))
-    product = torch.zeros(N, N)
+    a, b = ((20 * _random(N, N, seed=seed)).to(dtype) for seed in (5, 6))
+    product = torch.zeros(N, N, dtype=torch.int32 if dtype is torch.int8 else torch.float32)
     launch(_dots, a, b, product, PRECISION="ieee", N=N)
-    assert torch.equal(product, (a.double() @ b.double()).float())
+    assert torch.equal(product.float(), (a.double() @ b.double()).float())
 
 
 def test_products_of_fp32_look_at_as_many_bits_as_asked(launch: Launch) -> None:
@@ -166,13 +129,6 @@ def test_products_of_fp32_look_at_as_many_bits_as_asked(launch: Launch) -> None:
     # Each operand loses 2^-20 at most, and three sums round.
     assert ((products["tf32x3"].double() - exact).abs() <= 2.0**-19 * (a.abs().double() @ b.abs().double())).all()
     assert not torch.equal(products["tf32x3"], products["ieee"])
-
-
-def test_products_of_integers_are_exact(launch: Launch) -> None:
-    a, b = torch.randint(-128, 128, (2, N, N), generator=torch.Generator().manual_seed(9)).to(torch.int8)
-    product = torch.zeros(N, N, dtype=torch.int32)
-    launch(_dots, a, b, product, PRECISION="ieee", N=N)
-    assert torch.equal(product, a.int() @ b.int())
 
 
 def _dot_scaled(A: Any, SA: Any, B: Any, SB: Any, C: Any, N: tl.constexpr, K: tl.constexpr) -> None:
@@ -196,7 +152,7 @@ def test_products_of_scaled_blocks_are_exact(launch: Launch) -> None:
     assert torch.equal(product, expected.float())
 
 
-def _functions(X: Any, Y: Any, N: tl.constexpr) -> None:
+def _functions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
     row = tl.arange(0, N)
     x = tl.load(X + row)
     tl.store(Y + row, tl.exp(x))
@@ -205,28 +161,17 @@ def _functions(X: Any, Y: Any, N: tl.constexpr) -> None:
     tl.store(Y + 3 * N + row, tl.rsqrt(tl.abs(x)))
     tl.store(Y + 4 * N + row, tl.erf(x))
     tl.store(Y + 5 * N + row, tl.math.exp2(x))
+    tl.store(Z + row, x.to(tl.bfloat16, fp_downcast_rounding="rtz"))
+    tl.store(Z + N + row, x.to(tl.bfloat16, fp_downcast_rounding="rtne"))
 
 
-def test_functions_are_rounded_once(launch: Launch) -> None:
+def test_functions_are_rounded_once_and_casts_as_the_kernel_asks(launch: Launch) -> None:
     x = _random(N, seed=13) * 3
-    results = torch.zeros(6, N)
-    launch(_functions, x, results, N=N)
+    results, casts = torch.zeros(6, N), torch.zeros(2, N, dtype=torch.bfloat16)
+    launch(_functions, x, results, casts, N=N)
     wide = x.double()
     exact = [wide.exp(), wide.exp2(), wide.abs().log(), wide.abs().rsqrt(), wide.erf(), wide.exp2()]
     assert torch.equal(results, torch.stack(exact).float())
-
-
-def _rounding(X: Any, Y: Any, N: tl.constexpr) -> None:
-    row = tl.arange(0, N)
-    x = tl.load(X + row)
-    tl.store(Y + row, x.to(tl.bfloat16, fp_downcast_rounding="rtz"))
-    tl.store(Y + N + row, x.to(tl.bfloat16, fp_downcast_rounding="rtne"))
-
-
-def test_casts_round_as_the_kernel_asks(launch: Launch) -> None:
-    x = _random(N, seed=14)
-    casts = torch.zeros(2, N, dtype=torch.bfloat16)
-    launch(_rounding, x, casts, N=N)
     assert torch.equal(casts[0].float(), (x.view(torch.int32) & ~0xFFFF).view(torch.float32))
     assert torch.equal(casts[1], x.bfloat16())
 
@@ -274,24 +219,20 @@ def _descriptors(X: Any, Y: Any, N: tl.constexpr) -> None:
     target.store([16, 0], source.load([0, 16]) + source.load([16, 16]))
 
 
-def test_descriptors_of_bf16(launch: Launch) -> None:
-    x, y = _random(N, N, seed=15).bfloat16(), torch.zeros(N, N, dtype=torch.bfloat16)
-    launch(_descriptors, x, y, N=N)
-    assert torch.equal(y[16:, :16], x[:16, 16:] + x[16:, 16:])
-    assert not y[:16].any()
-
-
 def _block_pointers(X: Any, Y: Any, N: tl.constexpr) -> None:
     source = tl.make_block_ptr(X, (N, N), (N, 1), (0, 16), (16, 16), (1, 0))
     target = tl.make_block_ptr(Y, (N, N), (N, 1), (16, 0), (16, 16), (1, 0))
     tl.store(target, tl.load(source) + tl.load(tl.advance(source, (16, 0))))
 
 
-@pytest.mark.skipif(not hasattr(InterpreterBuilder, "create_make_block_ptr"), reason="this Triton has none")
-def test_block_pointers_of_bf16(launch: Launch) -> None:
+@pytest.mark.parametrize("function", [_descriptors, _block_pointers])
+def test_tiles_of_bf16_by_what_describes_them(function: Callable[..., None], launch: Launch) -> None:
+    if function is _block_pointers and not hasattr(InterpreterBuilder, "create_make_block_ptr"):
+        pytest.skip("this Triton has none")
     x, y = _random(N, N, seed=15).bfloat16(), torch.zeros(N, N, dtype=torch.bfloat16)
-    launch(_block_pointers, x, y, N=N)
+    launch(function, x, y, N=N)
     assert torch.equal(y[16:, :16], x[:16, 16:] + x[16:, 16:])
+    assert not y[:16].any()
 
 
 def test_numbers_of_the_8_bit_formats_are_themselves(launch: Launch) -> None:

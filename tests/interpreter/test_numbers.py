@@ -70,13 +70,6 @@ def test_casts_to_fnuz_are_ml_dtypes_and_saturate(dtype: type) -> None:
     assert np.isnan(result[np.isnan(x)].astype(np.float32)).all()
 
 
-def test_every_number_of_bf16_is_kept_by_a_wider_format_and_back() -> None:
-    codes = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    wide = converted(codes, np.dtype(np.float32))
-    assert np.array_equal(wide.view(np.uint32) >> 16, np.arange(2**16))
-    assert _same(converted(wide, codes.dtype), codes)
-
-
 def test_fp64_is_rounded_once() -> None:
     """Just above a tie of bf16, by less than fp32 can hold: by way of fp32 to even it would go down."""
     x = np.array([1.0 + 2.0**-8 + 2.0**-40, 1.0 + 2.0**-8, -1.0 - 2.0**-8 - 2.0**-40])

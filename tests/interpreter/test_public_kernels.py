@@ -1,4 +1,4 @@
-"""Kernels of packages, as the examples run them: two small packages, and what their imports get."""
+"""Kernels of packages, as the examples run them, and what their imports get."""
 
 import importlib.util
 import sys
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.backends.interpreter.assumptions import EXACT
+from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
@@ -18,11 +20,10 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import BIASED, MEASURED, SKIPPED, UNBIASED, Record
+from tiebreak.reports.records.record import SKIPPED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "public-kernels"
 CASES = {case.name: case for case in SCRIPTED}
-NAMES = {"sageattention": "sageattention==1.0.6", "conch": "conch-triton-kernels==1.3"}
 FILE = """
 import torch
 import triton
@@ -71,35 +72,13 @@ def sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Callable[[str, str], None]:
-    """Writes a file of a package whose own import fails."""
-
-    def written(name: str, text: str) -> None:
-        folder = tmp_path / "checkout" / "src" / "around"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "__init__.py").write_text("raise RuntimeError('no driver')")
+def file(sources: Any, tmp_path: Path) -> Any:
+    """A file of a package whose own import fails, with another that it takes a function from."""
+    folder = tmp_path / "checkout" / "src" / "around"
+    folder.mkdir(parents=True)
+    for name, text in (("__init__", "raise RuntimeError('no driver')"), ("kernel", FILE), ("helpers", HELPERS)):
         (folder / f"{name}.py").write_text(text)
-
-    return written
-
-
-def _cell(kernel: str, package: str, case: str) -> Record:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install --no-deps {NAMES[package]}")
-    target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:{kernel}")
-    return run_cell(Cell(INTERPRETER, target, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
-
-
-@pytest.mark.parametrize(("case", "verdict"), [("repeated_zero", BIASED), ("single_maximum", UNBIASED)])
-def test_sage_attention_is_biased_where_maxima_repeat(case: str, verdict: str) -> None:
-    record = _cell("sage_attention", "sageattention", case)
-    assert (record.outcome, record.verdict) == (MEASURED, verdict), record.reasons
-
-
-@pytest.mark.parametrize("case", ["tied_maxima[k=2]", "sink_tie"])
-def test_conch_keeps_l_in_bf16_and_loses_the_tail_that_would_tip_a_tie(case: str) -> None:
-    record = _cell("conch", "conch", case)
-    assert (record.outcome, record.verdict) == (MEASURED, UNBIASED), record.reasons
+    return sources.source("around.kernel", also=("around.helpers",))
 
 
 def test_a_kernel_whose_file_is_not_here_is_skipped_with_the_place_it_should_have(
@@ -112,12 +91,7 @@ def test_a_kernel_whose_file_is_not_here_is_skipped_with_the_place_it_should_hav
     assert "there is no aiter/ops/triton/attention/mha.py" in str(record.skipped)
 
 
-def test_a_file_runs_without_the_package_around_it(
-    sources: Any, package: Callable[[str, str], None], launch: Callable[..., None]
-) -> None:
-    package("kernel", FILE)
-    package("helpers", HELPERS)
-    file = sources.source("around.kernel", also=("around.helpers",))
+def test_a_file_runs_without_the_package_around_it(file: Any, launch: Callable[..., None]) -> None:
     assert file.CAPABILITY == (8, 0)
     x = torch.arange(16.0)
     launch(file.kernel, x, scale=1.5)
@@ -126,15 +100,7 @@ def test_a_file_runs_without_the_package_around_it(
     assert torch.empty.__module__ != "public_sources"
 
 
-def test_a_launcher_is_given_a_tensor_that_says_that_it_is_on_a_gpu(
-    sources: Any, package: Callable[[str, str], None]
-) -> None:
-    from tiebreak.backends.interpreter.assumptions import EXACT
-    from tiebreak.backends.interpreter.session import interpreting
-
-    package("kernel", FILE)
-    package("helpers", HELPERS)
-    file = sources.source("around.kernel", also=("around.helpers",))
+def test_a_launcher_is_given_a_tensor_that_says_that_it_is_on_a_gpu(sources: Any, file: Any) -> None:
     x = torch.ones(16)
     with interpreting(EXACT):
         scratch = file.launch(sources.as_if_on_a_gpu(x))

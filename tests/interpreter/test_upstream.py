@@ -46,11 +46,6 @@ def _negated(X: Any, Y: Any, N: tl.constexpr) -> None:
     tl.store(Y + index, -tl.load(X + index))
 
 
-def _largest(X: Any, Y: Any, N: tl.constexpr) -> None:
-    index = tl.arange(0, N)
-    tl.store(Y + index, tl.maximum(tl.load(X + index), tl.load(Y + index)))
-
-
 def _less(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
     index = tl.arange(0, N)
     tl.store(Z + index, tl.where(tl.load(X + index) < tl.load(Y + index), 1.0, 0.0).to(tl.bfloat16))
@@ -103,10 +98,3 @@ def test_upstream_is_wrong_where_the_builder_differs(name: str, launch: Launch) 
     assert not torch.equal(theirs.float(), right.float())
     launch(function, *before, ours, *after, N=N)
     assert torch.equal(ours.float(), right.float())
-
-
-def test_a_maximum_of_bf16_is_right_here(launch: Launch) -> None:
-    """Before Triton 3.9 the language itself takes it in fp32, and upstream's is right too."""
-    ours = Y.clone()
-    launch(_largest, X, ours, N=N)
-    assert torch.equal(ours, torch.maximum(X, Y))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,23 +35,14 @@ HOST = torch.device("cpu")
 STEPS = 3  # of a training run
 
 
-class Module:
-    """What torch asks a device's own module, torch.cuda and the like."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
+#: What torch asks a device's own module, torch.cuda and the like.
+MODULE = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    current_device=lambda: 0,
+    get_amp_supported_dtype=lambda: [torch.bfloat16],
+)
 
 
 class OnDevice(Tensor):
@@ -115,7 +107,7 @@ def _on_host(x: object) -> object:
 
 def start() -> torch.library.Library:
     """Put the device into torch, for as long as what is returned lives."""
-    _setup_privateuseone_for_python_backend(NAME, Module())
+    _setup_privateuseone_for_python_backend(NAME, MODULE)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(compute, "PrivateUse1")  # type: ignore[no-untyped-call]

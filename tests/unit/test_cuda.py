@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -67,6 +70,12 @@ def made(name: str, queries: int | None = None) -> AttentionInputs:
     if queries is None:
         return inputs
     return replace(inputs, q=inputs.q[:, :, :queries], do=inputs.do[:, :, :queries])
+
+
+def packed_sequences() -> AttentionInputs:
+    inputs = made("random_causal").part(slice(1))
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return replace(inputs, causal=False, lengths=((0, 5, queries), (0, 12, keys)))
 
 
 def hold_to_bound(kernel: Kernel, inputs: AttentionInputs, o: Tensor) -> None:
@@ -119,30 +128,61 @@ class TestUnavailable:
         assert cuda.unavailable() == reason
 
 
-class TestPoisoned:
-    @pytest.mark.parametrize(
-        ("errors", "poisoned"),
-        [
-            (["an illegal memory access was encountered"] * 2, True),
-            (["invalid configuration argument", None], False),  # one that was still to be told
-            ([None], False),
-        ],
-    )
-    def test_an_error_that_stays(
-        self, monkeypatch: pytest.MonkeyPatch, errors: list[str | None], poisoned: bool
-    ) -> None:
-        pending = iter(errors)
+@pytest.mark.parametrize(
+    ("used", "errors", "poisoned"),
+    [
+        (True, ["an illegal memory access was encountered"] * 2, True),
+        (True, ["invalid configuration argument", None], False),  # one that was still to be told
+        (True, [None], False),
+        (False, [], False),
+    ],
+)
+def test_an_error_that_stays_poisons_a_device(
+    monkeypatch: pytest.MonkeyPatch, used: bool, errors: list[str | None], poisoned: bool
+) -> None:
+    pending = iter(errors)
 
-        def synchronize() -> None:
-            if (error := next(pending)) is not None:
-                raise RuntimeError(error)
+    def synchronize() -> None:
+        if (error := next(pending)) is not None:
+            raise RuntimeError(error)
 
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-        assert cuda.CUDA.poisoned() is poisoned
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert cuda.CUDA.poisoned() is poisoned
 
-    def test_a_process_that_never_used_a_gpu(self) -> None:
-        assert not cuda.CUDA.poisoned()
+
+NVIDIA_DRIVER = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22)
+GCC version:  gcc version 13.3.0
+"""
+
+
+def test_what_is_recorded_of_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = iter(["gfx942:sramecc+:xnack-", "gfx950"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names)))
+    for name, text in (("proc/driver/nvidia/version", NVIDIA_DRIVER), ("sys/module/amdgpu/version", "6.12.12\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    machine(Card(), Card())
+    assert cuda.describe_gpu(tmp_path) == {
+        "gpu": "NVIDIA H200",
+        "gpu_arch": "sm_90",
+        "gpu_driver": "580.65.06",
+        "cuda": "12.8",
+        "hip": None,
+        "cudnn": "91002",
+        "triton": installed(),
+    }
+    (tmp_path / "proc/driver/nvidia/version").unlink()
+    machine(Card(), Card(), hip="6.4.43482")
+    gpu = cuda.describe_gpu(tmp_path)
+    assert (gpu["gpu_arch"], gpu["gpu_driver"], gpu["hip"]) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
+    monkeypatch.setattr(cuda, "installed", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    machine(Card())
+    gpu = cuda.describe_gpu(tmp_path / "nothing")
+    assert (gpu["gpu_driver"], gpu["cudnn"], gpu["triton"]) == (None, None, None)
 
 
 class TestExactProducts:
@@ -292,19 +332,13 @@ class TestFlex:
             ("padded", None, "block mask"),
             ("random_causal", 30, "block mask"),
             ("random_grouped", None, "lengths and window"),
+            ("random_causal", None, "sink"),
         ],
     )
     def test_what_it_is_given_is_the_inputs(self, name: str, queries: int | None, asked: str) -> None:
         inputs = self.asking(made(name, queries), asked)
         assert flex.flex().refusal(inputs) is None
         hold_to_bound(flex.flex(), inputs, flex.flex().compute(inputs, ARITHMETIC, False).o)
-
-    @pytest.mark.usefixtures("eager")
-    def test_a_sink_comes_after_its_output(self) -> None:
-        kernel, inputs = flex.flex(), made("random_causal")
-        inputs = replace(inputs, v=inputs.v[..., :32], do=inputs.do[..., :32], sink=torch.arange(inputs.q.shape[1]) / 4)
-        assert kernel.refusal(inputs) is None
-        hold_to_bound(kernel, inputs, kernel.compute(inputs, ARITHMETIC, False).o)
 
     def test_the_second_cast_of_an_output_beside_a_sink_is_declared(self, monkeypatch: pytest.MonkeyPatch) -> None:
         kernel, inputs = flex.flex(), made("random_causal")
@@ -354,6 +388,7 @@ class TestFlex:
             "window": {"window": (9, 2)},
             "soft cap and bias": {"softcap": 2.0, "bias": torch.arange(float(heads))[None, :, None, None] % 3},
             "block mask": {"block_mask": seen, "block_size": (16, 8), "window": (20, None)},
+            "sink": {"sink": torch.arange(heads) / 4},
             "lengths and window": {"lengths": ((0, queries // 3, queries), (0, 11, keys)), "window": (5, 3)},
         }
         return replace(inputs, **features[asked])
@@ -383,47 +418,10 @@ class TestFlex:
         assert flex.flex().refusal(made("random")) == "triton is not installed"
 
 
-def packed_sequences() -> AttentionInputs:
-    inputs = made("random_causal").part(slice(1))
-    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
-    return replace(inputs, causal=False, lengths=((0, 5, queries), (0, 12, keys)))
-
-
-def over_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    **options: object,
-) -> Tensor:
-    """Attention of packed sequences, (N, heads, d) each, one after the other."""
-    left, right = (None if side < 0 else side for side in window_size)
-    begins = list(zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True))
-    outputs = []
-    for (row, column), (end, last) in pairwise(begins):
-        assert end - row <= max_seqlen_q
-        assert last - column <= max_seqlen_k
-        parts = (q[row:end], k[column:last], v[column:last])
-        q_, k_, v_ = (x.transpose(0, 1)[None].float() for x in parts)
-        sequence = AttentionInputs(q_, k_, v_, q_, Formats.of(BF16), causal, softmax_scale=softmax_scale)
-        sequence = replace(sequence, window=(left, right))
-        hidden = sequence.hidden()
-        s = sequence.scale * q_ @ sequence.expanded_k().mT
-        s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
-        outputs.append((s.softmax(-1).nan_to_num(0.0) @ sequence.expanded_v())[0].transpose(0, 1))
-    return torch.cat(outputs).to(q.dtype)
-
-
 class TestVarlen:
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """PyTorch's own signature, over a loop: its kernel is a GPU's alone."""
+        """PyTorch's own signature, over a loop of sequences, (N, heads, d) each: its kernel is a GPU's alone."""
 
         def varlen_attn(
             query: Tensor,
@@ -439,8 +437,17 @@ class TestVarlen:
             enable_gqa: bool = False,
         ) -> Tensor:
             assert enable_gqa == (query.shape[1] != key.shape[1])
-            lengths = cu_seq_q, cu_seq_k, max_q, max_k
-            return over_sequences(query, key, value, *lengths, softmax_scale=scale, window_size=window_size)
+            left, right = (None if side < 0 else side for side in window_size)
+            outputs = []
+            for (row, column), (end, last) in pairwise(zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True)):
+                assert end - row <= max_q
+                assert last - column <= max_k
+                parts = (query[row:end], key[column:last], value[column:last])
+                q, k, v = (x.transpose(0, 1)[None].float() for x in parts)
+                sequence = AttentionInputs(q, k, v, q, Formats.of(BF16), softmax_scale=scale)
+                o = reference(replace(sequence, window=(left, right))).o
+                outputs.append(o[0].transpose(0, 1).nan_to_num(0.0))
+            return torch.cat(outputs).to(query.dtype)
 
         monkeypatch.setattr(varlen, "_function", lambda: varlen_attn)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from tiebreak.kernels.formats import BF16, Format, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
-from tiebreak.kernels.probe_inputs import tied_p_bar
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import candidates, on_device
@@ -192,12 +190,13 @@ FOURS = " ".join(f"{size} {size} {size} {size}" for size in range(8, 33, 4))
          {"fp32_matmul_keeps": 11.0}),
         (arithmetic_probes, AddingBy(lambda a, b: _chain(_products(a, b))),
          {"matmul_order": "sequential", "matmul_accumulator_keeps": 23.0}),
+        (fingerprint, AddingBy(lambda a, b: _chain(_products(a, b))), {"bf16_matmul_accumulator": "sequential"}),
         (arithmetic_probes, AddingBy(_tree), {"matmul_order": "pairwise", "matmul_accumulator_keeps": 23.0}),
         # Terms 1 to 3 meet term 0 in an exact sum; from then on whole groups of four join, as in a small cube.
         (arithmetic_probes, AddingBy(partial(_in_parts, 4, lambda a, b: (a.double() @ b.double()).float())),
          {"matmul_order": f"partial sums of 2 2 2 {FOURS}"}),
     ],
-    ids=["narrow", "Arm", "flushing", "HF32", "HF32 on the right", "sequential", "pairwise", "in fours"],
+    ids=["narrow", "Arm", "flushing", "HF32", "HF32 on the right", "in order", "sequential", "pairwise", "in fours"],
 )  # fmt: skip
 def test_what_another_device_does_is_told(
     probes: Callable[[Arithmetic, str], dict[str, object]], arithmetic: Arithmetic, told: dict[str, object]
@@ -240,10 +239,6 @@ def test_sums_that_no_accumulator_makes_are_none(sums: Matmul) -> None:
     assert accumulators_of(AddingBy(sums), "cpu") == ()
 
 
-def test_a_chain_in_fp32_is_sequential() -> None:
-    assert accumulators_of(AddingBy(lambda a, b: _chain(_products(a, b))), "cpu") == (Accumulator.SEQUENTIAL,)
-
-
 @pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="a processor without AVX512_BF16")
 def test_a_processor_is_told_by_the_level_that_onednn_is_on() -> None:
     """Without its bf16 instructions none is known; with them, as in this process where no level is set, vdpbf16."""
@@ -282,15 +277,6 @@ def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, told: str) -> 
 def test_an_exponential_that_misses_the_ties_is_reported() -> None:
     assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "away", "all of them lie above the tie"
     assert p_cast(lambda inputs: reference(inputs).o.float()) == "not seen"
-
-
-def test_every_p_is_a_tie_above_a_neighbour_of_the_parity_asked_for() -> None:
-    odd = torch.tensor([[False, True], [True, True]])
-    inputs = tied_p_bar(np.random.Generator(np.random.Philox(3)), odd)
-    p = torch.exp((inputs.q @ inputs.k.transpose(-1, -2) * inputs.scale).double()).float()[..., 1:]
-    lower = torch.floor(p * 256)
-    assert torch.equal(p * 256 - lower, torch.full_like(p, 0.5))
-    assert torch.equal(lower % 2 == 1, odd[..., None, None].expand_as(lower))
 
 
 @pytest.mark.parametrize(("scale", "least", "most"), [(1.0, 0.0, 1e-6), (1.01, 1e-2, 1e9)])

@@ -191,30 +191,6 @@ def test_stochastic_agrees_with_gfloat(fmt: Format, dtype: torch.dtype) -> None:
     _assert_same_bits(x, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random_bits), expected)
 
 
-@each_dtype
-@pytest.mark.parametrize("lower", [1.0, 2.0**-14, 3 * 2.0**-24, 2.0**-24, 0.0, 65504.0])
-def test_stochastic_probability_is_the_fraction(dtype: torch.dtype, lower: float) -> None:
-    """The result is monotone in the random bits, so where it changes is its exact probability."""
-    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
-    upper = math.inf if lower == FP16.largest else lower + spacing
-    for fraction, sign in itertools.product((0.25, 0.5, 0.75, 2.0**-10, 1 - 2.0**-10), (1, -1)):
-        x = sign * torch.full((4,), lower + fraction * spacing, dtype=dtype)
-        first_up = round((1 - fraction) * 2**32)
-        random_bits = torch.tensor([0, first_up - 1, first_up, 2**32 - 1])
-        rounded = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=random_bits)
-        assert rounded.tolist() == [sign * lower, sign * lower, sign * upper, sign * upper]
-
-
-@pytest.mark.parametrize("lower", [1.0, 3 * 2.0**-24], ids=["normal", "subnormal"])
-def test_stochastic_resolves_32_bits_of_float64(lower: float) -> None:
-    spacing = ulp(torch.tensor(lower, dtype=torch.float64), FP16).item()
-    fractions = torch.tensor([2.0**-32, 2.0**-33, 2.0**-33 * (1 - 2.0**-6)], dtype=torch.float64)
-    x = lower + fractions * spacing
-    for random_bits, up in ((2**32 - 1, [True, True, False]), (2**32 - 2, [False, False, False])):
-        rounded = round_to(x, FP16, Rounding.STOCHASTIC, random_bits=torch.tensor(random_bits))
-        assert (rounded > lower).tolist() == up
-
-
 def test_random_bits_broadcast() -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(5)) * 2.0**-14
     column = counter.random_bits(0, torch.arange(8))[:, None]
@@ -241,40 +217,33 @@ def test_any_shape_and_layout(fmt: Format, mode: Rounding) -> None:
     assert torch.equal(x.detach(), before)
 
 
-class _Doubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that return float64."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names = set[str]()
+class _NoDoubles(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A device without float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if isinstance(returned, torch.Tensor) and returned.dtype is torch.float64:
-            self.names.add(str(func))
+        assert getattr(returned, "dtype", None) is not torch.float64, func
         return returned
 
 
 @pytest.mark.parametrize("mode", Rounding, ids=lambda mode: mode.value)
 def test_float32_is_rounded_without_float64_which_some_devices_lack(mode: Rounding) -> None:
     x = torch.tensor([1.0, 2.0**-15, 1e30, math.inf, math.nan]) * (1 + 2.0**-20)
-    with _Doubles() as doubles:
+    random_bits = _random_bits(5) if mode is Rounding.STOCHASTIC else None
+    with _NoDoubles():  # type: ignore[no-untyped-call]
         for fmt in FORMATS:
-            round_to(x, fmt, mode, random_bits=_random_bits(5) if mode is Rounding.STOCHASTIC else None)
-    assert doubles.names == set()
+            round_to(x, fmt, mode, random_bits=random_bits)
 
 
 def test_errors() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+    for dtype in (torch.bfloat16, torch.int32):
         with pytest.raises(TypeError, match=str(dtype)):
             round_to(torch.ones(1, dtype=dtype), BF16)
     with pytest.raises(TypeError, match=r"torch\.int32"):
         round_to(torch.ones(1), BF16, Rounding.STOCHASTIC, random_bits=torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="STOCHASTIC"):
-        round_to(torch.ones(1), BF16, Rounding.STOCHASTIC)
-    for mode in DETERMINISTIC:
+    for mode, bits in ((Rounding.STOCHASTIC, None), (Rounding.UP, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(ValueError, match="STOCHASTIC"):
-            round_to(torch.ones(1), BF16, mode, random_bits=torch.zeros(1, dtype=torch.int64))
+            round_to(torch.ones(1), BF16, mode, random_bits=bits)
 
 
 any_format = st.builds(lambda x, y: parse_format(f"E{x}M{y}"), st.integers(2, 8), st.integers(0, 23)) | st.sampled_from(
