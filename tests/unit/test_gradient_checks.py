@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
-from tiebreak.cases.gradient_bounds import GradientBounds, GradientErrorBounds
 from tiebreak.cases.gradients import (
     ExactGradients,
+    GradientBounds,
+    GradientErrorBounds,
     delta_error_of,
     row_units,
     ulps_of_rows,
