@@ -18,23 +18,18 @@ from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
 
 def unusable(wait: Callable[[], object]) -> bool:
-    """Whether a device is beyond use for this process: waiting for it fails again and again.
+    """Whether a device is beyond use for this process: waiting until it has done all its work fails again and again.
 
     An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
     pending, or a lack of memory, does not.
-
-    Args:
-        wait: returns once the device has done all its work.
     """
-    return all(_fails(wait) for _ in range(2))
-
-
-def _fails(wait: Callable[[], object]) -> bool:
-    try:
-        wait()
-    except RuntimeError:
-        return True
-    return False
+    for _ in range(2):
+        try:
+            wait()
+        except RuntimeError:
+            continue
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -69,27 +64,15 @@ class Backend:
         del card
         return self
 
-    @property
-    def has_fp64(self) -> bool:
-        """Whether the device has float64."""
-        return self.arithmetic.has_fp64
-
     def worker_limit(self) -> int | None:
-        """How many workers the device carries, where the backend can run.
-
-        Returns:
-            At least 1; None where the host's cores and memory are all that limits them.
-        """
+        """How many workers the device carries, where the backend can run; None: what the host's cores and memory do."""
         return None
 
     def worker_environment(self, worker: int) -> Mapping[str, str]:
-        """Which of several devices a worker sees. Asked where workers are started from, before this one is.
+        """What to add to a worker's environment before it starts, so that it sees one of several devices.
 
         Args:
             worker: its number, from 0; one that replaces another has a number of its own.
-
-        Returns:
-            What to add to the worker's environment before it asks for a device.
         """
         del worker
         return {}
@@ -160,16 +143,12 @@ def to_device(value: _Moved, device: str) -> _Moved:
     return replace(value, **moved)
 
 
-def _always() -> str | None:
-    return None
-
-
 EMULATION = Backend(
     "emulation",
     "every rounding in software, as the plan declares it",
     "cpu",
     EmulatedArithmetic(),
-    _always,
+    lambda: None,
     eight_bit_kernels,
     predicts=True,
 )
@@ -178,6 +157,6 @@ CPU = Backend(
     "this CPU as it is: native torch operations and PyTorch's own kernels",
     "cpu",
     TorchArithmetic(),
-    _always,
+    lambda: None,
     lambda: (cpu_sdpa_flash(), sdpa_math()),
 )

@@ -5,23 +5,20 @@ Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 
 import os
 import re
-from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend, unusable
 from tiebreak.backends.platform import GIB, read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.flash_attn import flash_attn
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.sdpa import gpu_sdpa_kernels
@@ -46,71 +43,31 @@ class CudaArithmetic(TorchArithmetic):
             return super().matmul(a, b, cast, accumulator)
 
 
-def about() -> str:
-    """The backend in one line."""
-    return f"this GPU by {'ROCm' if torch.version.hip else 'CUDA'}: eager torch, Triton and its vendor's kernels"
-
-
 def unavailable() -> str | None:
     """None, or why no GPU can be used here, in one line. Where torch has none built in, CUDA is left alone."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
     if not torch.cuda.is_available():
-        return _why_no_device()
-    too_old = [reason for device in range(torch.cuda.device_count()) if (reason := _without_bf16(device)) is not None]
-    return too_old[0] if too_old else None
-
-
-def _why_no_device() -> str:
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # no driver, too old a driver, no device
-        return f"PyTorch finds no GPU: {str(error).strip().splitlines()[0]}"
-    return f"PyTorch finds no GPU; {_visible_variable()} is {os.environ.get(_visible_variable())!r}"
-
-
-def _without_bf16(device: int) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability >= _FIRST_WITH_BF16:
-        return None
-    name, needed = torch.cuda.get_device_name(device), "".join(map(str, _FIRST_WITH_BF16))
-    reason = f"{name} (sm_{capability[0]}{capability[1]}) has no bf16, which needs sm_{needed}"
-    return reason if torch.cuda.device_count() == 1 else f"{reason}; leave it out with {_visible_variable()}"
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:  # no driver, too old a driver, no device
+            return f"PyTorch finds no GPU: {str(error).strip().splitlines()[0]}"
+        return f"PyTorch finds no GPU; {_visible_variable()} is {os.environ.get(_visible_variable())!r}"
+    count, needed = torch.cuda.device_count(), "".join(map(str, _FIRST_WITH_BF16))
+    for device in range(0 if torch.version.hip else count):
+        if torch.cuda.get_device_capability(device) < _FIRST_WITH_BF16:
+            reason = f"{torch.cuda.get_device_name(device)} ({_gpu_arch(device)}) has no bf16, which needs sm_{needed}"
+            return reason if count == 1 else f"{reason}; leave it out with {_visible_variable()}"
+    return None
 
 
 @cache
 def cuda_kernels() -> tuple[Kernel, ...]:
     """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
-    generated = (*triton_kernels(interpreted=False), flex())
-    return (*(compiled_once(kernel) for kernel in generated), *gpu_sdpa_kernels(), varlen(), flash_attn())
-
-
-def compiled_once(kernel: Kernel) -> Kernel:
-    """The same kernel, but that no two processes compile it side by side.
-
-    The first run on inputs of a kind holds a lock on a file in Triton's cache. Who waits for it then finds the compiled
-    kernel in that cache, which all processes share.
-    """
-    compiled: set[Hashable] = set()
-
-    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        kind = _kind(inputs, gradients)
-        if kind in compiled:
-            return kernel.compute(inputs, arithmetic, gradients)
-        cached = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-        cached.mkdir(parents=True, exist_ok=True)
-        with FileLock(cached / f"tiebreak-{kernel.name}.lock"):
-            output = kernel.compute(inputs, arithmetic, gradients)
-        compiled.add(kind)
-        return output
-
-    return replace(kernel, compute=compute)
-
-
-def _kind(inputs: AttentionInputs, gradients: bool) -> Hashable:
-    """What a kernel may be compiled for."""
-    sizes = (tuple(tensor.shape) for tensor in (inputs.q, inputs.k, inputs.v))
-    return inputs.formats, inputs.asks(), inputs.window, inputs.softcap, *sizes, gradients
+    packaged = external_kernel("flash_attn", "flash@fused_contracted,tile=128")
+    # Where the package is missing no training run has it.
+    flash_attn = replace(packaged, external=False, has_backward=find_spec("flash_attn") is not None)
+    return (*triton_kernels(interpreted=False), flex(), *gpu_sdpa_kernels(), varlen(), flash_attn)
 
 
 def _visible_variable() -> str:
@@ -121,12 +78,11 @@ def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
     """What of the visible GPUs and their software can change the bits of a result. It initialises CUDA.
 
     Args:
-        root: the file system's root, so that a test can hand in a made-up one.
+        root: the file system's root.
 
     Returns:
-        `gpu` and `gpu_arch`: model names, and what kernels are compiled for (sm_90, gfx942), each once; `gpu_driver`:
-        the version of the kernel's driver; `cuda` or `hip`: the one that PyTorch is built with; `cudnn`: the version of
-        cuDNN, of MIOpen with ROCm, as one number: 91002 is 9.10.2; `triton`. What a system does not tell is None.
+        Model names and what kernels are compiled for, each once; versions of the driver, of CUDA or HIP that PyTorch is
+        built with, of cuDNN or MIOpen as one number (91002 is 9.10.2), of Triton. What a system does not tell is None.
     """
     devices = range(torch.cuda.device_count())
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -176,4 +132,11 @@ class _Cuda(Backend):
         return in_use and unusable(torch.cuda.synchronize)
 
 
-CUDA = _Cuda("cuda", about(), "cuda", CudaArithmetic(), unavailable, cuda_kernels)
+CUDA = _Cuda(
+    "cuda",
+    f"this GPU by {'ROCm' if torch.version.hip else 'CUDA'}: eager torch, Triton and its vendor's kernels",
+    "cuda",
+    CudaArithmetic(),
+    unavailable,
+    cuda_kernels,
+)

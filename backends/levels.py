@@ -20,18 +20,12 @@ Seen on an AMD Zen 4 (AVX512 with bf16, no AMX; torch 2.13.0+cpu) with the same 
 | default, AVX512_CORE      | a | b | c | 0 |
 | default, AVX2             | b | c | c | 0 |
 
-- "bf16 and up" is AVX512_CORE_BF16, _FP16, _AMX and no limit: alike on this CPU. So are AVX2 and AVX2_VNNI_2.
-- The exponential is that of bf16 and fp16 inputs; with fp32 inputs exp(0) is 1 at every level.
-- Long products (K >= 512) with a transposed right-hand side, and subnormal results, have bits of their own at
-  (default, AVX2).
-- The flash backward pass mixes both parts: 6 sets of bits at 128 keys, 9 at 1,024.
-- One worker thread or two: no difference. PyTorch's own random numbers are not the same host inputs: torch.randn's bits
-  at `default` differ from those at the other two.
+"bf16 and up" is AVX512_CORE_BF16, _FP16, _AMX and no limit: alike on this CPU. So are AVX2 and AVX2_VNNI_2. With fp32
+inputs exp(0) is 1 at every level. torch.randn's bits at `default` differ from those at the other two.
 
 `LEVELS` has one level for each of the six sets of the columns K = 128, flash and exp(0) together, and takes the
-AVX512_CORE member of a set where that adds the third set of bits at K = 2,048. Left out are the three settings whose
-bits, but for the mixture in the flash backward pass at 1,024 keys, another level shows already. The level with AMX
-switched off is there for CPUs that have it; it was not measured.
+AVX512_CORE member of a set where that adds the third set of bits at K = 2,048. The level with AMX switched off is there
+for CPUs that have it; it was not measured.
 """
 
 import itertools

@@ -67,11 +67,7 @@ class Platform:
 def describe(root: Path = Path("/")) -> Platform:
     """Describe the machine and the software of this process.
 
-    Args:
-        root: the file system's root.
-
-    Returns:
-        The platform; what a system does not tell is empty or None, never an exception.
+    What a system does not tell is empty or None, never an exception. `root` is the file system's.
     """
     # Not at the top of the module: the level list and the worker count answer without loading torch.
     import numpy as np
@@ -121,7 +117,8 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     Empty where there is no `/proc/cpuinfo`. An emulated processor's are in the auxiliary vector: never the host's.
     """
     if emulated(root):
-        words = _auxiliary_vector(root)
+        vector = root / "proc/self/auxv"  # pairs of 64 bits
+        words = dict(struct.iter_unpack("<QQ", vector.read_bytes())) if vector.exists() else {}
         return tuple(sorted(name for name, (word, bit) in _BITS.items() if words.get(word, 0) >> bit & 1))
     cpuinfo = _cpuinfo(root)
     flags = cpuinfo.get("flags") or cpuinfo.get("Features") or ""
@@ -165,11 +162,8 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
     """Cores' worth of time that each control group around this process allows; nothing for one without a limit."""
     for folder in _control_groups(root, "cpu"):
         # Version 2 writes "quota period" or "max period" in one file; version 1 has two, with -1 for no limit.
-        words = read(folder / "cpu.max").split() or [
-            read(folder / "cpu.cfs_quota_us").strip(),
-            read(folder / "cpu.cfs_period_us").strip(),
-        ]
-        quota, period = (int(word) if word.isdigit() else 0 for word in words[:2])
+        first = [read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        quota, period = (int(word) if word.isdigit() else 0 for word in read(folder / "cpu.max").split() or first)
         if quota and period:
             yield quota / period
 
@@ -180,13 +174,10 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
         used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
         if limit.strip().isdigit() and used.strip().isdigit():
-            yield int(limit), int(used) - _reclaimable(folder)
-
-
-def _reclaimable(folder: Path) -> int:
-    """Bytes in use by a control group that are file cache, which the kernel gives up before it refuses memory."""
-    fields = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+            # The kernel gives up file cache before it refuses memory.
+            fields = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+            cache = fields.get("total_inactive_file", fields.get("inactive_file", 0))
+            yield int(limit), int(used) - int(cache)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
@@ -214,14 +205,6 @@ def _cpuinfo(root: Path) -> dict[str, str]:
     first = read(root / "proc/cpuinfo").strip().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _auxiliary_vector(root: Path) -> dict[int, int]:
-    """What the kernel, or an emulator, has told this process of the processor: pairs of 64 bits."""
-    try:
-        return dict(struct.iter_unpack("<QQ", (root / "proc/self/auxv").read_bytes()))
-    except OSError:
-        return {}
 
 
 def read(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Probes: what a device's arithmetic does, measured, not read off a data sheet. The answers are its fingerprint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import product
 
@@ -11,8 +11,11 @@ from torch import Tensor
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP32, Format, Formats, Rounding, ulp
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.kernels.probe_inputs import tied_p_bar
+from tiebreak.kernels.reference import reference
 
 _SIZE = 64
 _LONG = 2048  # terms of a product that a library may split
@@ -21,40 +24,47 @@ _LARGE = 2.0**30  # swallows fewer than 64 ones in fp32
 _WINDOWS = (4, 8, 16, 32, 64)  # neighbours among which what meets what differs
 _TAILS = range(17, 35)  # how many bits below 1 a tail lies: bf16 lacks all of them, fp32 those beyond 23
 _TIP = 6  # bits below a tail
+_ORDERED = 32  # terms of the sum whose order is told
+_P_HEADS = 16  # of either parity, with ties of P-bar
+_WIDEST = 60  # bits looked for in an accumulator: more than fp64 has
 _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 
 
-def fingerprint(arithmetic: Arithmetic, device: str, fmt: Format = BF16) -> Mapping[str, str | float]:
+def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
     """What the arithmetic on a device does where devices are known to differ.
 
     Args:
         arithmetic: of the device.
         device: torch's name of it.
-        fmt: the narrow format that is probed.
 
     Returns:
-        `cast` and `matmul`: the mode in which a cast and a matrix product round, `none known` if no mode fits;
-        `matmul_sums_in`: whether the product's running sum is wider than `fmt`; `bf16_matmul_accumulator`: what adds up
+        `cast` and `matmul`: the mode in which a cast and a matrix product round to bf16, `none known` if no mode fits;
+        `matmul_sums_in`: whether the product's running sum is wider than bf16; `bf16_matmul_accumulator`: what adds up
         a product of bf16, as plans call it; `matmul_rounds_after` and `batched_matmul_rounds_after`: how many terms it
-        adds before it puts their sum into `fmt`, of 2,048, where a library splits long products; `matmul_subnormals`:
+        adds before it puts their sum into bf16, of 2,048, where a library splits long products; `matmul_subnormals`:
         kept or flushed; `exp_at_zero`: the device's exp(0).
     """
-    values = _probe_values(fmt)
-    cast = arithmetic.cast(values.to(device), Cast(fmt)).cpu()
-    survived = dot(arithmetic, torch.full((1, 1), fmt.smallest_normal / 4), device, fmt).item() != 0.0
+    cast = _mode_of(arithmetic.cast(_probe_values().to(device), Cast(BF16)).cpu())
+    matmul = _mode_of_products(arithmetic, device)
+    # 1 and many terms of a quarter ulp each add up: in the narrow format itself they never leave 1.
+    quarters = torch.full((1, 2 ** (BF16.mantissa_bits + 2) + 1), 2.0 ** -(BF16.mantissa_bits + 2))
+    quarters[0, 0] = 1.0
+    accumulators = " or ".join(accumulator.name.lower() for accumulator in accumulators_of(arithmetic, device))
+    alone = _rounds_after(arithmetic, device, heads=1, rows=128, columns=128)
+    batched = _rounds_after(arithmetic, device, **_AS_ATTENTION)
     return {
-        "cast": _in_words(_mode_of(values, cast, fmt)),
-        "matmul": _in_words(_mode_of_products(arithmetic, device, fmt)),
-        "matmul_sums_in": "fp32 or wider" if _sums_wide(arithmetic, device, fmt) else fmt.name,
-        "bf16_matmul_accumulator": " or ".join(map(_word, accumulators_of(arithmetic, device))) or "none known",
-        "matmul_rounds_after": _terms(_rounds_after(arithmetic, device, fmt, heads=1, rows=128, columns=128)),
-        "batched_matmul_rounds_after": _terms(_rounds_after(arithmetic, device, fmt, **_AS_ATTENTION)),
-        "matmul_subnormals": "kept" if survived else "flushed",
+        "cast": cast.value if cast else "none known",
+        "matmul": matmul.value if matmul else "none known",
+        "matmul_sums_in": "fp32 or wider" if _dot(arithmetic, quarters, device).item() >= 1.5 else BF16.name,
+        "bf16_matmul_accumulator": accumulators or "none known",
+        "matmul_rounds_after": f"{alone or 'all'} terms",
+        "batched_matmul_rounds_after": f"{batched or 'all'} terms",
+        "matmul_subnormals": _kept(_dot(arithmetic, torch.full((1, 1), BF16.smallest_normal / 4), device)),
         "exp_at_zero": arithmetic.exp(torch.zeros(1, device=device), Exponential()).item(),
     }
 
 
-def of_products(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
+def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
     """What a device's products of bf16 do that a plan has to say.
 
     Args:
@@ -66,8 +76,8 @@ def of_products(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
         how many terms P V is rounded where it is in the inputs' format. None where there is nothing to say.
     """
     fitting = accumulators_of(arithmetic, device)
-    changes = [f"accumulator={_word(fitting[0])}"] if fitting and Accumulator.EXACT not in fitting else []
-    if terms := _rounds_after(arithmetic, device, BF16, **_AS_ATTENTION):
+    changes = [f"accumulator={fitting[0].name.lower()}"] if fitting and Accumulator.EXACT not in fitting else []
+    if terms := _rounds_after(arithmetic, device, **_AS_ATTENTION):
         changes.append(f"o_bar=input/{terms}")
     return tuple(changes)
 
@@ -75,7 +85,7 @@ def of_products(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
 def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, ...]:
     """The accumulators whose emulation has all bits of a device's products of bf16.
 
-    `masks` tell the order of terms; tails beside a tie of bf16, or beside 1 and -1, the width and the rounding of sums;
+    Masks tell the order of terms; tails beside a tie of bf16, or beside 1 and -1, the width and the rounding of sums;
     numbers at the edge of the normal ones what is flushed.
 
     Args:
@@ -86,10 +96,10 @@ def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, .
         Several where these products don't tell them apart; none where no accumulator is known that does so, or the
         device's cast is in no known mode.
     """
-    mode = _mode_of_products(arithmetic, device, BF16)
+    mode = _mode_of_products(arithmetic, device)
     if mode is None:
         return ()
-    ours = [dot(arithmetic, rows, device, BF16, factor) for factor, rows in _sums().items()]
+    ours = [_dot(arithmetic, rows, device, factor=factor) for factor, rows in _sums().items()]
     return tuple(each for each in Accumulator if all(map(torch.equal, ours, _emulated(each, mode))))
 
 
@@ -113,21 +123,15 @@ def _sums() -> Mapping[float, Tensor]:
     edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
     tails = [_tails(beside) for beside in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
     # The factor makes subnormal products of normal operands.
-    return {1.0: torch.cat([masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
+    return {1.0: torch.cat([_masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
 
 
-def masks(terms: int) -> Tensor:
-    """Rows whose sums show in which order their terms are added up.
+def _masks(terms: int) -> Tensor:
+    """Rows, (terms - 1, terms) of fewer than 67 terms, whose sums show in which order their terms are added up.
 
-    A large number in place 0 and its negative in place j swallow every one that joins either of them before they meet:
-    what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of floating-point
-    summation", 2024, arXiv 2411.00442).
-
-    Args:
-        terms: of a row, fewer than 67.
-
-    Returns:
-        (terms - 1, terms), j from 1 on.
+    A large number in place 0 and its negative in place j, from 1 on, swallow every one that joins either of them before
+    they meet: what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of
+    floating-point summation", 2024, arXiv 2411.00442).
     """
     rows = torch.ones(terms - 1, terms)
     rows[:, 0] = _LARGE
@@ -152,7 +156,7 @@ def _tails(beside: float) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format, factor: float = 1.0) -> Tensor:
+def _dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format = BF16, factor: float = 1.0) -> Tensor:
     """Row sums as the device's matrix product forms them: rows (m, k) times a factor, padded with zeros to (m, 64).
 
     A single column, or a short row, may take another path through a library than the products of attention do.
@@ -165,62 +169,152 @@ def dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format, factor: 
     return product.cpu()[: rows.shape[0], 0]
 
 
-def _probe_values(fmt: Format) -> Tensor:
+def _probe_values() -> Tensor:
     """Ties of both parities and values a little beside them, both signs, in [1, 2)."""
-    ulp = 2.0**-fmt.mantissa_bits
-    numbers = 1.0 + torch.arange(16, dtype=torch.float32) * ulp
-    offsets = torch.tensor([0.25, 0.5, 0.75]) * ulp
-    positive = (numbers[:, None] + offsets).flatten()
+    ulps = torch.arange(16)[:, None] + torch.tensor([0.25, 0.5, 0.75])
+    positive = 1.0 + ulps.flatten() * 2.0**-BF16.mantissa_bits
     return torch.cat([positive, -positive])
 
 
-def _mode_of(values: Tensor, rounded: Tensor, fmt: Format) -> Rounding | None:
-    return next((mode for mode in _DETERMINISTIC if torch.equal(round_to(values, fmt, mode), rounded)), None)
+def _mode_of(rounded: Tensor) -> Rounding | None:
+    """In which the probe values were rounded."""
+    values = _probe_values()
+    return next((mode for mode in _DETERMINISTIC if torch.equal(round_to(values, BF16, mode), rounded)), None)
 
 
-def _mode_of_products(arithmetic: Arithmetic, device: str, fmt: Format) -> Rounding | None:
+def _mode_of_products(arithmetic: Arithmetic, device: str) -> Rounding | None:
     """Of rows of two terms, which add up to one probe value, exactly in fp32."""
-    values = _probe_values(fmt)
-    high = round_to(values, fmt, Rounding.TOWARD_ZERO)
-    return _mode_of(values, dot(arithmetic, torch.stack([high, values - high], -1), device, fmt), fmt)
+    values = _probe_values()
+    high = round_to(values, BF16, Rounding.TOWARD_ZERO)
+    return _mode_of(_dot(arithmetic, torch.stack([high, values - high], -1), device))
 
 
-def _sums_wide(arithmetic: Arithmetic, device: str, fmt: Format) -> bool:
-    """Whether 1 and many terms of a quarter ulp each add up: in the narrow format itself they never leave 1."""
-    terms = 2 ** (fmt.mantissa_bits + 2)
-    row = torch.full((1, terms + 1), 1.0 / terms)
-    row[0, 0] = 1.0
-    return dot(arithmetic, row, device, fmt).item() >= 1.5
-
-
-def _rounds_after(arithmetic: Arithmetic, device: str, fmt: Format, *, heads: int, rows: int, columns: int) -> int:
+def _rounds_after(arithmetic: Arithmetic, device: str, *, heads: int, rows: int, columns: int) -> int:
     """How many terms a long product adds before it rounds their sum; 0: all.
 
     Of a large term and two of half its ulp the sum is in the format. Rounded between the two, each alone is a tie. The
     second lies elsewhere in every row.
     """
-    large, apart = 2.0 ** (fmt.mantissa_bits + 1), _LONG // (heads * rows)
+    large, apart = 2.0 ** (BF16.mantissa_bits + 1), _LONG // (heads * rows)
     a = torch.zeros(heads * rows, _LONG)
     a[:, 0], a[:, 1] = large, 1.0
     places = torch.arange(apart, _LONG + 1, apart).clamp(max=_LONG - 1)
     a[torch.arange(heads * rows), places] = 1.0
-    product = arithmetic.matmul(
-        a.reshape(1, heads, rows, _LONG).to(device),
-        torch.ones(1, heads, _LONG, columns, device=device),
-        Cast(fmt),
-        Accumulator.EXACT,
-    )
+    ones = torch.ones(1, heads, _LONG, columns, device=device)
+    product = arithmetic.matmul(a.reshape(1, heads, rows, _LONG).to(device), ones, Cast(BF16), Accumulator.EXACT)
     lost = (product.cpu()[..., 0].flatten() != large + 2.0).nonzero()
     return int(places[lost[0]]) if len(lost) else 0
 
 
-def _word(accumulator: Accumulator) -> str:
-    return accumulator.name.lower()
+def arithmetic_probes(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
+    """What an arithmetic does where an Ascend NPU may differ.
+
+    Args:
+        arithmetic: of the device.
+        device: torch's name of it.
+
+    Returns:
+        `fp32_matmul_keeps`: fraction bits of fp32 operands that a product keeps (23; HF32 keeps 11, TF32 10);
+        `matmul_accumulator_keeps`: bits below a running sum's leading one that the bf16 product keeps in every order of
+        the terms (23: fp32); `matmul_order`: `exact`, `sequential`, `pairwise` (a balanced tree), or the numbers of
+        terms of the smallest partial sums that hold terms 0 and j of 32; `cast_subnormals`, `exp_subnormals`: kept or
+        flushed; `exp_max_ulps`: largest error of the exponential on [-20, 0] in ulps of fp32.
+    """
+    quarter = torch.full((1,), BF16.smallest_normal / 4, device=device)
+    tiny = arithmetic.exp(torch.full((1,), -90.0, device=device), Exponential())
+    x = torch.linspace(-20.0, 0.0, 4096)
+    exact, computed = torch.exp(x.double()), arithmetic.exp(x.to(device), Exponential()).cpu().double()
+    return {
+        "fp32_matmul_keeps": _operand_bits(arithmetic, device),
+        "matmul_accumulator_keeps": _accumulator_bits(arithmetic, device),
+        "matmul_order": _order(arithmetic, device),
+        "cast_subnormals": _kept(arithmetic.cast(quarter, Cast(BF16))),
+        "exp_subnormals": _kept(tiny),
+        "exp_max_ulps": round(((computed - exact).abs() / ulp(exact, FP32)).max().item(), 2),
+    }
 
 
-def _in_words(mode: Rounding | None) -> str:
-    return mode.value if mode else "none known"
+def _leading(kept: Tensor) -> float:
+    """How many answers are yes before the first no."""
+    return float(kept.long().cumprod(0).sum())
 
 
-def _terms(terms: int) -> str:
-    return f"{terms} terms" if terms else "all terms"
+def _operand_bits(arithmetic: Arithmetic, device: str) -> float:
+    """Of 1 + 2^-b times 1, from either side."""
+    values = torch.tensor([1.0 + 2.0**-bits for bits in range(1, FP32.mantissa_bits + 1)])
+    left = _dot(arithmetic, values[:, None], device, FP32)
+    right = torch.stack([_dot(arithmetic, torch.ones(1, 1), device, FP32, value)[0] for value in values.tolist()])
+    return _leading((left == values) & (right == values))
+
+
+def _accumulator_bits(arithmetic: Arithmetic, device: str) -> float:
+    """Of 1, 2^-b and -1 in any order."""
+    small = torch.tensor([2.0**-bits for bits in range(1, _WIDEST + 1)])
+    one = torch.ones_like(small)
+    orders = [torch.stack(order, -1) for order in ((one, small, -one), (one, -one, small), (small, one, -one))]
+    kept = _dot(arithmetic, torch.cat(orders), device).reshape(len(orders), _WIDEST) == small
+    return _leading(kept.all(0))
+
+
+def _order(arithmetic: Arithmetic, device: str) -> str:
+    """In which order the bf16 product adds up 32 terms."""
+    left = _dot(arithmetic, _masks(_ORDERED), device)
+    sizes = [_ORDERED - round(number) for number in left.tolist()]
+    places = range(1, _ORDERED)
+    orders = {
+        "exact": [2 for _ in places],
+        "sequential": [place + 1 for place in places],
+        "pairwise": [2 ** place.bit_length() for place in places],
+    }
+    return next(
+        (name for name, order in orders.items() if sizes == order), f"partial sums of {' '.join(map(str, sizes))}"
+    )
+
+
+def _kept(value: Tensor) -> str:
+    return "kept" if value.item() != 0.0 else "flushed"
+
+
+def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
+    """How a kernel casts P-bar to bf16 where it lies halfway between two neighbours.
+
+    On random scores that happens once in 2^16, and no bias of O shows it. Here every P-bar but the maximum's
+    is a tie, in half of the heads above a neighbour with an even last bit, in the other half above an odd one.
+
+    Args:
+        run: the kernel, from inputs on the host to O on the host.
+
+    Returns:
+        `even`, `away` or `zero`; `not seen` where its exponential misses the ties; `none known` else.
+    """
+    odd = torch.tensor([[False], [True]]).expand(2, _P_HEADS)
+    inputs = tied_p_bar(np.random.Generator(np.random.Philox(1)), odd)
+    o = reference(inputs).o
+    biases = ((run(inputs).double() - o) / ulp(o, BF16)).flatten(1).mean(1)
+    # A mean error of 1,024 elements is within 0.05 by chance: 0.29 / 32 ulp, five times over.
+    signs = tuple((biases.sign() * (biases.abs() >= 0.05)).tolist())
+    names = {(-1.0, 1.0): "even", (1.0, 1.0): "away", (-1.0, -1.0): "zero", (0.0, 0.0): "not seen"}
+    return names.get(signs, "none known")
+
+
+def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
+    """How far the row statistics that a kernel returns are from the reference, on random scores.
+
+    Args:
+        run: the kernel, from inputs on the host to row maxima and row sums there, (batch, heads, N, copies).
+
+    Returns:
+        `softmax_max_error`: largest |error| of the maximum of the scores; `softmax_sum_error`: largest relative error
+        of the row sum of exp(S - maximum).
+    """
+    rng = np.random.Generator(np.random.Philox(2))
+    q, k, v = (round_to(torch.from_numpy(rng.standard_normal((1, 4, 48, 64), np.float32)), BF16) for _ in "qkv")
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16))
+    s = reference(inputs).s
+    row_max = s.amax(-1, keepdim=True)
+    row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
+    kernel_max, kernel_sum = run(inputs)
+    return {
+        "softmax_max_error": (kernel_max.double() - row_max).abs().max().item(),
+        "softmax_sum_error": ((kernel_sum.double() - row_sum).abs() / row_sum).max().item(),
+    }

@@ -12,15 +12,10 @@ PACKAGE = "tiebreak"
 
 
 def commit(checkout: Path = CHECKOUT) -> str | None:
-    """The git commit of a checkout.
+    """The git commit of a checkout's top folder: 40 digits, and "-dirty" if tracked files differ from it.
 
-    Args:
-        checkout: top folder of the checkout.
-
-    Returns:
-        The commit's 40 digits, with "-dirty" appended if tracked files differ from it. None without git, without a
-        commit, or if the folder merely lies inside someone else's repository (an installed copy in a virtual
-        environment).
+    None without git, without a commit, or if the folder merely lies inside someone else's repository (an installed copy
+    in a virtual environment).
     """
     # In a hook, git points these at the repository that the hook belongs to.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

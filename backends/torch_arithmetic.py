@@ -15,11 +15,9 @@ _LOG2_E = 1.4426950408889634
 
 
 def _dtype(fmt: Format) -> torch.dtype:
-    if fmt not in TORCH_DTYPES:
-        raise CannotRunError(
-            f"the plan casts to {fmt.name}, in which torch computes nothing by itself; the emulation does"
-        )
-    return TORCH_DTYPES[fmt]
+    if fmt in TORCH_DTYPES:
+        return TORCH_DTYPES[fmt]
+    raise CannotRunError(f"the plan casts to {fmt.name}, in which torch computes nothing by itself; the emulation does")
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,7 @@ class TorchArithmetic:
             CannotRunError: the device has no float64.
         """
         if not self.has_fp64:
-            raise CannotRunError(
-                "a contracted plan takes a fused multiply-add, which this device's torch does not have"
-            )
+            raise CannotRunError("a contracted plan takes a fused multiply-add, which this device's torch has not")
         argument = fma(x, factor, addend)
         return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 

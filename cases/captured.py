@@ -34,7 +34,6 @@ _ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, 
 _FORMATS = {"BF16": BF16, "F16": FP16, "F32": FP32}  # as files call them
 _SCORES = 2**22  # of a case, at most: a worker then stays within 1.5 GiB (measured: 256 heads, 1,024 keys, d = 128)
 _FEWEST_ROWS = 32  # a case of very many heads gives up heads rather than more rows
-_LEAVE = "leave its case out with --cases"
 
 
 class CapturedError(ValueError):
@@ -49,7 +48,6 @@ class _Layer:
     number: str  # as the file's keys write it
     causal: bool
     scale: float | None  # of the scores; None: 1/sqrt(d)
-    checksum: str | None  # of the whole layer, as its writer took it; None: it took none
     fmt: Format  # that the tensors are in
     groups: int  # query heads per key head
     heads: int  # query heads used, the first of batch x heads
@@ -57,7 +55,7 @@ class _Layer:
     keys: int  # keys used, the first: all that these queries see
     made: bool = False  # whether nothing in it is taken for a mistake of its writer
     padded: bool = False  # whether it says which keys take part
-    order: str = _ORDERS[0]  # of the dimensions in memory, as a kernel gets them
+    order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
 
     def key(self, part: str) -> str:
         """The file's key of q, k, v or do."""
@@ -80,20 +78,6 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
     files.sort(key=lambda file: (file[0], int(file[1][2] or 0), file[2]))
     return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
-
-
-def layer_checksum(tensors: Mapping[str, Tensor], causal: bool, scale: float | None) -> str:
-    """What tells a captured layer from one that was changed later: a CRC-32, as text.
-
-    Args:
-        tensors: q, k, v and do, and o where it is kept, by these names, on the host.
-        causal, scale: as the file says; None where it has no scale.
-    """
-    crc = zlib.crc32(f"causal={causal} scale={scale!r}".encode())
-    for name, tensor in sorted(tensors.items()):
-        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
-        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
-    return f"{crc:08x}"
 
 
 def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
@@ -158,42 +142,40 @@ def _layers(path: Path) -> list[_Layer]:
 
 
 def _layer(path: Path, file: Any, number: str) -> _Layer:
-    metadata: Mapping[str, str] = file.metadata() or {}
-    own = {name: metadata.get(f"layer{number}.{name}") for name in ("causal", "scale", "made", "crc32", "order")}
-    causal, made = own["causal"] or metadata.get("causal", "missing"), own["made"] == "true"
+    words: dict[str, str] = file.metadata() or {}
+    words |= {word.removeprefix(f"layer{number}."): text for word, text in words.items()}
+    keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding")}
+    causal, scale = words.get("causal", "missing"), words.get("scale")
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    names = {part: f"layer{number}.{part}" for part in _PARTS}
-    if missing := sorted(set(names.values()) - set(file.keys())):
+    if scale is not None and not 0 < _number(scale) < math.inf:
+        raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
+    if missing := sorted({keys_of[part] for part in _PARTS} - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
-    slices = {part: file.get_slice(name) for part, name in names.items()}
-    fmt = _format(path, {names[part]: tensor.get_dtype() for part, tensor in slices.items()})
+    slices = {part: file.get_slice(keys_of[part]) for part in _PARTS}
+    fmt = _format(path, {keys_of[part]: tensor.get_dtype() for part, tensor in slices.items()})
     shapes = {part: tuple(tensor.get_shape()) for part, tensor in slices.items()}
+    made = words.get("made") == "true"
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, heads = heads // key_heads, batch * heads
-    common = path, number, causal == "true", _scale(path, own["scale"] or metadata.get("scale")), own["crc32"], fmt
+    known = path, number, causal == "true", None if scale is None else float(scale), fmt, groups
     if not made:
-        return _Layer(*common, groups, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
-    order, padding = own["order"] or _ORDERS[0], f"layer{number}.key_padding"
+        return _Layer(*known, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
+    order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
     padded = padding in set(file.keys())
     if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
-    return _Layer(*common, groups, heads, queries, keys, made, padded, order)  # small, and all of it matters
+    return _Layer(*known, heads, queries, keys, made, padded, order)  # small, and all of it matters
 
 
-def _scale(path: Path, text: str | None) -> float | None:
-    if text is None:
-        return None
+def _number(text: str) -> float:
     try:
-        scale = float(text)
+        return float(text)
     except ValueError:
-        scale = math.nan
-    if not 0 < scale < math.inf:
-        raise CapturedError(f"{path}: metadata scale is {text}; expected a positive number, or none for 1/sqrt(d)")
-    return scale
+        return math.nan
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
@@ -240,19 +222,11 @@ def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> 
 def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
     """What is used of q, k, v and dO, (heads, tokens, d) in fp32, and which keys take part, bool (1, keys)."""
     with _opened(layer.path) as file:
-        names = set(file.keys())
-        if layer.checksum is not None:
-            whole = {part: file.get_tensor(layer.key(part)) for part in (*_PARTS, "o") if layer.key(part) in names}
-            if layer_checksum(whole, layer.causal, layer.scale) != layer.checksum:
-                reason = f"layer{layer.number} is not what was captured: its checksum differs; capture it anew"
-                raise CapturedError(f"{layer.path}: {reason}, or {_LEAVE}")
         tensors = {}
         for part in _PARTS:
             of_q = part in {"q", "do"}
             rows, heads = (layer.rows, layer.heads) if of_q else (layer.keys, layer.heads // layer.groups)
             tensors[part] = file.get_slice(layer.key(part))[:, :, :rows].flatten(0, 1)[:heads].float()
-            if not layer.made and not bool(torch.isfinite(tensors[part]).all()):
-                raise CapturedError(f"{layer.path}: {layer.key(part)} holds NaN or Inf; {_LEAVE}")
         return tensors, file.get_tensor(layer.key("key_padding")).bool()[None] if layer.padded else None
 
 
@@ -264,7 +238,11 @@ def _checksum(layer: _Layer) -> int:
     except CapturedError:
         return 0
     parts = tensors if padding is None else {**tensors, "key_padding": padding}
-    return zlib.crc32(f"{layer_checksum(parts, layer.causal, layer.scale)} {layer.order}".encode())
+    crc = zlib.crc32(f"causal={layer.causal} scale={layer.scale!r}".encode())
+    for name, tensor in sorted(parts.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc)
+    return zlib.crc32(f"{crc:08x} {layer.order}".encode())
 
 
 def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
@@ -274,9 +252,11 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
     parts = []
     for part, tensor in tensors.items():
         rounded = draw.rounded(tensor[queries if part in {"q", "do"} else keys])[None]
-        if not layer.made and not bool(torch.isfinite(rounded).all()):
-            reason = f"holds values beyond {draw.formats.inputs.name}; give another --dtype, or {_LEAVE}"
-            raise CapturedError(f"{layer.path}: {layer.key(part)} {reason}")
+        as_kept, as_given = (bool(torch.isfinite(x).all()) for x in (tensor, rounded))
+        if not layer.made and not (as_kept and as_given):
+            beyond = f"values beyond {draw.formats.inputs.name}; give another --dtype, or"
+            holds = beyond if as_kept else "NaN or Inf;"
+            raise CapturedError(f"{layer.path}: {layer.key(part)} holds {holds} leave its case out with --cases")
         parts.append(_in_order(rounded, layer.order))
     q, k, v, do = parts
     return AttentionInputs(

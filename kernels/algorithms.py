@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tiebreak.kernels.features import FEATURES, HIDDEN_NAN, Feature
 from tiebreak.kernels.flash import Forward, flash, flash_1, split, standard
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import hashed_once
 
 
 @hashed_once
@@ -26,13 +26,7 @@ FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
 FLASH_ATTENTION_1 = Algorithm("flash_1", flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
 SPLIT_ATTENTION = Algorithm("split", split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
-STANDARD_ATTENTION = Algorithm(
-    "standard",
-    standard,
-    tiled=False,
-    takes=_TAKES,
-    claimed_as="standard",
-    unused=_OF_FLASH,  # l sums what `exp` leaves
-)
+# l sums what `exp` leaves.
+STANDARD_ATTENTION = Algorithm("standard", standard, tiled=False, takes=_TAKES, claimed_as="standard", unused=_OF_FLASH)
 #: Those that a plan of flash attention goes with, by what stands before its @.
 TILED = {algorithm.name: algorithm for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION)}

@@ -43,31 +43,24 @@ class Arithmetic(Protocol):
     @property
     def has_fp64(self) -> bool:
         """Whether the device has float64. What is measured in fp64 is measured on the host where it has none."""
-        ...
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """`x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""
-        ...
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """`a @ b`, accumulated in at least fp32, the result rounded by `cast`."""
-        ...
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """e to the `x`, in fp32."""
-        ...
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
         """The exponential's base to the x * factor + addend, a number that is rounded to fp32 once.
 
         Whoever calls it has put log2(e) into the factor and the addend where the base is two.
         """
-        ...
 
     def tanh(self, x: Tensor) -> Tensor:
         """The hyperbolic tangent of a soft cap, in fp32."""
-        ...
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """Sum over the last dimension, kept, in fp32."""
-        ...

@@ -25,8 +25,7 @@ class BackwardPass:
     @property
     def source(self) -> DeltaSource:
         """What delta is computed from."""
-        source: DeltaSource = self.points.get("delta_from", DeltaSource.OUTPUT)
-        return source
+        return DeltaSource(self.points.get("delta_from", DeltaSource.OUTPUT))
 
     def shows(self, source: DeltaSource) -> bool:
         """Whether dQ and dK lie near to what follows from a delta of O, or from an exact one."""
@@ -55,66 +54,62 @@ _EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds":
 _UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
 _UNNORMALISED: Mapping[str, Any] = {"delta_from": DeltaSource.UNNORMALISED, "p": _LOW, "dp": _LOW}
 _BY_HEAD = ", heads of a group added in 16 bits"
+_PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries"
 _PYTORCH_TILES = Block(queries=32, keys=512)
 
+_UNNORMALISED_CAST: Mapping[str, Any] = {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
+_TABLE: Mapping[str, Mapping[str, Any]] = {
+    "FlashAttention-2's (P and dS in 16 bits)": _FLASH_2,
+    f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": {**_FLASH_2, "sums": OUTPUT},
+    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
+    f"{_PYTORCH})": {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT},
+    # Where key heads are repeated first, as Keras does, autograd adds them up.
+    f"{_PYTORCH}{_BY_HEAD})": {**_FLASH_2, "sums": OUTPUT},
+    # triton-lang/triton, python/tutorials/06-fused-attention.py
+    "the Triton tutorial's (P and dS in 16 bits, P of a K that is scaled and rounded)": {**_FLASH_2, "scaled_k": _LOW},
+    "FlashAttention-2's with delta in fp32 (P and dS in 16 bits, delta not from O)": {**_FLASH_2, **_UPCAST},
+    "flash attention's in fp32 (delta from O)": {},
+    "autograd's in fp32": _UPCAST,
+    f"autograd's in fp32 ({_BY_HEAD[2:]})": {**_UPCAST, "sums": OUTPUT},
+    # XLA leaves the cast of dP out in some shapes, also where it is told to keep to casts.
+    "autograd's of a P that is cast (P in 16 bits)": {**_UPCAST, "p": _LOW},
+    "autograd's of a P that is cast (P and dP in 16 bits)": {**_UPCAST, "p": _LOW, "dp": _LOW},
+    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": {
+        **_UPCAST,
+        "p": _LOW,
+        "dp": _LOW,
+        "sums": OUTPUT,
+    },
+    "autograd's of an unnormalised O (P and dP in 16 bits)": _UNNORMALISED,
+    "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": {
+        **_UNNORMALISED,
+        "shift_attached": True,
+    },
+    "autograd's of an unnormalised O that is cast (dO / l, P and dP in 16 bits)": _UNNORMALISED_CAST,
+    "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": {
+        **_UNNORMALISED_CAST,
+        "shift_attached": True,
+    },
+    "autograd's of eager attention (P, dP and dS in 16 bits)": {**_EAGER, "scaled_ds": _LOW},
+    "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": {**_EAGER, "scaled_q": _LOW},
+    # flax.linen.dot_product_attention, whose softmax is in the format of its inputs
+    "autograd's with every tensor in 16 bits": {
+        **_EAGER,
+        **dict.fromkeys(("delta", "do_over_l", "p_of_ds", "scaled_ds"), _LOW),
+    },
+    "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW},
+}
 #: By name, as reports have it.
 BACKWARD_PASSES: Mapping[str, BackwardPass] = {
-    "FlashAttention-2's (P and dS in 16 bits)": BackwardPass(_FLASH_2),
-    f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": BackwardPass({**_FLASH_2, "sums": OUTPUT}),
-    # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
-    "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)": BackwardPass(
-        {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT}, _PYTORCH_TILES
-    ),
-    # Where key heads are repeated first, as Keras does, autograd adds them up.
-    f"PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries{_BY_HEAD})": BackwardPass(
-        {**_FLASH_2, "sums": OUTPUT}, _PYTORCH_TILES
-    ),
-    # triton-lang/triton, python/tutorials/06-fused-attention.py
-    "the Triton tutorial's (P and dS in 16 bits, P of a K that is scaled and rounded)": BackwardPass(
-        {**_FLASH_2, "scaled_k": _LOW}
-    ),
-    "FlashAttention-2's with delta in fp32 (P and dS in 16 bits, delta not from O)": BackwardPass(
-        {**_FLASH_2, "delta_from": _FROM_P}
-    ),
-    "flash attention's in fp32 (delta from O)": BackwardPass({}),
-    "autograd's in fp32": BackwardPass(_UPCAST),
-    f"autograd's in fp32 ({_BY_HEAD[2:]})": BackwardPass({**_UPCAST, "sums": OUTPUT}),
-    # XLA leaves the cast of dP out in some shapes, also where it is told to keep to casts.
-    "autograd's of a P that is cast (P in 16 bits)": BackwardPass({**_UPCAST, "p": _LOW}),
-    "autograd's of a P that is cast (P and dP in 16 bits)": BackwardPass({**_UPCAST, "p": _LOW, "dp": _LOW}),
-    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": BackwardPass(
-        {**_UPCAST, "p": _LOW, "dp": _LOW, "sums": OUTPUT}
-    ),
-    "autograd's of an unnormalised O (P and dP in 16 bits)": BackwardPass(_UNNORMALISED),
-    "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": BackwardPass(
-        {**_UNNORMALISED, "shift_attached": True}
-    ),
-    "autograd's of an unnormalised O that is cast (dO / l, P and dP in 16 bits)": BackwardPass(
-        {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
-    ),
-    "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": BackwardPass(
-        {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT, "shift_attached": True}
-    ),
-    "autograd's of eager attention (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_ds": _LOW}),
-    "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": BackwardPass({**_EAGER, "scaled_q": _LOW}),
-    # flax.linen.dot_product_attention, whose softmax is in the format of its inputs
-    "autograd's with every tensor in 16 bits": BackwardPass(
-        {**_EAGER, **dict.fromkeys(("delta", "do_over_l", "p_of_ds", "scaled_ds"), _LOW)}
-    ),
-    "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": BackwardPass(
-        {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW}
-    ),
+    name: BackwardPass(points, _PYTORCH_TILES if name.startswith(_PYTORCH) else ONE_TILE)
+    for name, points in _TABLE.items()
 }
 
 
 def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
-    """The backward passes that may follow a forward pass: those known, and what its plan says, if that is none of them.
+    """The backward passes that may follow a forward pass, by name: its plan's, if that is another, and those known.
 
-    Args:
-        forward: of a kernel that returns its gradients in the format of its output.
-
-    Returns:
-        By name, the plan's own first. A plan that rounds nothing in the backward pass, as most, says nothing of it.
+    A plan that rounds nothing in the backward pass, as most, says nothing of it. Gradients are in the format of O.
     """
     plan = forward.plan
     own = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}

@@ -1,8 +1,11 @@
 """Random numbers from a counter-based hash: the same bits in any order, on any device, in any language."""
 
+from typing import TypeVar
+
 import torch
 
 _MASK = 0xFFFFFFFF
+_Integers = TypeVar("_Integers", int, torch.Tensor)
 
 
 def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
@@ -15,52 +18,42 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
     2**32, so a Triton or CUDA kernel that writes it on uint32 gets the same bits.
 
     Args:
-      seed: 0 <= seed < 2**32.
-      counters: Integers or integer tensors that broadcast against one another, each taken modulo 2**32. Their order
-        matters. With the one of most elements last, the work on the others is done once, not once an element.
+        seed: 0 <= seed < 2**32.
+        counters: integers or integer tensors that broadcast against one another, each taken modulo 2**32. Their order
+            matters. With the one of most elements last, the work on the others is done once, not once an element.
 
     Returns:
-      int64 tensor of the counters' common shape and device, with values in [0, 2**32).
+        int64 tensor of the counters' common shape and device.
 
     Raises:
-      ValueError: seed is out of range.
-      TypeError: A counter is not of an integer type.
+        ValueError: seed is out of range.
+        TypeError: a counter is not of an integer type.
     """
     if not 0 <= seed <= _MASK:
         raise ValueError(f"seed must be in [0, 2**32), not {seed}")
-    state: torch.Tensor | int = _mix_int((seed + 0x9E3779B9) & _MASK)
+    state: torch.Tensor | int = _mix(seed + 0x9E3779B9)
     for counter in counters:
         # Without the inner mix, two rows of counters have the same numbers in another order whenever their states
         # differ in low bits only: among 4,096 rows of 4,096, some would.
-        if isinstance(counter, int):
-            inner: torch.Tensor | int = _mix_int(counter & _MASK)
-        else:
-            inner = _mix(_as_uint32(counter))
-        total = inner + state
-        state = _mix_int(total & _MASK) if isinstance(total, int) else _mix(total.bitwise_and_(_MASK))
+        state = _mix((_mix(counter) if isinstance(counter, int) else _mix(_wide(counter))) + state)
     return torch.tensor(state) if isinstance(state, int) else state
 
 
-def _as_uint32(counter: torch.Tensor) -> torch.Tensor:
+def _wide(counter: torch.Tensor) -> torch.Tensor:
     if counter.is_floating_point() or counter.is_complex() or counter.dtype == torch.bool:
         raise TypeError(f"a counter is an int or an integer tensor, not {counter.dtype}")
-    return counter.to(torch.int64) & _MASK
+    return counter.to(torch.int64)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    # int64 holding uint32 values: torch has no logical shift, and few operations on uint32. The product may wrap
-    # around 2**64, which leaves its low 32 bits right.
-    x = (x >> 16).bitwise_xor_(x)
-    x.mul_(0x7FEB352D).bitwise_and_(_MASK)
-    x.bitwise_xor_(x >> 15)
-    x.mul_(0x846CA68B).bitwise_and_(_MASK)
-    return x.bitwise_xor_(x >> 16)
-
-
-def _mix_int(x: int) -> int:
-    """`_mix` of one number, without a tensor's overhead."""
+def _mix(x: _Integers) -> _Integers:
+    # int64 holds uint32 values: torch has no logical shift, and few operations on uint32. A product may wrap around
+    # 2**64, which leaves its low 32 bits right. The first mask makes a tensor that the steps behind it may write to.
+    x = x & _MASK
     x ^= x >> 16
-    x = (x * 0x7FEB352D) & _MASK
+    x *= 0x7FEB352D
+    x &= _MASK
     x ^= x >> 15
-    x = (x * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+    x *= 0x846CA68B
+    x &= _MASK
+    x ^= x >> 16
+    return x

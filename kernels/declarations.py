@@ -9,7 +9,7 @@ from functools import cache
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import ONE_TILE, Block
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
-from tiebreak.kernels.kernel import PLAIN, Declaration
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
     BACKWARD_POINTS,
     ISOLATION,
@@ -43,6 +43,7 @@ _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "sm
 # Of fields that go by another name.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
+_KNOWN = f"known are {', '.join((*_FIELDS, _TILE))}"
 #: Keys of what the forward pass is made of, and their fields.
 FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
 _YES = {"yes": True, "no": False}
@@ -61,16 +62,16 @@ def parse_declaration(text: str) -> Declaration:
     """The declaration that a text names: a kernel or a plan, and changes behind commas.
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, `split@PLAN`, or a plan alone, for plain flash
-    attention at it.
-    Each change is `KEY=VALUE`: a rounding point and its format, with `:` and a mode if it is not to even (`s=input`,
-    `o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
-    (`o_bar=input/512`); `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes`
-    or `no`, of its argument; `offset=8`, a power of two that P-bar is multiplied by; `q8`, `k8`, `v8` and `p8`, 8 bits
-    with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`; `sink=first`, `maximum`, `last` or `afterwards`,
-    where a learned sink enters a row; `accumulator=bfmmla`, how products are added up;
-    `tile=64`, `tile=64x32` (queries by keys) or `tile=one`. `input` is the call's format, whichever it is; any other is
-    that very format.
-    Without `tile`, the kernel's own tiles are unknown.
+    attention at it. Each change is `KEY=VALUE`:
+
+    - a rounding point and its format, `input` (that of the call) or a very format, with `:` and a mode if it is not to
+      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
+    - `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
+      argument; `offset=8`, a power of two that P-bar is multiplied by
+    - `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`
+    - `sink=first`, `maximum`, `last` or `afterwards`, where a learned sink enters a row
+    - `accumulator=bfmmla`, how products are added up
+    - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
 
     Args:
         text: as `Declaration.label` has it.
@@ -87,7 +88,7 @@ def parse_declaration(text: str) -> Declaration:
     for change in changes:
         key, equals, value = (part.strip() for part in change.partition("="))
         if not equals:
-            raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_known_keys()}")
+            raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_KNOWN}")
         if key in values:
             raise ValueError(f"{key} stands twice in {text!r}")
         values[key] = value
@@ -142,20 +143,18 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
 @cache
 def _named(head: str) -> Declaration:
     """The declaration of a kernel, or of plain flash attention at a plan."""
-    name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{PLAIN}@{head}"
+    name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{FLASH_ATTENTION.name}@{head}"
     for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential
         if kernel.declaration is not None and kernel.declaration.label == name:
             return kernel.declaration
     try:
-        declaration = composed_kernel(name).declaration
+        kernel = composed_kernel(name)
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        hint = (
-            _nearest(head, names) or ": `tiebreak list plans` names them, and the rules that stand before a plan and @"
-        )
-        raise ValueError(f"unknown plan {head!r}{hint}") from None
-    assert declaration is not None
-    return declaration
+        otherwise = ": `tiebreak list plans` names them, and the rules that stand before a plan and @"
+        raise ValueError(f"unknown plan {head!r}{_nearest(head, names) or otherwise}") from None
+    assert kernel.declaration is not None
+    return kernel.declaration
 
 
 @cache
@@ -199,48 +198,55 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
             raise ValueError(f"{key}: {algorithm.name} attention has no tiles")
         return replace(declaration, block=_block(value), tile_named=True)
     if key not in _FIELDS:
-        raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_known_keys()}")
-    field = _FIELDS[key]
+        raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_KNOWN}")
+    field, plan = _FIELDS[key], declaration.plan
     if field in algorithm.unused:
         raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
-    plan = declaration.plan
-    made: object
+    value_of_key = _value(key, value)
     if key == "base":
-        made = replace(plan.exponential, base_two=_WORDS[key][_known(key, value)])  # type: ignore[arg-type]
-    elif key in _WORDS:
-        made = _WORDS[key][_known(key, value)]
-    elif field in _QUANTIZED:
-        made = _quantization(key, value)
-    else:
-        made = _offset(key, value) if key == "offset" else _cast(key, value)
-    return replace(declaration, plan=replace(plan, **{field: made}))  # type: ignore[arg-type]
+        value_of_key = replace(plan.exponential, base_two=bool(value_of_key))
+    return replace(declaration, plan=replace(plan, **{field: value_of_key}))  # type: ignore[arg-type]
+
+
+def _value(key: str, value: str) -> object:
+    """What a text is the value of a key for; of a base whether it is two."""
+    if key in _WORDS:
+        if value not in _WORDS[key]:
+            raise ValueError(f"{key}={value}: expected {' or '.join(_WORDS[key])}")
+        return _WORDS[key][value]
+    if key in _QUANTIZED:
+        return _quantization(key, value)
+    if key != "offset":
+        return _cast(key, value)
+    if not value.isascii() or not value.isdigit() or int(value) > _LARGEST_OFFSET:
+        raise ValueError(f"{key}={value}: expected a whole number from 0 to {_LARGEST_OFFSET}, a power of two")
+    return int(value)
 
 
 def _cast(key: str, value: str) -> Cast:
     value, slash, every = value.partition("/")
-    if slash:
-        if key not in _OF_PRODUCTS:
-            raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
-        if not every.isdecimal() or int(every) < 1:
-            raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
-        return replace(_cast(key, value), every=int(every))
+    if slash and key not in _OF_PRODUCTS:
+        raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
+    if slash and (not every.isdecimal() or int(every) < 1):
+        raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
     name, *modifiers = value.split(":")
-    saturates = _SATURATES in modifiers
-    mode = ":".join(word for word in modifiers if word != _SATURATES)
-    if mode and mode not in _MODES:
+    mode = ":".join(word for word in modifiers if word != _SATURATES) or Rounding.TO_EVEN.value
+    if mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
-    rounding = _MODES[mode] if mode else Rounding.TO_EVEN
+    rounding = _MODES[mode]
     if rounding is Rounding.STOCHASTIC and key != "o":
         raise ValueError(f"{key}={value}: O's cast alone can be stochastic")
+    follows = None
     if name == INPUT:
-        return Cast(BF16, rounding, Follows.OUTPUT if key in _OUTPUTS else Follows.OPERANDS, saturates)
-    try:
-        fmt = parse_format(name)
-    except ValueError as error:
-        raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
+        fmt, follows = BF16, Follows.OUTPUT if key in _OUTPUTS else Follows.OPERANDS
+    else:
+        try:
+            fmt = parse_format(name)
+        except ValueError as error:
+            raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
     if fmt == FP32 and rounding is not Rounding.TO_EVEN:
         raise ValueError(f"{key}={value}: what is fp32 is not rounded")
-    return Cast(fmt, rounding, saturates=saturates)
+    return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0))
 
 
 def _quantization(key: str, value: str) -> Quantization | None:
@@ -253,12 +259,6 @@ def _quantization(key: str, value: str) -> Quantization | None:
     return quantization
 
 
-def _offset(key: str, value: str) -> int:
-    if not value.isascii() or not value.isdigit() or int(value) > _LARGEST_OFFSET:
-        raise ValueError(f"{key}={value}: expected a whole number from 0 to {_LARGEST_OFFSET}, a power of two")
-    return int(value)
-
-
 def _block(value: str) -> Block:
     if value == str(ONE_TILE):
         return ONE_TILE
@@ -266,12 +266,6 @@ def _block(value: str) -> Block:
     if len(sizes) > 2 or not all(size.isascii() and size.isdigit() for size in sizes):
         raise ValueError(f"{_TILE}={value}: expected a size such as 64, queries by keys such as 64x32, or {ONE_TILE}")
     return Block(int(sizes[0]), int(sizes[-1]))
-
-
-def _known(key: str, word: str) -> str:
-    if word not in _WORDS[key]:
-        raise ValueError(f"{key}={word}: expected {' or '.join(_WORDS[key])}")
-    return word
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
@@ -295,10 +289,6 @@ def _text(key: str, value: object) -> str:
     fmt = value.fmt.name if value.follows is None else INPUT
     mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
     return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
-
-
-def _known_keys() -> str:
-    return f"known are {', '.join((*_FIELDS, _TILE))}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

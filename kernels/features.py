@@ -17,16 +17,12 @@ class Feature:
 
 CAUSAL = Feature("causal", "causal mask", "causal")
 GROUPED = Feature("grouped", "grouped-query heads", "gqa", ("enable_gqa",))
-OBLONG_CAUSAL = Feature(  # aligned at its lower right
-    "oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal"
-)
+# Aligned at its lower right.
+OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal")
 KEY_PADDING = Feature("key padding", "key padding mask", "padding")
 BLIND_ROWS = Feature("blind rows", "row without a visible key", "blind_rows")
 OWN_SCALE = Feature(
-    "own scale",
-    "scale of the scores other than 1/sqrt(d)",
-    "scale",
-    ("scale", "sm_scale", "softmax_scale", "scaling"),
+    "own scale", "scale of the scores other than 1/sqrt(d)", "scale", ("scale", "sm_scale", "softmax_scale", "scaling")
 )
 VALUE_DIM = Feature("value dimension", "head dimension of V other than q's", "value_dim")
 WINDOW = Feature("window", "sliding window", "window", ("window_size", "sliding_window", "window"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
-from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale
+from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale, in_tiles
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
@@ -81,25 +81,25 @@ class Softmax:
     @property
     def unit(self) -> float:
         """What 1 in a natural logarithm is in the exponential's, contracted."""
-        return math.log2(math.e) if self.plan.exponential.base_two else 1.0
+        return LOG2_E if self.plan.exponential.base_two else 1.0
 
     def p_bar(self, s: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(S - shift), as the plan casts it."""
-        return self.arithmetic.cast(self._exp(s, shift, self.plan.exponential, self.plan.offset), self.plan.exp)
-
-    def _exp(self, s: Tensor, shift: Tensor, exponential: Exponential, offset: int = 0) -> Tensor:
-        if self.plan.contracted:  # FlashAttention-3 and -4 take the offset off m c
-            addend = shift * -self.factor + offset * self.unit * _LN_2
-            return self.arithmetic.exp_of_fma(s, self.factor, addend, exponential)
-        p = self.arithmetic.exp(self.arithmetic.cast(s - shift, self.plan.shifted), exponential)
-        return p * 2.0**offset if offset else p
+        plan, arithmetic = self.plan, self.arithmetic
+        if plan.contracted:  # FlashAttention-3 and -4 take the offset off m c
+            addend = shift * -self.factor + plan.offset * self.unit * _LN_2
+            p = arithmetic.exp_of_fma(s, self.factor, addend, plan.exponential)
+        else:
+            p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
+            p = p * 2.0**plan.offset if plan.offset else p
+        return arithmetic.cast(p, plan.exp)
 
     def between(self, earlier: Tensor, shift: Tensor) -> Tensor:
         """exp(m - m') of a rescaling; contracted plans multiply m - m' by c, as FlashAttention-2 and -4 do."""
+        apart = earlier - shift
         if self.plan.contracted:
-            apart = earlier - shift
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
-        return self._exp(earlier, shift, self.rescale)
+        return self.arithmetic.exp(self.arithmetic.cast(apart, self.plan.shifted), self.rescale)
 
     def p(self, s: Tensor, lse: Tensor) -> Tensor:
         """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
@@ -125,20 +125,19 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
+def _finite(shift: Tensor) -> Tensor:
+    """A shift that leaves what is hidden, -Inf, as it is: 0 where there is nothing to shift by."""
+    return shift.masked_fill(shift == -torch.inf, 0.0)
+
+
 @dataclass(frozen=True)
 class _Tiled:
-    """What both passes have in common, which go over a call tile by tile."""
+    """What both passes over a call have in common."""
 
     operands: Operands
     block: Block
-
-    @property
-    def plan(self) -> RoundingPlan:
-        return self.operands.plan
-
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return self.operands.arithmetic
+    plan: RoundingPlan
+    arithmetic: Arithmetic
 
     @cached_property
     def softmax(self) -> Softmax:
@@ -150,7 +149,7 @@ class _Tiled:
 
 @dataclass(frozen=True)
 class _Pass(_Tiled):
-    """A forward pass: what its algorithms have in common."""
+    """A forward pass."""
 
     shift_rule: ShiftRule
     noise: Noise
@@ -170,6 +169,19 @@ class _Pass(_Tiled):
         first = sink is not None and plan.sink is SinkEntry.FIRST
         o = q.new_zeros(*q.shape[:-1], self.operands.v.shape[-1])
         return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), o
+
+    def weights(self, s: Tensor, shift: Tensor) -> tuple[Scaled, Tensor]:
+        """P-bar of a tile as its product takes it, and its sum as l counts it."""
+        p = self.softmax.p_bar(s, shift)
+        p_bar = self.operands.p_bar(p)
+        if self.plan.row_sum_of is SumOf.ROUNDED:
+            p = p_bar.whole
+        elif self.plan.row_sum_of is SumOf.CLAMPED:
+            p = p.clamp(max=self.plan.p_bar.fmt.largest)
+        total = self.row_sum(p)
+        if self.shift_rule.row_sum_floor:
+            total = total.clamp(min=self.shift_rule.row_sum_floor)
+        return p_bar, self.sum_cast(total)
 
     def final(self, o: Tensor, rows: slice) -> Tensor:
         """O's cast; rows without a visible key give zeros."""
@@ -192,10 +204,10 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
     def run(
         inputs: AttentionInputs, plan: RoundingPlan, shift_rule: ShiftRule, arithmetic: Arithmetic, block: Block
     ) -> AttentionOutput:
-        operands = Operands.from_call(inputs, plan, arithmetic)
-        forward = _Pass(operands, block, shift_rule, Noise(inputs.noise_seed, inputs.q.shape[1]))
+        operands, noise = Operands.from_call(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
+        forward = _Pass(operands, block, plan, arithmetic, shift_rule, noise)
         outputs, sums = [], []
-        for rows in operands.query_tiles(block.queries):
+        for rows in in_tiles(operands.q, block.queries):
             o, lse = algorithm(forward, rows)
             outputs.append(forward.final(o, rows))
             sums.append(lse)
@@ -211,7 +223,7 @@ def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     q, sink = operands.q[:, :, rows], operands.sink
     m, l, o_bar = forward.begun(rows)
     dither = forward.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
-    for keys in operands.key_tiles(forward.block.keys):
+    for keys in in_tiles(operands.k, forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         proposed = rule.propose(s, row_max, dither, softmax.logit)
@@ -219,13 +231,8 @@ def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         new_m = torch.maximum(m, torch.where(row_max == -torch.inf, row_max, proposed))
         if rule.lag:
             new_m = torch.where(new_m - m <= rule.lag * softmax.logit, m, new_m)
-        shift = torch.where(new_m == -torch.inf, torch.zeros_like(new_m), new_m)
-        p = softmax.p_bar(s, shift)
-        p_bar = operands.p_bar(p)
-        block_sum = forward.row_sum(_summed(p, p_bar, plan))
-        if rule.row_sum_floor:
-            block_sum = block_sum.clamp(min=rule.row_sum_floor)
-        block_sum = forward.sum_cast(block_sum)
+        shift = _finite(new_m)
+        p_bar, block_sum = forward.weights(s, shift)
         pv = operands.weighted(p_bar, keys, plan.o_bar)
         if keys.start == 0 and sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
             l, o_bar = block_sum, pv + 0.0
@@ -245,17 +252,6 @@ def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
 
 
-def _summed(p: Tensor, p_bar: Scaled, plan: RoundingPlan) -> Tensor:
-    """What l adds up."""
-    match plan.row_sum_of:
-        case SumOf.UNROUNDED:
-            return p
-        case SumOf.CLAMPED:
-            return p.clamp(max=plan.p_bar.fmt.largest)
-        case SumOf.ROUNDED:
-            return p_bar.whole
-
-
 @_tile_by_tile
 def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention whose running O is normalised after every tile, and whose P is before its cast.
@@ -267,18 +263,16 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """
     operands, plan, softmax = forward.operands, forward.plan, forward.softmax
     m, l, o = forward.begun(rows)
-    for keys in operands.key_tiles(forward.block.keys):
+    for keys in in_tiles(operands.k, forward.block.keys):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
-        # A wholly masked tile has no maximum to shift by, and weighs nothing.
-        own, shift = (torch.where(top == -torch.inf, torch.zeros_like(top), top) for top in (row_max, new_m))
-        p = softmax.p_bar(s, own)
+        shift = _finite(new_m)
+        p = softmax.p_bar(s, _finite(row_max))
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
         block_sum = forward.sum_cast(forward.row_sum(p))
         new_l = forward.sum_cast(forward.sum_cast(alpha * l) + forward.sum_cast(beta * block_sum))
-        # No key has been visible yet: a row of zeros stays one.
-        divisor = torch.where(new_l == 0.0, torch.ones_like(new_l), new_l)
+        divisor = new_l.masked_fill(new_l == 0.0, 1.0)  # no key has been visible yet: a row of zeros stays one
         p = forward.arithmetic.cast(p * (beta / divisor), plan.p_bar)
         pv = forward.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
         o = forward.o_bar_cast(forward.o_bar_cast(o * (l / divisor * alpha)) + pv)
@@ -294,11 +288,10 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     `o_bar` of the plan casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
     Each tile is shifted by its maximum.
     """
-    tiles = forward.operands.key_tiles(forward.block.keys)
-    parts = [_split(forward, rows, keys, forward.operands.sink if keys is tiles[0] else None) for keys in tiles]
+    parts = [_split(forward, rows, keys) for keys in in_tiles(forward.operands.k, forward.block.keys)]
     # Their mean, weighted by the exponentials of their log-sum-exps, in fp32, one after the other.
     top = torch.stack([lse for _, lse in parts]).amax(0)
-    shift = top.masked_fill(top == -torch.inf, 0.0)
+    shift = _finite(top)
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
         weight = forward.arithmetic.exp(lse - shift, _NATURAL)
@@ -306,24 +299,21 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
 
 
-def _split(forward: _Pass, rows: slice, keys: slice, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _split(forward: _Pass, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
 
     A sink is that of the first split, as in vLLM's unified kernel.
     """
     operands, softmax = forward.operands, forward.softmax
-    s = operands.scores(rows, keys)
+    s, sink = operands.scores(rows, keys), operands.sink if keys.start == 0 else None
     m = s.amax(-1, keepdim=True)
     if sink is not None:
         m = torch.maximum(m, sink * softmax.logit)
-    blind = m == -torch.inf
-    shift = m.masked_fill(blind, 0.0)
-    p = softmax.p_bar(s, shift)
-    p_bar = operands.p_bar(p)
-    l = forward.sum_cast(forward.row_sum(_summed(p, p_bar, forward.plan)))
+    shift = _finite(m)
+    p_bar, l = forward.weights(s, shift)
     if sink is not None:
         l = forward.sum_cast(l + softmax.p_of_sink(sink, shift))
-    o = operands.unscaled(operands.weighted(p_bar, keys, _FP32) / l.masked_fill(blind, 1.0))
+    o = operands.unscaled(operands.weighted(p_bar, keys, _FP32) / l.masked_fill(m == -torch.inf, 1.0))
     return forward.o_bar_cast(o), softmax.natural(m) + torch.log(l) - forward.plan.offset * _LN_2
 
 
@@ -337,8 +327,7 @@ def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     operands, plan, softmax = forward.operands, forward.plan, forward.softmax
     every_key = slice(0, operands.k.shape[-2])
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
-    row_max = s.amax(-1, keepdim=True)
-    shift = torch.where(row_max == -torch.inf, torch.zeros_like(row_max), row_max)
+    shift = _finite(s.amax(-1, keepdim=True))
     p = softmax.p_bar(s, shift)
     l = forward.sum_cast(forward.row_sum(p))
     p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
@@ -359,8 +348,7 @@ def backward(
     Args:
         inputs: q, k, v, dO and masks.
         output: what the forward pass returned, its log-sum-exp included, and its tiles where it had the same block.
-        plan: where and how to round; `delta_from` is what delta is computed from, which is all that separates
-            standard attention's backward pass from flash attention's.
+        plan: where and how to round; `delta_from` is all that separates standard attention's from flash attention's.
         arithmetic: the device's operations.
         block: tile sizes.
         wanted: which of dQ, dK and dV to compute; NaN stands for the others.
@@ -368,31 +356,34 @@ def backward(
     Returns:
         dQ, dK, dV and delta.
     """
-    operands = Operands.from_call(inputs, plan, arithmetic, output.tiles)
-    tape = _Tape(operands, block, output)
+    assert output.lse is not None, "the forward pass must return its log-sum-exp"
+    operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups
+    tape = _Tape(operands, block, plan, arithmetic, output.o, output.lse)
     delta = tape.delta()
     dq, dk, dv = (
         torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)
     )
     if plan.group_sums.narrows:
-        dk, dv = (x[:, :: inputs.groups] for x in (dk, dv))
-    k, in_dq = tape.of_dq
-    q, in_dk = tape.of_dk
-    for keys in operands.key_tiles(block.keys) if any(wanted) else ():
-        for rows in operands.query_tiles(block.queries):
+        dk, dv = (x[:, ::groups] for x in (dk, dv))
+    # What dS is multiplied by, and what is left of the scale.
+    left = 1.0 if plan.scaled_ds.narrows or plan.scaled_q.narrows else operands.scale
+    q = arithmetic.cast(operands.q * operands.scale, plan.scaled_q) if plan.scaled_q.narrows else operands.q
+    k, left_of_dq = (tape.scaled_k, _LN_2) if plan.scaled_k.narrows else (operands.k, left)
+    for keys in in_tiles(operands.k, block.keys) if any(wanted) else ():
+        for rows in in_tiles(operands.q, block.queries):
             p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
                 p = arithmetic.cast(p, plan.p)
-                tape.add_by_key(dv[:, :, keys], tape.product(p.transpose(-1, -2), tape.do[:, :, rows]))
+                tape.add_by_key(dv[:, :, keys], tape.product(p.mT, tape.do[:, :, rows]))
             if wanted[0]:
-                tape.add(dq[:, :, rows], in_dq * tape.product(ds, k[:, :, keys]), plan.sums)
+                tape.add(dq[:, :, rows], left_of_dq * tape.product(ds, k[:, :, keys]), plan.sums)
             if wanted[1]:
-                tape.add_by_key(dk[:, :, keys], in_dk * tape.product(ds.transpose(-1, -2), q[:, :, rows]))
+                tape.add_by_key(dk[:, :, keys], left * tape.product(ds.mT, q[:, :, rows]))
     if plan.scaled_q.narrows:
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
-        dk, dv = sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups)
+        dk, dv = sum_groups(dk, groups), sum_groups(dv, groups)
     dk, dv = (x.to(dk.dtype) for x in inputs.of_held(dk, dv))
     dq, dk, dv = (
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
@@ -405,12 +396,8 @@ def backward(
 class _Tape(_Tiled):
     """The tiles that the backward pass recomputes."""
 
-    output: AttentionOutput
-
-    @property
-    def _lse(self) -> Tensor:
-        assert self.output.lse is not None, "the forward pass must return its log-sum-exp"
-        return self.output.lse
+    o: Tensor
+    lse: Tensor
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return self.arithmetic.matmul(a, b, _FP32, self.plan.accumulator)
@@ -419,15 +406,13 @@ class _Tape(_Tiled):
         return self.operands.tiles.shared("p", rows, keys, lambda: self._p(rows, keys))
 
     def _p(self, rows: slice, keys: slice) -> Tensor:
-        lse = self._lse[:, :, rows]
-        shift = self._shift[:, :, rows] if self._unnormalised else lse
-        if self.plan.scaled_k.narrows and self.operands.unchanged:
-            product = self.product(self.operands.q[:, :, rows], self._scaled_k[:, :, keys].mT)
-            s = self.operands.masked(product, rows, keys)
+        operands, lse = self.operands, self.lse[:, :, rows]
+        if self.plan.scaled_k.narrows and not operands.softcap and operands.bias is None:
+            product = self.product(operands.q[:, :, rows], self.scaled_k[:, :, keys].mT)
+            s = operands.masked(product, rows, keys)
             p = self.arithmetic.exp((s - lse * LOG2_E) * _LN_2, _NATURAL)
         else:
-            s = self.operands.scores(rows, keys)
-            p = self.softmax.p(s, shift)
+            p = self.softmax.p(operands.scores(rows, keys), self._shift[:, :, rows] if self._unnormalised else lse)
         # A row without a visible key has log-sum-exp -inf and no probabilities.
         return _zeroed(p, lse == -torch.inf)
 
@@ -454,26 +439,11 @@ class _Tape(_Tiled):
     @cached_property
     def _l(self) -> Tensor:
         """Sum of P-bar; 1 in a row without a visible key."""
-        return torch.exp(self._lse - self._shift).masked_fill(self._lse == -torch.inf, 1.0)
+        return torch.exp(self.lse - self._shift).masked_fill(self.lse == -torch.inf, 1.0)
 
     @cached_property
-    def _scaled_k(self) -> Tensor:
+    def scaled_k(self) -> Tensor:
         return self.arithmetic.cast(self.operands.k * (self.operands.scale * LOG2_E), self.plan.scaled_k)
-
-    @property
-    def of_dq(self) -> tuple[Tensor, float]:
-        """What dS is multiplied by for dQ: K, as the plan has it, and what is left of the scale."""
-        if self.plan.scaled_k.narrows:
-            return self._scaled_k, _LN_2
-        scaled = self.plan.scaled_ds.narrows or self.plan.scaled_q.narrows
-        return self.operands.k, 1.0 if scaled else self.operands.scale
-
-    @property
-    def of_dk(self) -> tuple[Tensor, float]:
-        """The same for dK: q."""
-        if self.plan.scaled_q.narrows:
-            return self.arithmetic.cast(self.operands.q * self.operands.scale, self.plan.scaled_q), 1.0
-        return self.operands.q, 1.0 if self.plan.scaled_ds.narrows else self.operands.scale
 
     def ds(self, rows: slice, keys: slice, delta: Tensor) -> Tensor:
         p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
@@ -488,20 +458,19 @@ class _Tape(_Tiled):
         """What is left of a row's sum, 0 without rounding, goes to its maximum, which a sink may be."""
         s, left = self.operands.scores(rows, keys), ds.sum(-1, keepdim=True)
         if self.operands.sink is not None:
-            left = left - self._p_of_sink(rows) * delta
+            left = left - self._p_of_sink(self.operands.sink, rows) * delta
         every = self.operands.with_sink(s, self.softmax.logit)
         largest = (every == every.amax(-1, keepdim=True)).to(ds)
         return ds - (largest / largest.sum(-1, keepdim=True))[..., : s.shape[-1]] * left
 
-    def _p_of_sink(self, rows: slice) -> Tensor:
-        assert self.operands.sink is not None
-        return self.arithmetic.exp(self.operands.sink - self._lse[:, :, rows], _NATURAL)
+    def _p_of_sink(self, sink: Tensor, rows: slice) -> Tensor:
+        return self.arithmetic.exp(sink - self.lse[:, :, rows], _NATURAL)
 
     def dsink(self, delta: Tensor) -> Tensor | None:
         """Less the sum over rows of P of the sink times delta, (heads,)."""
         if self.operands.sink is None:
             return None
-        of_heads = (self._p_of_sink(slice(None)) * delta).transpose(0, 1).flatten(1)
+        of_heads = (self._p_of_sink(self.operands.sink, slice(None)) * delta).transpose(0, 1).flatten(1)
         return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
     def add_by_key(self, total: Tensor, added: Tensor) -> None:
@@ -516,35 +485,33 @@ class _Tape(_Tiled):
             total.copy_(self.arithmetic.cast(total, cast))
 
     def dp(self, rows: slice, keys: slice) -> Tensor:
-        return self.operands.tiles.shared("dp", rows, keys, lambda: self._dp(rows, keys))
+        def make() -> Tensor:
+            return self.arithmetic.cast(self.product(self.do[:, :, rows], self.operands.v[:, :, keys].mT), self.plan.dp)
 
-    def _dp(self, rows: slice, keys: slice) -> Tensor:
-        product = self.product(self.do[:, :, rows], self.operands.v[:, :, keys].transpose(-1, -2))
-        return self.arithmetic.cast(product, self.plan.dp)
+        return self.operands.tiles.shared("dp", rows, keys, make)
 
     def delta(self) -> Tensor:
         """Delta (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
-        do, source = self.operands.do, self.plan.delta_from
+        do, v, source = self.operands.do, self.operands.v, self.plan.delta_from
         if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
-            o = self._o_bar() / self._l if self._unnormalised else self.output.o.float()
+            o = self._o_bar() / self._l if self._unnormalised else self.o.float()
             return self.arithmetic.cast(self.row_sum(do * o), self.plan.delta)
         tiles = []
-        for rows in self.operands.query_tiles(self.block.queries):
+        for rows in in_tiles(do, self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
-            for keys in self.operands.key_tiles(self.block.keys):
+            for keys in in_tiles(v, self.block.keys):
                 p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
                 if source is DeltaSource.PROBABILITIES:
                     total = total + self.row_sum(p * self.dp(rows, keys))
                 else:
-                    pv = self.product(p, self.operands.v[:, :, keys])
-                    total = total + self.row_sum(do[:, :, rows] * pv)
+                    total = total + self.row_sum(do[:, :, rows] * self.product(p, v[:, :, keys]))
             tiles.append(total)
         return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)
 
     def _o_bar(self) -> Tensor:
         o_bar = torch.zeros_like(self.operands.do)
-        for rows in self.operands.query_tiles(self.block.queries):
-            for keys in self.operands.key_tiles(self.block.keys):
+        for rows in in_tiles(o_bar, self.block.queries):
+            for keys in in_tiles(self.operands.v, self.block.keys):
                 p_bar = self.arithmetic.cast(self.p(rows, keys), self.plan.p_bar)
                 self.add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
         return o_bar

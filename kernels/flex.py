@@ -15,12 +15,12 @@ from torch import Tensor
 from tiebreak.kernels.features import BIAS, CAUSAL, COMMON, LENGTHS, MASKS, SINK, SOFTCAP, VALUE_DIM, WINDOW
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import SinkEntry
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
-SMALLEST_HEAD = 16  # of the head dimension: torch/_inductor/kernel/flex/flex_attention.py
+SMALLEST_HEAD = 16  # head dimension: torch/_inductor/kernel/flex/flex_attention.py
 # Hopper's default at a head dimension of 64: torch/_inductor/template_heuristics/triton.py.
 _BLOCK = Block(queries=128, keys=128)
 # The kernel for long rows for short ones too, whose own kernel splits the keys.
@@ -30,39 +30,28 @@ _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
 _TAKES = COMMON | MASKS | {VALUE_DIM, SOFTCAP, SINK, BIAS}
 _OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two places, in one sequence
 
-# (batch, head, query, key) -> whether the key is seen
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# (score, batch, head, query, key) -> what softmax is of
-Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 def flex() -> Kernel:
     """FlexAttention through torch.compile, forward and backward."""
+    declared = fused_on_gpu(_BLOCK)
     return Kernel(
         "flex",
         partial(through_autograd, _call),
-        _declaration(),
+        replace(declared, plan=replace(declared.plan, sink=SinkEntry.AFTERWARDS)),
         takes=_TAKES,
         missing_requirement=_missing_requirement,
     )
 
 
-def _declaration() -> Declaration:
-    declared = fused_on_gpu(_BLOCK)
-    return replace(declared, plan=replace(declared.plan, sink=SinkEntry.AFTERWARDS))
-
-
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
+    from torch._dynamo import config
+
     narrowest = min(inputs.q.shape[3], inputs.v.shape[3])
     if narrowest < SMALLEST_HEAD:
         return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {narrowest}"
-    return empty(inputs) or missing() or _uncompiled()
-
-
-def _uncompiled() -> str | None:
-    """None, or why torch.compile would run FlexAttention without compiling it, which is another implementation."""
-    from torch._dynamo import config
-
+    if (reason := empty(inputs) or missing()) is not None:
+        return reason
+    # Without compiling it, torch.compile would run another implementation.
     switches = "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
     return f"torch.compile is switched off: unset {switches}" if config.disable else None
 
@@ -75,8 +64,8 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)  # type: ignore[no-any-return, unused-ignore]
 
 
-def _mask(inputs: AttentionInputs) -> Mask | None:
-    """The mask as a function; None where every key is seen. What is no matter of distance is looked up."""
+def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """Whether a key is seen, of (batch, head, query, key); None where all are. What is not a distance is looked up."""
     masks = inputs.masks()
     if not masks:
         return None
@@ -101,8 +90,8 @@ def _at(x: Tensor, *places: Tensor) -> Tensor:
     return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
 
 
-def _score(inputs: AttentionInputs) -> Score | None:
-    """What is made of a score before softmax, as a function; None for nothing."""
+def _score(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
+    """What is made of a score before softmax, of (score, batch, head, query, key); None for nothing."""
     cap, bias = inputs.softcap, inputs.bias
 
     def changed(score: Tensor, *places: Tensor) -> Tensor:
@@ -125,7 +114,10 @@ def _block_mask(inputs: AttentionInputs) -> Any:
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from torch._dynamo import config
+    from torch.nn.attention import flex_attention
 
+    request = getattr(flex_attention, "AuxRequest", None)  # from PyTorch 2.9 on
+    log_sum_exp = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
     with config.patch(recompile_limit=_SHAPES):
         returned = _compiled()(
             q,
@@ -136,20 +128,9 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             scale=inputs.scale,
             enable_gqa=inputs.groups > 1,
             kernel_options=_OPTIONS,
-            **({} if inputs.sink is None else _log_sum_exp()),
+            **({} if inputs.sink is None else log_sum_exp),
         )
-    if inputs.sink is None:
-        return returned  # type: ignore[no-any-return]
-    o, lse = returned
-    return _with_sink(o, lse, inputs.sink)
-
-
-def _log_sum_exp() -> dict[str, Any]:
-    """What asks for the log-sum-exp, from PyTorch 2.9 on and before."""
-    from torch.nn.attention import flex_attention
-
-    request = getattr(flex_attention, "AuxRequest", None)
-    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    return returned if inputs.sink is None else _with_sink(*returned, inputs.sink)  # type: ignore[no-any-return]
 
 
 def _with_sink(o: Tensor, lse: Any, sink: Tensor) -> Tensor:

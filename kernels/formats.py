@@ -2,11 +2,31 @@
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 
-from tiebreak.kernels.hashing import hashed_once
+_T = TypeVar("_T")
+
+
+def hashed_once(data_class: type[_T]) -> type[_T]:
+    """A frozen data class whose objects keep their hash: declarations and their parts are keys of what is shared."""
+    generated: Any = data_class.__hash__
+
+    def hashed(self: Any) -> int:
+        kept = self.__dict__
+        if "_hash" not in kept:
+            kept["_hash"] = generated(self)
+        return int(kept["_hash"])
+
+    def fields_alone(self: Any) -> dict[str, Any]:
+        # Another process hashes names otherwise.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    data_class.__hash__ = hashed  # type: ignore[method-assign]
+    data_class.__getstate__ = fields_alone  # type: ignore[method-assign]
+    return data_class
 
 
 class Rounding(enum.Enum):
@@ -26,20 +46,13 @@ class Format:
     """A signed binary floating-point format with subnormals, all of whose values are float32 values.
 
     Raises:
-      ValueError: A format with a value beyond float32, or without any number in its top exponent though it has no Inf.
+        ValueError: a value beyond float32, or no number in the top exponent of a format without Inf.
     """
 
-    #: Name in tables and on the command line
-    name: str
-
-    #: Bits of the exponent field, 2 to 8
-    exponent_bits: int
-
-    #: Stored fraction bits, 0 to 23 (the leading bit is not stored)
-    mantissa_bits: int
-
-    #: False: the OCP e4m3fn convention, in which the top exponent holds numbers, all ones is NaN, and there is no Inf
-    has_infinity: bool = True
+    name: str  # in tables and on the command line
+    exponent_bits: int  # of the exponent field, 2 to 8
+    mantissa_bits: int  # stored fraction bits, 0 to 23: the leading bit is not stored
+    has_infinity: bool = True  # False: as OCP's e4m3fn, whose top exponent holds numbers, all ones being NaN
 
     def __post_init__(self) -> None:
         if not (2 <= self.exponent_bits <= 8 and 0 <= self.mantissa_bits <= 23):
@@ -48,19 +61,14 @@ class Format:
             raise ValueError(f"{self.name}: a format without Inf has 2 to 7 exponent bits and at least 1 mantissa bit")
 
     @property
-    def bias(self) -> int:
-        """What is subtracted from the exponent field to get the exponent."""
-        return (1 << (self.exponent_bits - 1)) - 1
-
-    @property
     def min_exponent(self) -> int:
         """Exponent (unbiased) of the smallest normal value."""
-        return 1 - self.bias
+        return 2 - (1 << (self.exponent_bits - 1))
 
     @property
     def max_exponent(self) -> int:
         """Exponent (unbiased) of the largest finite value."""
-        return self.bias if self.has_infinity else self.bias + 1
+        return (1 << (self.exponent_bits - 1)) - self.has_infinity
 
     @property
     def largest(self) -> float:
@@ -99,32 +107,14 @@ INT8 = Format("int8", exponent_bits=2, mantissa_bits=6)
 class Formats:
     """The formats of one call of attention."""
 
-    #: Format of q, k and dO
-    inputs: Format
-
-    #: Format of V: narrower than q's where it fits one that some products take; kernels without such a V widen it
-    v: Format
-
-    #: What a plan rounds to on the way that follows the call: P-bar, P and dS and, if it is narrow, S, l and O-bar
-    operands: Format
-
-    #: Format of O and of the gradients
-    output: Format
+    inputs: Format  # of q, k and dO
+    v: Format  # of V: narrower than q's where it fits one that some products take; kernels without such a V widen it
+    operands: Format  # of what a plan rounds on the way and follows the call: P-bar, P, dS; if narrow S, l and O-bar
+    output: Format  # of O and of the gradients
 
     @classmethod
     def of(cls, fmt: Format, **own: Format) -> "Formats":
-        """Return one format for all, but those named.
-
-        Args:
-          fmt: The format.
-          own: A field's own format, by its name.
-
-        Returns:
-          The formats.
-
-        Raises:
-          TypeError: No field has such a name.
-        """
+        """One format for all, but the fields that are named with their own; TypeError where no field is called so."""
         return cls(**dict.fromkeys(("inputs", "v", "operands", "output"), fmt) | own)
 
 
@@ -133,17 +123,12 @@ _EXMY = re.compile(r"E([2-8])M([0-9]|1[0-9]|2[0-3])")
 
 
 def parse_format(name: str) -> Format:
-    """Return the format of this name.
+    """The format of this name: one of this module's, or ``E<x>M<y>``, IEEE-like, with Inf.
 
-    Args:
-      name: One of the names of this module's constants, or ``E<x>M<y>`` (2 <= x <= 8, 0 <= y <= 23): x exponent bits
-        and y stored fraction bits, IEEE-like, with Inf. So ``E4M3`` (largest 240) is not ``fp8_e4m3`` (largest 448).
-
-    Returns:
-      The format; its name is the one given.
+    So ``E4M3`` (largest 240) is not ``fp8_e4m3`` (largest 448).
 
     Raises:
-      ValueError: No format has this name.
+        ValueError: no format has this name.
     """
     if name in _KNOWN:
         return _KNOWN[name]
@@ -155,20 +140,13 @@ def parse_format(name: str) -> Format:
 
 
 def ulp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the spacing of a format's values at |x|.
+    """The spacing of a format's values at |x|, exact, in float64; NaN where x is NaN or Inf.
 
     That is ``2 ** (max(floor(log2 |x|), fmt.min_exponent) - fmt.mantissa_bits)``; around 0, and below the smallest
     normal value, the spacing of the subnormals. Beyond the largest value the format is taken to go on.
 
-    Args:
-      x: float64 tensor of any shape.
-      fmt: The format.
-
-    Returns:
-      float64 tensor of x's shape, exact; NaN where x is NaN or Inf.
-
     Raises:
-      TypeError: x is not float64.
+        TypeError: x is not float64.
     """
     if x.dtype != torch.float64:
         raise TypeError(f"ulp takes a float64 tensor, not {x.dtype}")

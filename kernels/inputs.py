@@ -11,25 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.kernels.features import (
-    BIAS,
-    BLIND_ROWS,
-    BLOCK_MASK,
-    CAUSAL,
-    DESCALE,
-    GROUPED,
-    KEY_PADDING,
-    LENGTHS,
-    MIXED_FORMATS,
-    OBLONG_CAUSAL,
-    OWN_SCALE,
-    PAGES,
-    SINK,
-    SOFTCAP,
-    VALUE_DIM,
-    WINDOW,
-    Feature,
-)
+from tiebreak.kernels import features
+from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 
 # Formats that torch devices compute in.
@@ -49,7 +32,6 @@ _EVERY = slice(None)
 
 _KEPT = 2**20  # elements of a call's tiles, at most, that are kept for later use: long sequences have too many
 
-
 Sides = tuple[int | None, int | None]  # of a window: keys before a row's own and behind it; None: all
 #: Where packed sequences begin, in the queries and in the keys, and where the last one ends
 Lengths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -59,11 +41,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
     """Bool (1, 1, queries, keys): True where a window hides a key; made once for all steps of a training.
 
-    Args:
-        queries: rows; the last one's own key is the last.
-        keys: columns.
-        sides: causal attention is a window of all keys before and of none behind.
-        lengths: of packed sequences, each a call of its own.
+    The last row's own key is the last, in each of packed sequences. Causal attention has no keys behind.
     """
     hidden = torch.ones(queries, keys, dtype=torch.bool)
     for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
@@ -131,53 +109,53 @@ class AttentionInputs:
 
     def asks(self) -> tuple[Feature, ...]:
         """What a kernel has to take to run these inputs; one that doesn't would leave it out and answer wrongly."""
+        queries, keys = self.lengths or ((0, self.q.shape[2]), (0, self.k.shape[2]))
+        hidden, formats = self.hidden(), self.formats
         needed = {
-            GROUPED: self.groups > 1,
-            CAUSAL: self.causal,
-            OBLONG_CAUSAL: self.causal and not self._square,
-            KEY_PADDING: self.key_padding is not None,
-            BLIND_ROWS: self._blind(),
-            OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
-            MIXED_FORMATS: {self.formats.operands, self.formats.output} != {self.formats.inputs},
-            VALUE_DIM: self.v.shape[3] != self.q.shape[3],
-            WINDOW: self.window != (None, None),
-            SOFTCAP: self.softcap > 0.0,
-            SINK: self.sink is not None,
-            BIAS: self.bias is not None,
-            LENGTHS: self.lengths is not None,
-            BLOCK_MASK: self.block_mask is not None,
-            PAGES: self.block_table is not None,
-            DESCALE: self.k_descale is not None,
+            features.GROUPED: self.groups > 1,
+            features.CAUSAL: self.causal,
+            features.OBLONG_CAUSAL: self.causal and queries != keys,  # in every sequence as many of both, or not
+            features.KEY_PADDING: self.key_padding is not None,
+            features.BLIND_ROWS: hidden is not None and bool(hidden.all(-1).any()),
+            features.OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
+            features.MIXED_FORMATS: {formats.operands, formats.output} != {formats.inputs},
+            features.VALUE_DIM: self.v.shape[3] != self.q.shape[3],
+            features.WINDOW: self.window != (None, None),
+            features.SOFTCAP: self.softcap > 0.0,
+            features.SINK: self.sink is not None,
+            features.BIAS: self.bias is not None,
+            features.LENGTHS: self.lengths is not None,
+            features.BLOCK_MASK: self.block_mask is not None,
+            features.PAGES: self.block_table is not None,
+            features.DESCALE: self.k_descale is not None,
         }
         return tuple(feature for feature, needed in needed.items() if needed)
 
     def value_of(self, feature: Feature, keyword: str) -> object:
-        """What a kernel is given of a feature that goes by a value.
+        """What a kernel is given of a feature under one of its keywords.
 
-        Args:
-            feature: has this keyword.
-            keyword: one of the common ones; a sliding window is a number of keys, the row's own among them.
+        `sliding_window` is a number of keys, the row's own among them.
         """
-        if feature in (LENGTHS, PAGES):
+        if feature in (features.LENGTHS, features.PAGES):
             return self._of_sequences(feature, keyword)
-        if feature is DESCALE or keyword == "block_size":
+        if feature is features.DESCALE or keyword == "block_size":
             value: object = getattr(self, keyword)
             return value
         left, right = (-1 if side is None else side for side in self.window)
         return {
-            GROUPED: self.groups > 1,
-            OWN_SCALE: self.scale,
-            WINDOW: (left + 1 or None) if keyword == "sliding_window" else (left, right),
-            SOFTCAP: self.softcap,
-            SINK: self.sink,
-            BIAS: self.bias,
-            BLOCK_MASK: self.block_mask,
+            features.GROUPED: self.groups > 1,
+            features.OWN_SCALE: self.scale,
+            features.WINDOW: (left + 1 or None) if keyword == "sliding_window" else (left, right),
+            features.SOFTCAP: self.softcap,
+            features.SINK: self.sink,
+            features.BIAS: self.bias,
+            features.BLOCK_MASK: self.block_mask,
         }[feature]
 
     def _of_sequences(self, feature: Feature, keyword: str) -> object:
         """Where packed sequences begin, how long they are, or which pages they are in."""
         sizes, device, of_keys = (self.q.shape[2], self.k.shape[2]), self.q.device, keyword.endswith("_k")
-        if feature is LENGTHS:
+        if feature is features.LENGTHS:
             begins = self.lengths[of_keys] if self.lengths else (0, sizes[of_keys])
             longest = max(end - begin for begin, end in pairwise(begins))
             return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
@@ -203,12 +181,6 @@ class AttentionInputs:
         pool[block_table.long().flatten()] = by_page.flatten(0, 1)
         return pool
 
-    @property
-    def _square(self) -> bool:
-        """Whether every sequence has as many queries as keys."""
-        queries, keys = self.lengths or ((0, self.q.shape[2]), (0, self.k.shape[2]))
-        return queries == keys
-
     def part(self, batch: slice = _EVERY, *, heads: slice = _EVERY, key_heads: slice = _EVERY) -> "AttentionInputs":
         """Some entries of the batch and some heads of it, with all that goes with them."""
         cuts = {"b": batch, "h": heads, "g": key_heads}
@@ -219,10 +191,6 @@ class AttentionInputs:
             if tensor is not None
         }
         return replace(self, **parts)
-
-    def _blind(self) -> bool:
-        hidden = self.hidden()
-        return hidden is not None and bool(hidden.all(-1).any())
 
     def expanded(self, x: Tensor) -> Tensor:
         """What every key head has, (batch, key heads, ...), repeated for its query heads, (batch, heads, ...)."""
@@ -264,16 +232,16 @@ class AttentionInputs:
         """What hides scores: of each feature that does, as `hidden` has them together."""
         queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}
         if self.causal:
-            masks[CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
+            masks[features.CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
         if self.window != (None, None):
-            masks[WINDOW] = _outside(queries, keys, self.window, self.lengths).to(device)
+            masks[features.WINDOW] = _outside(queries, keys, self.window, self.lengths).to(device)
         if self.lengths is not None:
-            masks[LENGTHS] = _outside(queries, keys, (None, None), self.lengths).to(device)
+            masks[features.LENGTHS] = _outside(queries, keys, (None, None), self.lengths).to(device)
         if self.key_padding is not None:
-            masks[KEY_PADDING] = ~self.key_padding[:, None, None, :]
+            masks[features.KEY_PADDING] = ~self.key_padding[:, None, None, :]
         if self.block_mask is not None:
             rows = (~self.block_mask).repeat_interleave(self.block_size[0], 2)[:, :, :queries]
-            masks[BLOCK_MASK] = rows.repeat_interleave(self.block_size[1], 3)[..., :keys]
+            masks[features.BLOCK_MASK] = rows.repeat_interleave(self.block_size[1], 3)[..., :keys]
         return masks
 
 

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, Algorithm
+from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Wanted, backward
-from tiebreak.kernels.formats import Formats
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
-
-PLAIN = FLASH_ATTENTION.name  # what tables call flash attention with the shift rule `safe`
 
 
 @hashed_once
@@ -49,12 +46,8 @@ class Declaration:
 
 # (inputs on the backend's device, its arithmetic, whether to compute gradients) -> output
 Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
-# inputs whose every feature the kernel takes, on their device -> None, or what keeps it from running them there
-MissingRequirement = Callable[[AttentionInputs], str | None]
-# inputs that it does not refuse -> None, or what they ask that nobody has said it takes, in words
-Undeclared = Callable[[AttentionInputs], str | None]
-# formats of inputs -> None, or why a kernel is not for such inputs: it is left out of their cells, not skipped
-Unsuited = Callable[[Formats], str | None]
+# inputs on their device -> None, or in one line what is to be said against running them
+Objection = Callable[[AttentionInputs], str | None]
 
 
 class Whose(enum.Enum):
@@ -85,22 +78,20 @@ class Kernel:
     declaration: Declaration | None  # what it claims to do; None where nobody knows
     has_backward: bool = True  # whether it can return gradients
     takes: frozenset[Feature] = frozenset()  # what inputs may ask of it: inputs that ask for more are skipped
-    missing_requirement: MissingRequirement = _nothing  # what it lacks here: a package, a format, PyTorch's consent
-    undeclared: Undeclared = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
+    missing_requirement: Objection = _nothing  # what it lacks here: a package, a format, PyTorch's consent
+    undeclared: Objection = _nothing  # what is tried on a small call first: where that fails, the cell is skipped
     external: bool = False  # a user's own: held to the contract of `tiebreak.kernels.external`
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
-    unsuited: Unsuited = _nothing  # which formats it is not for, such as a V of 16 bits for a product of 8
+    unsuited: Callable[[Formats], str | None] = (
+        _nothing  # why it is not for some formats: it is left out of their cells
+    )
     composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
     o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't run some inputs on their device, in one line.
 
-        Args:
-            inputs: on the device that they would run on.
-
-        Returns:
-            What they ask for and it does not take; else what is wrong with their formats; else what it lacks.
+        That is what they ask for and it does not take; else what is wrong with their formats; else what it lacks.
         """
         untaken = [feature.words for feature in inputs.asks() if feature not in self.takes]
         if untaken:
@@ -109,7 +100,7 @@ class Kernel:
 
 
 def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
-    """The forward pass alone, as `run_declared` has it: O and the log-sum-exp."""
+    """The forward pass of `run_declared` alone: O and the log-sum-exp."""
     plan = declaration.plan.in_formats(inputs.formats)
     return declaration.algorithm.forward(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
 
@@ -121,16 +112,12 @@ def run_backward(
     arithmetic: Arithmetic,
     wanted: Wanted = ALL,
 ) -> Gradients:
-    """The backward pass alone, as `run_declared` has it, from what the forward pass returned."""
+    """The backward pass of `run_declared` alone, from what the forward pass returned."""
     return backward(inputs, output, declaration.plan.in_formats(inputs.formats), arithmetic, declaration.block, wanted)
 
 
 def run_declared(
-    declaration: Declaration,
-    inputs: AttentionInputs,
-    arithmetic: Arithmetic,
-    gradients: bool,
-    wanted: Wanted = ALL,
+    declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, wanted: Wanted = ALL
 ) -> AttentionOutput:
     """Attention exactly as declared, with the plan in the formats of the inputs.
 

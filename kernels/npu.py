@@ -9,7 +9,7 @@ torch_npu.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ _PACKED = "TND"  # the layout of packed sequences
 _SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
 _TAKES = COMMON | MASKS | {SINK}
 _TRAINING = ("npu_fusion_attention", "npu_fusion_attention_grad")
+# What the first returns, as the second calls it: O in the layout; a row's maximum and sum of exp(S - maximum), fp32,
+# (batch, heads, N, 8), one number eight times; what is not used; and a dropout's state, which is off.
+_RETURNED = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
+_NEWER = "install a newer {} (docs/devices.md)"
 
 Operator = Callable[..., Any]
 Operators = Callable[[str], Operator | None]  # the operator of a name; None where this release has none
@@ -100,27 +104,11 @@ def packs(inputs: AttentionInputs) -> bool:
     return inputs.lengths is not None and inputs.masks().keys() <= {CAUSAL, WINDOW, LENGTHS}
 
 
+@cache
 def causal_mask(device: torch.device) -> dict[str, Any]:
     """The arguments of a causal mask, query i seeing keys up to i + keys - queries, whatever the lengths."""
-    return {"atten_mask": _triangle(device), "sparse_mode": _CAUSAL}
-
-
-@cache
-def _triangle(device: torch.device) -> Tensor:
-    """The mask that `_CAUSAL` asks for, whatever the lengths."""
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1).to(device)
-
-
-class Forward(NamedTuple):
-    """What npu_fusion_attention returns, in its order, as the operator laid it out."""
-
-    o: Tensor  # O in the layout
-    softmax_max: Tensor  # row maximum of the scores, fp32, (batch, heads, N, 8): one number eight times
-    softmax_sum: Tensor  # row sum of exp(S - maximum), likewise
-    softmax_in: Tensor  # not used by the operator
-    seed: int  # of a dropout, which is off
-    offset: int  # likewise
-    numels: int  # likewise
+    triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1).to(device)
+    return {"atten_mask": triangle, "sparse_mode": _CAUSAL}
 
 
 @dataclass(frozen=True)
@@ -131,38 +119,29 @@ class FusionAttention:
     inner_precise: int  # one of INNER_PRECISE
     operators: Operators = torch_npu_operators  # where they come from
 
-    def forward(self, inputs: AttentionInputs) -> Forward:
-        """Run the forward operator on q, k, v and masks on the NPU."""
-        layout = self._layout_of(inputs)
-        tensors = _packed(inputs, layout, inputs.q, inputs.k, inputs.v)
-        asked = self._asked(inputs) | {"scale": inputs.scale}
-        return Forward(*_operator(self.operators, _TRAINING[0])(*tensors, inputs.q.shape[1], layout, **asked))
+    def forward(self, inputs: AttentionInputs) -> dict[str, Any]:
+        """What the forward operator makes of q, k, v and masks on the NPU, by the backward operator's names."""
+        layout, options = self._asked(inputs)
+        tensors, heads = _packed(inputs, layout, inputs.q, inputs.k, inputs.v), inputs.q.shape[1]
+        returned = _operator(self.operators, _TRAINING[0])(*tensors, heads, layout, scale=inputs.scale, **options)
+        return dict(zip(_RETURNED, returned, strict=True))
 
-    def _layout_of(self, inputs: AttentionInputs) -> str:
-        """Its own, but for packed sequences, which have one."""
-        return _PACKED if packs(inputs) else self.layout
+    def _asked(self, inputs: AttentionInputs) -> tuple[str, dict[str, Any]]:
+        """The layout, its own but for packed sequences, which have one; and what both operators are told."""
+        options = masking(inputs) | {"inner_precise": self.inner_precise}
+        options |= _sink(self.operators, _TRAINING[0], inputs)
+        if inputs.lengths is None or not packs(inputs):
+            return self.layout, options
+        ends = (list(begins[1:]) for begins in inputs.lengths)
+        return _PACKED, options | dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
 
-    def _asked(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """What both operators are told beside their scale."""
-        asked = masking(inputs) | {"inner_precise": self.inner_precise}
-        if inputs.lengths is not None and packs(inputs):
-            ends = (list(begins[1:]) for begins in inputs.lengths)
-            asked |= dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
-        return asked | _sink(self.operators, _TRAINING[0], inputs)
-
-    def _backward(self, inputs: AttentionInputs, forward: Forward) -> Gradients:
-        layout = self._layout_of(inputs)
+    def _backward(self, inputs: AttentionInputs, forward: dict[str, Any]) -> Gradients:
+        layout, options = self._asked(inputs)
+        tensors = _packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
-        kept = forward._asdict()
         # Newer releases return gradients of arguments that are not used here, too; that of a sink is the last.
         dq, dk, dv, *others = _operator(self.operators, _TRAINING[1])(
-            *_packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do),
-            heads,
-            layout,
-            attention_in=kept.pop("o"),
-            scale_value=inputs.scale,
-            **kept,
-            **self._asked(inputs),
+            *tensors, heads, layout, scale_value=inputs.scale, **forward, **options
         )
         dq, dk, dv = (unpack(x, layout, n) for x, n in ((dq, heads), (dk, key_heads), (dv, key_heads)))
         return Gradients(dq, dk, dv, dsink=None if inputs.sink is None else others[-1])
@@ -170,14 +149,14 @@ class FusionAttention:
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Compute attention: `Compute` of a kernel."""
         del arithmetic
-        forward, layout, heads = self.forward(inputs), self._layout_of(inputs), inputs.q.shape[1]
+        forward, (layout, _), heads = self.forward(inputs), self._asked(inputs), inputs.q.shape[1]
         # The kernel's own statistics, so that log-sum-exp is checked with them. Whether a sink is in them nobody says.
-        lse = (forward.softmax_max + torch.log(forward.softmax_sum))[..., :1] if inputs.sink is None else None
-        if lse is not None and layout == _PACKED:
-            lse = unpack(lse, layout, heads)
-        return AttentionOutput(
-            unpack(forward.o, layout, heads), lse, self._backward(inputs, forward) if gradients else None
-        )
+        lse = None
+        if inputs.sink is None:
+            lse = (forward["softmax_max"] + torch.log(forward["softmax_sum"]))[..., :1]
+            lse = unpack(lse, layout, heads) if layout == _PACKED else lse
+        o = unpack(forward["attention_in"], layout, heads)
+        return AttentionOutput(o, lse, self._backward(inputs, forward) if gradients else None)
 
 
 @dataclass(frozen=True)
@@ -205,7 +184,7 @@ class _Inference:
 
 def _sink(operators: Operators, name: str, inputs: AttentionInputs) -> dict[str, Tensor]:
     """The argument of a learned sink, in fp32, where a call has one."""
-    keyword = _keyword(operators, name)
+    keyword = None if inputs.sink is None else _keyword(operators, name)
     return {} if inputs.sink is None or keyword is None else {keyword: inputs.sink.float()}
 
 
@@ -223,58 +202,51 @@ def _packed(inputs: AttentionInputs, layout: str, *tensors: Tensor) -> tuple[Ten
 def _operator(operators: Operators, name: str) -> Operator:
     operator = operators(name)
     if operator is None:
-        raise NotImplementedError(_absent(operators, (name,)))
+        raise NotImplementedError(f"this torch-npu has no {name}: {_NEWER.format('release')}")
     return operator
 
 
-def _absent(operators: Operators, names: tuple[str, ...]) -> str | None:
-    missing = [name for name in names if operators(name) is None]
-    return f"this torch-npu has no {', '.join(missing)}: install a newer release (docs/devices.md)" if missing else None
-
-
 def _requirement(operators: Operators, names: tuple[str, ...], inputs: AttentionInputs) -> str | None:
+    missing = [name for name in names if operators(name) is None]
+    if missing:
+        return f"this torch-npu has no {', '.join(missing)}: {_NEWER.format('release')}"
     if names != _TRAINING and inputs.formats.inputs == FP32:
         return f"{names[0]} takes no fp32"
-    absent = _absent(operators, names)
-    if absent is not None or inputs.sink is None or _keyword(operators, names[0]) is not None:
-        return absent
-    return f"{names[0]} knows no {SINK.words} here: install a newer torch-npu (docs/devices.md)"
+    if inputs.sink is not None and _keyword(operators, names[0]) is None:
+        return f"{names[0]} knows no {SINK.words} here: {_NEWER.format('torch-npu')}"
+    return None
 
 
 def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
-    """npu_fusion_attention in one layout at one `inner_precise`, with its backward operator."""
-    return Kernel(
-        f"npu_fusion_{layout.lower()}_p{inner_precise}",
-        FusionAttention(layout, inner_precise, operators),
-        None,
-        takes=_TAKES,
-        missing_requirement=partial(_requirement, operators, _TRAINING),
-    )
-
-
-def _inference(name: str, operator: _Inference) -> Kernel:
-    lacking = partial(_requirement, operator.operators, (operator.name,))
-    return Kernel(name, operator, None, has_backward=False, takes=_TAKES - {LENGTHS}, missing_requirement=lacking)
+    name, runs = f"npu_fusion_{layout.lower()}_p{inner_precise}", FusionAttention(layout, inner_precise, operators)
+    return Kernel(name, runs, None, takes=_TAKES, missing_requirement=partial(_requirement, operators, _TRAINING))
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """The vendor's kernels of a default run.
 
-    Args:
-        operators: where the operators come from.
-
-    Returns:
-        npu_fusion_attention in every layout, and in the first at every `inner_precise`; the two inference operators,
-        forward only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
+    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the inference operators, forward
+    only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
     """
     training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
     training += [_training(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
-    inference = [_inference("npu_prompt_flash", _Inference("npu_prompt_flash_attention", "scale_value", operators))]
+    inference = {"npu_prompt_flash": _Inference("npu_prompt_flash_attention", "scale_value", operators)}
     for precise in INNER_PRECISE[:2]:  # 2 and 3 differ from them in rows without a visible key only
         own = {"inner_precise": precise, "softmax_lse_flag": True}
-        operator = _Inference("npu_fused_infer_attention_score", "scale", operators, own)
-        inference.append(_inference(f"npu_fused_infer_p{precise}", operator))
-    return (*training, *inference)
+        scored = _Inference("npu_fused_infer_attention_score", "scale", operators, own)
+        inference[f"npu_fused_infer_p{precise}"] = scored
+    forward_only = (
+        Kernel(
+            name,
+            operator,
+            None,
+            has_backward=False,
+            takes=_TAKES - {LENGTHS},
+            missing_requirement=partial(_requirement, operators, (operator.name,)),
+        )
+        for name, operator in inference.items()
+    )
+    return (*training, *forward_only)
 
 
 def every_fusion_attention(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:

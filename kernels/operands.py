@@ -80,14 +80,7 @@ class Operands:
     def from_call(
         cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
     ) -> "Operands":
-        """Those of a call.
-
-        Args:
-            inputs: q, K, V, dO and masks.
-            plan: what of them is put into 8 bits, and how S is rounded.
-            arithmetic: the device's operations.
-            tiles: of an earlier pass over the same call.
-        """
+        """Those of a call; `tiles` are of an earlier pass over it."""
         k_held, v_held = (
             Scaled(inputs.expanded(x), None if factors is None else inputs.expanded(factors[..., None, None]))
             for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
@@ -110,14 +103,6 @@ class Operands:
         of_scores = hidden, inputs.scale, inputs.softcap, sink, inputs.bias
         return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
-    def query_tiles(self, size: int) -> list[slice]:
-        """Rows of q, `size` at a time."""
-        return _tiles(self.q.shape[_ROWS], size)
-
-    def key_tiles(self, size: int) -> list[slice]:
-        """Rows of K and V, `size` at a time."""
-        return _tiles(self.k.shape[_ROWS], size)
-
     def scores(self, rows: slice, keys: slice) -> Tensor:
         """One tile of S: the product, its cast, scales, the scale alpha, S's cast, the soft cap, the bias, the mask.
 
@@ -126,18 +111,23 @@ class Operands:
         exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor. S's cast
         follows each step that makes S anew.
         """
-        return self.tiles.shared("s", rows, keys, lambda: self.masked(self._biased(rows, keys), rows, keys))
 
-    def _biased(self, rows: slice, keys: slice) -> Tensor:
-        s = self._scores(rows, keys)
-        if self.bias is None:
-            return s
-        bias = cut(self.bias, rows, keys)
-        if folds_scale(self.plan):  # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come
-            return s + bias / self.unit
-        return self.arithmetic.cast(s + bias, self.plan.s)
+        def make() -> Tensor:
+            s = self._capped(rows, keys)
+            if self.bias is None:
+                return self.masked(s, rows, keys)
+            bias = cut(self.bias, rows, keys)
+            # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come.
+            s = s + bias / self.unit if folds_scale(self.plan) else self.arithmetic.cast(s + bias, self.plan.s)
+            return self.masked(s, rows, keys)
 
-    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        return self.tiles.shared("s", rows, keys, make)
+
+    def _capped(self, rows: slice, keys: slice) -> Tensor:
+        """Scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
+
+        Where alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
+        """
         plan, arithmetic = self.plan, self.arithmetic
         q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)
         scale, base, values = self._rounded_scale(), 1.0, q.values
@@ -147,41 +137,22 @@ class Operands:
         elif plan.q8 is not None and plan.q8.takes_scale:
             scale, base = 1.0, _base(plan)
         # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
-        product = arithmetic.matmul(values, k.values.transpose(-1, -2), _FP32, plan.accumulator)
-        s = arithmetic.cast(product, plan.qk)
-        s = _unscaled(s, q.scale, None if k.scale is None else k.scale.transpose(-1, -2))
-        if not folds_scale(plan):
-            s = arithmetic.cast(s * (scale / base), plan.s)
-        return self.capped(s) if self.softcap else s
-
-    def capped(self, s: Tensor) -> Tensor:
-        """Scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
-
-        Where alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
-        """
-        if folds_scale(self.plan):
-            return self.arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item())
-        return self.arithmetic.cast(self.softcap * self.arithmetic.tanh(s / self.softcap), self.plan.s)
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether scores are the products times alpha, and nothing else is made of these."""
-        return not self.softcap and self.bias is None
+        product = arithmetic.matmul(values, k.values.mT, _FP32, plan.accumulator)
+        s = _unscaled(arithmetic.cast(product, plan.qk), q.scale, None if k.scale is None else k.scale.mT)
+        if folds_scale(plan):
+            return arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item()) if self.softcap else s
+        s = arithmetic.cast(s * (scale / base), plan.s)
+        return arithmetic.cast(self.softcap * arithmetic.tanh(s / self.softcap), plan.s) if self.softcap else s
 
     def of_products(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:
         """What dS of one tile is for the products that its scores are made of: of capped ones 1 - tanh^2 times it."""
         if not self.softcap:
             return ds
-        s = self._scores(rows, keys)
+        s = self._capped(rows, keys)
         return ds * (1.0 - (s if folds_scale(self.plan) else s / self.softcap).square())
 
     def with_sink(self, s: Tensor, logit: float) -> Tensor:
-        """Scores of some rows and, behind them, the sink as one more, where there is one.
-
-        Args:
-            s: (batch, heads, rows, keys).
-            logit: what 1 of a logit is in their unit.
-        """
+        """Scores of some rows and, behind them, the sink as one more, if there is one; 1 is `logit` in their unit."""
         if self.sink is None:
             return s
         return torch.cat([s, (self.sink * logit).expand(*s.shape[:-1], 1)], -1)
@@ -193,7 +164,14 @@ class Operands:
 
     def masked(self, s: Tensor, rows: slice, keys: slice) -> Tensor:
         """A tile of scores with -inf where the mask hides them."""
-        return s if self.hidden is None else _hide(s, cut(self.hidden, rows, keys))
+        if self.hidden is None:
+            return s
+        hidden = cut(self.hidden, rows, keys)
+        if s.device.type == "cpu":  # where a minimum takes a tenth of the time; but it passes NaN on
+            lowered = torch.minimum(s, torch.where(hidden, -torch.inf, torch.inf))
+            if not torch.isnan(lowered.sum()):
+                return lowered
+        return s.masked_fill(hidden, -torch.inf)
 
     def _rounded_scale(self) -> float:
         """What scores are multiplied by; in fp32 where nothing is narrow."""
@@ -249,14 +227,7 @@ def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
     return mask[:, :, rows, keys]
 
 
-def _tiles(length: int, size: int) -> list[slice]:
+def in_tiles(x: Tensor, size: int) -> list[slice]:
+    """Rows of q, or of K and V, `size` at a time."""
+    length = x.shape[_ROWS]
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _hide(s: Tensor, hidden: Tensor) -> Tensor:
-    """`s` with -inf where it is hidden."""
-    if s.device.type == "cpu":  # where a minimum takes a tenth of the time; but it passes NaN on
-        lowered = torch.minimum(s, torch.where(hidden, -torch.inf, torch.inf))
-        if not torch.isnan(lowered.sum()):
-            return lowered
-    return s.masked_fill(hidden, -torch.inf)

@@ -2,11 +2,10 @@
 
 import enum
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache
 from typing import Any
 
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding, hashed_once
 from tiebreak.kernels.quantization import Quantization, Scaling
 
 
@@ -32,11 +31,6 @@ class Cast:
     def narrows(self) -> bool:
         """Whether the cast drops bits of fp32."""
         return self.fmt != FP32
-
-    @property
-    def ties_away(self) -> bool:
-        """Whether ties go away from zero."""
-        return self.rounding is Rounding.TIES_AWAY
 
 
 class Accumulator(enum.Enum):
@@ -159,10 +153,6 @@ class RoundingPlan:
         if self.q.narrows and self.q8 is not None:
             raise ValueError("q is rounded, or put into 8 bits with scales, not both")
 
-    @cached_property
-    def _in_formats(self) -> dict[Formats, "RoundingPlan"]:
-        return {}
-
     @property
     def quantizes(self) -> bool:
         """Whether an operand is put into 8 bits with scales."""
@@ -180,28 +170,20 @@ class RoundingPlan:
 
     def in_formats(self, formats: Formats) -> "RoundingPlan":
         """The same plan for a call in these formats: every rounding point that follows one of them is in it."""
-        if formats not in self._in_formats:
-            self._in_formats[formats] = self._made_in(formats)
-        return self._in_formats[formats]
-
-    def _made_in(self, formats: Formats) -> "RoundingPlan":
-        own = {Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
-        changed = {
-            name: replace(cast, fmt=own[cast.follows])
-            for name, cast in self.casts()
-            if cast.follows is not None and cast.fmt != own[cast.follows]
-        }
-        return replace(self, **changed) if changed else self  # type: ignore[arg-type]
+        return _in_formats(self, formats)
 
 
-_FIELDS = fields(RoundingPlan)
+@cache
+def _in_formats(plan: RoundingPlan, formats: Formats) -> RoundingPlan:
+    own = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
+    casts = {name: (cast, own[cast.follows]) for name, cast in plan.casts()}
+    changed = {name: replace(cast, fmt=fmt) for name, (cast, fmt) in casts.items() if fmt not in (None, cast.fmt)}
+    return replace(plan, **changed) if changed else plan  # type: ignore[arg-type]
+
+
+_NAMES = [name for name, _ in RoundingPlan("fp32").casts()]
 #: Rounding points of the backward pass, in the order in which they come.
-BACKWARD_POINTS = tuple(
-    field.name
-    for field in _FIELDS[[each.name for each in _FIELDS].index("delta_from") :]
-    if isinstance(field.default, Cast)
-)
-
+BACKWARD_POINTS = tuple(_NAMES[_NAMES.index("delta") :])
 
 _LOW = Cast(BF16, follows=Follows.OPERANDS)
 OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call
@@ -252,19 +234,20 @@ FUSED_FP8_FAIR = _plan("fused_fp8_fair", FUSED_FP8_OFFSET, row_sum_of=SumOf.ROUN
 FUSED_E5M2_OFFSET = _plan("fused_e5m2_offset", FUSED_FP8_OFFSET, p_bar=Cast(FP8_E5M2, saturates=True))
 
 
-def _of_q_k_v(how: Quantization) -> dict[str, Quantization]:
-    return dict.fromkeys(("q8", "k8", "v8"), how)
+def _all_in(like: RoundingPlan, name: str, how: Quantization, **changes: Any) -> RoundingPlan:
+    """A plan with q, K and V in 8 bits."""
+    return _plan(name, like, **dict.fromkeys(("q8", "k8", "v8"), how), **changes)
 
 
 # All of attention in 8 bits, as FlashAttention-3 takes it: e4m3 with a scale a head.
 _HEAD = Quantization(FP8_E4M3, Scaling.HEAD)
-FP8 = _plan("fp8", FUSED_FP8_OFFSET, **_of_q_k_v(_HEAD))
-FP8_TENSOR = _plan("fp8_tensor", FP8, **_of_q_k_v(Quantization(FP8_E4M3, Scaling.TENSOR)))
-FP8_BLOCK = _plan("fp8_block", FP8, **_of_q_k_v(Quantization(FP8_E4M3, Scaling.BLOCK, 128)))
+FP8 = _all_in(FUSED_FP8_OFFSET, "fp8", _HEAD)
+FP8_TENSOR = _all_in(FP8, "fp8_tensor", Quantization(FP8_E4M3, Scaling.TENSOR))
+FP8_BLOCK = _all_in(FP8, "fp8_block", Quantization(FP8_E4M3, Scaling.BLOCK, 128))
 FP8_E5M2_V = _plan("fp8_e5m2_v", FP8, v8=replace(_HEAD, fmt=FP8_E5M2))
 # The OCP's microscaling formats: 32 numbers along a product's inner dimension share a power of two.
 _MX = Quantization(FP8_E4M3, Scaling.MICRO, 32)
-MXFP8 = _plan("mxfp8", FUSED, p_bar=_HIGH, p8=_MX, **_of_q_k_v(_MX))
+MXFP8 = _all_in(FUSED, "mxfp8", _MX, p_bar=_HIGH, p8=_MX)
 # SageAttention (arXiv 2410.02367), its Triton kernel: q and K in 8-bit integers, P V in fp16 and summed there.
 SAGE = _plan(
     "sage",

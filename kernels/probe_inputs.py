@@ -37,17 +37,14 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
     # What no query looks at is random, so that P K is not degenerate.
     k = torch.from_numpy(rng.standard_normal((batch, heads, _KEYS, _D), dtype=np.float32)).bfloat16().float()
     k[..., :3] = 0.0
-    k[:, :, 1:, :3] = _pieces(torch.log(ties).float() / _SCALE)
+    k[:, :, 1:, :3] = torch.stack(_pieces(torch.log(ties).float() / _SCALE), -1)
     v = 1.0 + torch.from_numpy(rng.random((batch, heads, _KEYS, _D), dtype=np.float32))
     v[:, :, 0] = 0.0
     return AttentionInputs(q, k, v.bfloat16().float(), torch.ones_like(q), Formats.of(BF16), noise_seed=noise_seed)
 
 
-def _pieces(x: Tensor) -> Tensor:
-    """Three bf16 numbers that add up to each fp32 number, in a last dimension."""
-    parts = []
-    for _ in range(3):
-        parts.append(x.bfloat16().float())
-        x = x - parts[-1]
-    assert not x.any(), "24 bits are three times 8"
-    return torch.stack(parts, -1)
+def _pieces(x: Tensor) -> list[Tensor]:
+    """Three bf16 numbers that add up to each fp32 number, whose 24 bits are three times 8."""
+    first = x.bfloat16().float()
+    second = (x - first).bfloat16().float()
+    return [first, second, x - first - second]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.formats import INT8, Format, Rounding, parse_format
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import INT8, Format, Rounding, hashed_once, parse_format
 
 _MODES = {rounding.value: rounding for rounding in Rounding if rounding is not Rounding.STOCHASTIC}
 _TAKES_SCALE = "+scale"
@@ -24,10 +23,8 @@ class Scaling(enum.Enum):
     BLOCK = "block"  # those of so many rows (queries or keys) of a head
     MICRO = "micro"  # so many along the product's inner dimension; the scale is a power of two (OCP MX 1.0, 6.3)
 
-    @property
-    def sized(self) -> bool:
-        """Whether it takes a size."""
-        return self in (Scaling.BLOCK, Scaling.MICRO)
+
+SIZED = (Scaling.BLOCK, Scaling.MICRO)  # what takes a size
 
 
 @hashed_once
@@ -46,8 +43,8 @@ class Quantization:
     takes_scale: bool = False  # q alone: whether it is multiplied by alpha first, in base two by log2 e too
 
     def __post_init__(self) -> None:
-        if self.scaling.sized != (self.size > 0):
-            raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling.sized else 'take no'} size")
+        if (self.scaling in SIZED) != (self.size > 0):
+            raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling in SIZED else 'take no'} size")
 
     def __str__(self) -> str:
         """As declarations have it: `fp8_e4m3/head`, `int8/block128:away+scale`."""
@@ -73,14 +70,9 @@ class Quantization:
         return max(self.fmt.unit_roundoff, beyond)
 
     def scales(self, x: Tensor, inner: int) -> Tensor:
-        """The scale of every number, in fp32.
+        """The scale of every number of x (batch, heads, rows, columns), fp32, broadcastable to it; 1 where all is 0.
 
-        Args:
-            x: (batch, heads, rows, columns), fp32.
-            inner: the dimension that the product sums over, -1 or -2.
-
-        Returns:
-            Positive, broadcastable to x; all 1 where what shares a scale is 0.
+        `inner` is the dimension that the product sums over, -1 or -2.
         """
         match self.scaling:
             case Scaling.TENSOR:
@@ -105,7 +97,10 @@ def _shared(x: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-_TEXT = re.compile(r"(?P<fmt>\w+)/(?P<scaling>[a-z]+)(?P<size>\d*)(:(?P<mode>\w+))?(?P<scaled>\+scale)?")
+_TEXT = re.compile(
+    rf"(?P<fmt>\w+)/(?P<scaling>{'|'.join(scaling.value for scaling in Scaling)})(?P<size>\d*)"
+    rf"(:(?P<mode>{'|'.join(_MODES)}))?(?P<scaled>\+scale)?"
+)
 
 
 def parse_quantization(text: str) -> Quantization:
@@ -115,15 +110,11 @@ def parse_quantization(text: str) -> Quantization:
         ValueError: it names none; one line.
     """
     match = _TEXT.fullmatch(text)
-    known = {scaling.value: scaling for scaling in Scaling}
-    mode = match["mode"] if match else None
-    if match is None or match["scaling"] not in known or (mode is not None and mode not in _MODES):
+    if match is None:
         raise ValueError(
             f"{text!r}: expected FORMAT/SCALES such as fp8_e4m3/head, int8/block64:away or fp8_e4m3/micro32;"
-            f" scales go by {', '.join(known)}"
+            f" scales go by {', '.join(scaling.value for scaling in Scaling)}"
         )
     fmt = INT8 if match["fmt"] == INT8.name else parse_format(match["fmt"])
-    rounding = _MODES[mode] if mode is not None else Rounding.TO_EVEN
-    return Quantization(
-        fmt, known[match["scaling"]], int(match["size"] or 0), rounding, takes_scale=match["scaled"] is not None
-    )
+    rounding, scaled = _MODES[match["mode"] or Rounding.TO_EVEN.value], match["scaled"] is not None
+    return Quantization(fmt, Scaling(match["scaling"]), int(match["size"] or 0), rounding, takes_scale=scaled)

@@ -1,6 +1,5 @@
 """Attention in fp64: what every kernel is measured against."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,8 +28,15 @@ def reference(inputs: AttentionInputs) -> Reference:
     Returns:
         The forward pass and the terms of the paper's equation 1.
     """
-    # Each entry of a batch stays in a core's cache, and each head of long sequences in memory.
-    return _joined([_joined([_reference(part) for part in entry], 1) for entry in _entries(inputs)], 0)
+    groups, entries = inputs.groups, []
+    for at in range(inputs.q.shape[0]):  # each entry of a batch stays in a core's cache
+        entry = inputs.part(slice(at, at + 1))
+        parts = [entry]
+        if entry.k.numel() * groups > _LARGE:  # each head of long sequences stays in memory
+            pairs = ((h, h // groups) for h in range(entry.q.shape[1]))
+            parts = [entry.part(heads=slice(h, h + 1), key_heads=slice(g, g + 1)) for h, g in pairs]
+        entries.append(_joined([_reference(part) for part in parts], 1))
+    return _joined(entries, 0)
 
 
 def _joined(parts: list[Reference], dimension: int) -> Reference:
@@ -38,18 +44,6 @@ def _joined(parts: list[Reference], dimension: int) -> Reference:
         return parts[0]
     tensors = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Reference)}
     return Reference(**{name: torch.cat(each, dimension) for name, each in tensors.items()})
-
-
-def _entries(inputs: AttentionInputs) -> Iterator[list[AttentionInputs]]:
-    """The calls of a batch, in parts of all their heads or of one."""
-    groups = inputs.groups
-    for at in range(inputs.q.shape[0]):
-        entry = inputs.part(slice(at, at + 1))
-        if entry.k.numel() * groups <= _LARGE:
-            yield [entry]
-            continue
-        pairs = ((h, h // groups) for h in range(entry.q.shape[1]))
-        yield [entry.part(heads=slice(h, h + 1), key_heads=slice(g, g + 1)) for h, g in pairs]
 
 
 def _reference(inputs: AttentionInputs) -> Reference:
@@ -71,7 +65,7 @@ def _reference(inputs: AttentionInputs) -> Reference:
 
 def products(inputs: AttentionInputs) -> Tensor:
     """alpha Q K^T in fp64, (batch, heads, queries, keys)."""
-    s: Tensor = inputs.q.double() @ inputs.expanded_k().double().transpose(-1, -2) * inputs.scale
+    s: Tensor = inputs.q.double() @ inputs.expanded_k().double().mT * inputs.scale
     return s
 
 

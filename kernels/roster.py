@@ -13,12 +13,10 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 _FLASH_PLANS: Mapping[str, RoundingPlan] = {name: plan for name, plan in PLANS.items() if name != STANDARD.name}
 
 
-def _standard() -> Kernel:
-    return composed("standard", Declaration(STANDARD_ATTENTION, STANDARD, SHIFT_RULES["safe"]))
-
-
-def _fair() -> Kernel:
-    return composed("fair", Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]))
+_NAMED = {
+    "standard": Declaration(STANDARD_ATTENTION, STANDARD, SHIFT_RULES["safe"]),
+    "fair": Declaration(FLASH_ATTENTION, FUSED_STOCHASTIC, SHIFT_RULES["dithered"]),
+}
 
 
 def rule_names() -> tuple[str, ...]:
@@ -34,10 +32,8 @@ def composed_kernel(name: str) -> Kernel:
     Raises:
         ValueError: no such rule or plan; the message lists those there are.
     """
-    if name == "standard":
-        return _standard()
-    if name == "fair":
-        return _fair()
+    if name in _NAMED:
+        return composed(name, _NAMED[name])
     rule_name, _, plan_name = name.partition("@")
     rule = SHIFT_RULES.get("safe" if rule_name in TILED else rule_name)
     plan = _FLASH_PLANS.get(plan_name)
@@ -55,19 +51,9 @@ def composed_kernel(name: str) -> Kernel:
 
 # What the emulation runs on inputs with a V in 8 bits, which these plans are for.
 _EIGHT_BITS = (
-    "flash@fused_fp8",
-    "flash@fused_fp8_offset",
-    "stabilized@fused_fp8_offset",
-    "dithered@fused_fp8_offset",
-    "lazy_4@fused_fp8_offset",
-    "lazy_4@fused_fp8_offset_4",
-    "lazy_4@fused_fp8_clamped",
-    "lazy_4@fused_e5m2_offset",
-    "dithered@fused_fp8_fair",
-    "flash@fp8",
-    "flash@fp8_hopper",
-    "flash@mxfp8",
-    "flash@sage",
+    *("flash@fused_fp8", "flash@fused_fp8_offset", "stabilized@fused_fp8_offset", "dithered@fused_fp8_offset"),
+    *("lazy_4@fused_fp8_offset", "lazy_4@fused_fp8_offset_4", "lazy_4@fused_fp8_clamped", "lazy_4@fused_e5m2_offset"),
+    *("dithered@fused_fp8_fair", "flash@fp8", "flash@fp8_hopper", "flash@mxfp8", "flash@sage"),
 )
 
 
@@ -80,29 +66,12 @@ def _wide_v(formats: Formats) -> str | None:
     return None if formats.v in (FP8_E4M3, FP8_E5M2) else f"of attention in 8 bits: V is in {formats.v.name}"
 
 
-# What the matrix runs by default. Every shift rule at the plan its authors had in mind, every plan with
-# plain flash attention.
+# What the matrix runs by default: every plan with plain flash attention, every shift rule at its authors' plan.
 DEFAULT_ROSTER = (
-    "standard",
-    "flash@paper",
-    "flash@all_bf16",
-    "flash@fused",
-    "flash@fused_contracted",
-    "flash@fused_stochastic",
-    "flash@fp32",
-    "stabilized@paper",
-    "stabilized@fused",
-    "stabilized_v1@paper",
-    "stabilized_authors@all_bf16",
-    "as_printed_v1@paper",
-    "as_printed_v2@paper",
-    "fixed_offset@paper",
-    "always_scaled@paper",
-    "gamma@paper",
-    "dithered@paper",
-    "dithered@fused",
-    "lazy@fused",
-    "fair",
+    *("standard", "flash@paper", "flash@all_bf16", "flash@fused", "flash@fused_contracted", "flash@fused_stochastic"),
+    *("flash@fp32", "stabilized@paper", "stabilized@fused", "stabilized_v1@paper", "stabilized_authors@all_bf16"),
+    *("as_printed_v1@paper", "as_printed_v2@paper", "fixed_offset@paper", "always_scaled@paper", "gamma@paper"),
+    *("dithered@paper", "dithered@fused", "lazy@fused", "fair"),
 )
 
 

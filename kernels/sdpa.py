@@ -57,11 +57,7 @@ class Implementation:
         return _WITH_MASK if _MASK_ARGUMENTS & {argument.name for argument in schema.arguments} else _WITHOUT_MASK
 
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """Compute attention by it: `Compute` of a kernel.
-
-        Raises:
-            RuntimeError: another implementation ran, or PyTorch has none to run: the forced one can't take the inputs.
-        """
+        """Compute attention by it; RuntimeError where PyTorch ran another, or none: it can't take the inputs."""
         return through_autograd(self._o, inputs, arithmetic, gradients)
 
     def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
@@ -97,8 +93,8 @@ class Implementation:
         The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
         between releases and cards. Nothing is computed.
         """
-        if (nothing := empty(inputs)) is not None:
-            return nothing
+        if (reason := empty(inputs)) is not None:
+            return reason
         arguments, dtype = self._arguments(inputs), TORCH_DTYPES[inputs.formats.inputs]
         # As for a backward pass: some implementations take more without one.
         q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
@@ -107,7 +103,11 @@ class Implementation:
             try:
                 chosen = torch._fused_sdp_choice(q, k, v, **arguments)
             except RuntimeError as error:
-                return f"{self.backend.name}: {_reason([str(warning.message) for warning in caught], error)}"
+                # The warning about the implementation that was left on, or else the error.
+                of_others = ("kernel not used because", "runtime disabled")
+                warned = (str(warning.message) for warning in caught)
+                text = next((text for text in warned if not any(part in text for part in of_others)), str(error))
+                return f"{self.backend.name}: {' '.join(text.partition('(Triggered internally')[0].split())}"
         if chosen == self.backend.value:
             return None
         return f"{self.backend.name} can't take these inputs: PyTorch would run {SDPBackend(chosen).name}"
@@ -138,63 +138,42 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
         return func(*args, **(kwargs or {}))
 
 
-def _reason(messages: list[str], error: RuntimeError) -> str:
-    """Of PyTorch's warnings the one that is about the implementation that was left on, or else its error."""
-    reasons = [text for text in messages if "kernel not used because" not in text and "runtime disabled" not in text]
-    text = (reasons or [str(error)])[0]
-    return " ".join(text.partition("(Triggered internally")[0].split())
-
-
 def measure_exp_at_zero(scores: int = 64) -> float:
-    """exp(0) as PyTorch's CPU flash kernel computes it, from the log-sum-exp of equal scores.
+    """exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
 
-    Its log-sum-exp of n zeros is log(n exp(0)), exp(0) being a mean where a fast exponential takes some scores alone.
+    That is a mean where a fast exponential takes some scores alone.
     """
     zeros = torch.zeros(1, 1, scores, 16, dtype=torch.bfloat16)
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(zeros, zeros, zeros)
     return math.exp(lse[0, 0, 0].item()) / scores
 
 
-def _is_fast(measured: float) -> bool:
-    return abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0)
-
-
-def _lanes() -> int:
-    """How many keys the fast exponential takes at a time: with fewer, all have the exact one."""
-    return next(keys for keys in (1, 2, 4, 8, 16, 32, 64) if _is_fast(measure_exp_at_zero(keys)))
+def _kernel(name: str, implementation: Implementation, declaration: Declaration) -> Kernel:
+    takes, lacking = implementation.takes, implementation.missing_requirement
+    return Kernel(name, implementation, declaration, takes=takes, missing_requirement=lacking)
 
 
 def cpu_sdpa_flash() -> Kernel:
     """PyTorch's CPU flash kernel: `fused` in every point but the exponential, which its build for the CPU decides."""
     plan = FUSED
-    if _is_fast(measure_exp_at_zero()):
-        plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=_lanes()))
-    declaration = Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK)
-    lacking = CPU_FLASH.missing_requirement
-    return Kernel("sdpa_flash", CPU_FLASH, declaration, takes=CPU_FLASH.takes, missing_requirement=lacking)
+    for lanes in (1, 2, 4, 8, 16, 32, 64):  # the keys that it takes at a time: with fewer, all have the exact one
+        measured = measure_exp_at_zero(lanes)
+        if abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0):
+            plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=lanes))
+            break
+    return _kernel("sdpa_flash", CPU_FLASH, Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK))
 
 
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
-    declaration = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
-    return Kernel("sdpa_math", MATH, declaration, takes=MATH.takes)
+    return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    fused = (
-        ("sdpa_flash", CUDA_FLASH, FLASH_2_BLOCK),
-        ("sdpa_cudnn", CUDA_CUDNN, BLOCK),
-        ("sdpa_efficient", CUDA_EFFICIENT, _EFFICIENT_BLOCK),
+    return (
+        _kernel("sdpa_flash", CUDA_FLASH, fused_on_gpu(FLASH_2_BLOCK)),
+        _kernel("sdpa_cudnn", CUDA_CUDNN, fused_on_gpu(BLOCK)),
+        _kernel("sdpa_efficient", CUDA_EFFICIENT, fused_on_gpu(_EFFICIENT_BLOCK)),
+        sdpa_math(),
     )
-    kernels = (
-        Kernel(
-            name,
-            implementation,
-            fused_on_gpu(block),
-            takes=implementation.takes,
-            missing_requirement=implementation.missing_requirement,
-        )
-        for name, implementation, block in fused
-    )
-    return (*kernels, sdpa_math())

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.hashing import hashed_once
+from tiebreak.kernels.formats import hashed_once
 
 EPSILON = 1e-3  # two scores this close count as repeated maxima (the authors' published code)
 BETA = 2.0  # v2's and the authors' scale of a repeated positive maximum
@@ -50,82 +51,56 @@ class ShiftRule:
         return not (self.scales or self.offset or self.dithered)
 
     def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor, unit: float = 1.0) -> Tensor:
-        """The shift that one block of scores asks for.
+        """The shift (..., rows, 1) that one block of scores asks for.
 
         Args:
             scores: (..., rows, keys).
             row_max: (..., rows, 1), their maximum.
             dither: (..., rows, 1), the rows' random numbers u in [0, 1).
             unit: what a difference of 1 between two logits is in these scores, 1/alpha where they are not scaled.
-
-        Returns:
-            (..., rows, 1).
         """
-        shift = self._scaled(scores, row_max, unit) if self.scales else row_max
+        shift = row_max
+        if self.scales:
+            where = (
+                repeated(scores, row_max, self.epsilon * unit)
+                if self.detects
+                else torch.ones_like(row_max, dtype=torch.bool)
+            )
+            # Not 0 * r_m: that of -Inf is NaN.
+            lowered = self.below * row_max if self.below else torch.zeros_like(row_max)
+            shift = torch.where(where & (row_max > 0), self.above * row_max, row_max)
+            shift = torch.where(where & (row_max < 0), lowered, shift)
         if self.offset:
             shift = shift + self.offset * unit
         return shift + dither * (math.log(2.0) * unit) if self.dithered else shift
 
-    def _scaled(self, scores: Tensor, row_max: Tensor, unit: float) -> Tensor:
-        everywhere = torch.ones_like(row_max, dtype=torch.bool)
-        where = repeated(scores, row_max, self.epsilon * unit) if self.detects else everywhere
-        # Not 0 * r_m: that of -Inf is NaN.
-        lowered = self.below * row_max if self.below else torch.zeros_like(row_max)
-        raised = torch.where(where & (row_max > 0), self.above * row_max, row_max)
-        return torch.where(where & (row_max < 0), lowered, raised)
-
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Which rows hold more than one score within `epsilon` of their maximum.
+    """Which rows of scores (..., rows, keys) hold more than one within `epsilon` of their maximum (..., rows, 1).
 
-    Args:
-        scores: (..., rows, keys).
-        row_max: (..., rows, 1).
-        epsilon: 0 asks for exact equality (v1), the default for the published code's tolerance.
-
-    Returns:
-        Bool (..., rows, 1).
+    0 asks for exact equality (v1), the default for the published code's tolerance.
     """
     return ((row_max - scores) <= epsilon).sum(-1, keepdim=True) > 1
 
 
 _PAPER = "arXiv 2510.04212"
-
-SHIFT_RULES: Mapping[str, ShiftRule] = {
-    rule.name: rule
-    for rule in (
-        ShiftRule("safe", "flash attention 2"),
-        ShiftRule(
-            "stabilized", f"{_PAPER} v2, algorithm 1 as meant", detects=True, epsilon=EPSILON, above=BETA, below=0.0
-        ),
-        ShiftRule("stabilized_v1", f"{_PAPER} v1, algorithm 1 as meant", detects=True, above=BETA_V1, below=0.0),
-        ShiftRule(
-            "stabilized_authors",
-            f"{_PAPER}, published code",
-            detects=True,
-            epsilon=EPSILON,
-            above=BETA,
-            below=0.0,
-            row_sum_floor=AUTHORS_ROW_SUM_FLOOR,
-        ),
-        # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
-        ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter", accepted=False),
-        # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
-        ShiftRule(
-            "as_printed_v2",
-            f"{_PAPER} v2, algorithm 1 to the letter",
-            detects=True,
-            epsilon=EPSILON,
-            above=BETA,
-            accepted=False,
-        ),
-        ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET, accepted=False),
-        ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0, accepted=False),
-        ShiftRule(
-            "gamma", f"{_PAPER} v1, appendix C", detects=True, epsilon=EPSILON, above=BETA, below=GAMMA, accepted=False
-        ),
-        ShiftRule("dithered", "this suite", dithered=True),
-        ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
-        ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),
-    )
-}
+_REPEATED: Mapping[str, Any] = {"detects": True, "epsilon": EPSILON, "above": BETA}
+_RULES = (
+    ShiftRule("safe", "flash attention 2"),
+    ShiftRule("stabilized", f"{_PAPER} v2, algorithm 1 as meant", **_REPEATED, below=0.0),
+    ShiftRule("stabilized_v1", f"{_PAPER} v1, algorithm 1 as meant", detects=True, above=BETA_V1, below=0.0),
+    ShiftRule(
+        "stabilized_authors", f"{_PAPER}, published code", **_REPEATED, below=0.0, row_sum_floor=AUTHORS_ROW_SUM_FLOOR
+    ),
+    # Line 10 of v1 takes max(m_prev, r_m): the lines before it have no effect.
+    ShiftRule("as_printed_v1", f"{_PAPER} v1, algorithm 1 to the letter", accepted=False),
+    # Line 10 of v2 takes m', before the negative branch: that branch has no effect.
+    ShiftRule("as_printed_v2", f"{_PAPER} v2, algorithm 1 to the letter", **_REPEATED, accepted=False),
+    ShiftRule("fixed_offset", f"{_PAPER} v1, appendix C", offset=OFFSET, accepted=False),
+    ShiftRule("always_scaled", f"{_PAPER} v1, appendix C", above=BETA, below=0.0, accepted=False),
+    ShiftRule("gamma", f"{_PAPER} v1, appendix C", **_REPEATED, below=GAMMA, accepted=False),
+    ShiftRule("dithered", "this suite", dithered=True),
+    ShiftRule("lazy", "FlashAttention-4, Blackwell forward pass", lag=LAG),
+    ShiftRule("lazy_4", "FlashAttention-4, Blackwell forward pass in fp8", lag=LAG / 2),
+)
+SHIFT_RULES: Mapping[str, ShiftRule] = {rule.name: rule for rule in _RULES}

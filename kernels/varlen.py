@@ -1,6 +1,7 @@
 """`varlen_attn`, PyTorch's attention over packed sequences, on a GPU: FlashAttention-2. Not run on one yet."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.sdpa import FLASH_2_BLOCK
-from tiebreak.kernels.vendor import apart, asked_for, empty, fused_on_gpu, in_one, packed, through_autograd, unnamed
+from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
 
 # A causal mask is a window there. Pages and lengths of a cache are for inference alone.
 _BY_KEYWORD = frozenset({GROUPED, LENGTHS, OWN_SCALE, WINDOW})
@@ -37,23 +38,39 @@ def _function() -> Callable[..., Tensor]:
 
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
     try:
-        function = _function()
+        parameters = inspect.signature(_function()).parameters
     except ImportError:
         return "this PyTorch has no torch.nn.attention.varlen: install 2.10 or newer"
     if inputs.formats.inputs not in (BF16, FP16):
         return f"varlen_attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
-    return empty(inputs) or unnamed(function, _BY_KEYWORD, _windowed(inputs))
+    for feature in _BY_KEYWORD.intersection(_as_called(inputs).asks()) if empty(inputs) is None else ():
+        if parameters.keys().isdisjoint(feature.keywords):
+            return f"varlen_attn knows no {feature.words} here: install a newer release"
+    return empty(inputs)
 
 
-def _windowed(inputs: AttentionInputs) -> AttentionInputs:
-    """The call that is made: packed, a causal mask as a window without keys behind."""
-    left, _ = inputs.window
-    plain = packed(inputs)
-    return plain if not inputs.causal else replace(plain, causal=False, window=(left, 0))
+def _as_called(inputs: AttentionInputs) -> AttentionInputs:
+    """The call that is made: a batch as sequences of one, a causal mask as a window without keys behind."""
+    if inputs.causal:
+        inputs = replace(inputs, causal=False, window=(inputs.window[0], 0))
+    if inputs.lengths is not None:
+        return inputs
+    batch, sizes = inputs.q.shape[0], (inputs.q.shape[2], inputs.k.shape[2])
+    q, k, v, do = map(_in_one, (inputs.q, inputs.k, inputs.v, inputs.do))
+    of_queries, of_keys = (tuple(range(0, batch * n + 1, n)) for n in sizes)
+    return replace(inputs, q=q, k=k, v=v, do=do, lengths=(of_queries, of_keys))
+
+
+def _in_one(x: Tensor) -> Tensor:
+    """(batch, heads, N, d) as (1, heads, batch N, d)."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    rows = (in_one(tensor)[0].transpose(0, 1) for tensor in (q, k, v))
-    function = _function()
-    o = function(*rows, **asked_for(function, _BY_KEYWORD, _windowed(inputs)))
-    return apart(o.transpose(0, 1)[None], q.shape[0])
+    function, called = _function(), _as_called(inputs)
+    words = [(feature, word) for feature in _BY_KEYWORD.intersection(called.asks()) for word in feature.keywords]
+    parameters = inspect.signature(function).parameters
+    options = {word: called.value_of(feature, word) for feature, word in words if word in parameters}
+    o = function(*(_in_one(tensor)[0].transpose(0, 1) for tensor in (q, k, v)), **options).transpose(0, 1)
+    heads, rows, d = o.shape
+    return o.reshape(heads, q.shape[0], rows // q.shape[0], d).transpose(0, 1)

@@ -1,17 +1,14 @@
 """What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.features import LENGTHS, Feature
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
@@ -34,19 +31,10 @@ def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declarati
 
 
 def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """Call a kernel that torch can differentiate.
+    """O of a kernel that torch can differentiate, in the inputs' format, and if asked for the gradients.
 
-    Args:
-        call: the kernel.
-        inputs: q, k, v and dO on the device; in their format already, they reach the kernel as they lie.
-        arithmetic: not used: the kernel brings its own.
-        gradients: whether to run the backward pass too.
-
-    Returns:
-        O in the inputs' format and, if asked for, the gradients.
-
-    Raises:
-        Exception: whatever the kernel raises.
+    q, k, v and dO are on the device; in their format already, they reach the kernel as they lie. The kernel brings its
+    own arithmetic, and whatever it raises is raised.
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
@@ -64,45 +52,6 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
     return AttentionOutput(out.detach(), gradients=Gradients(dq, dk, dv, dsink=dsink[0] if dsink else None))
 
 
-def asked_for(function: Callable[..., Any], features: frozenset[Feature], inputs: AttentionInputs) -> dict[str, Any]:
-    """What inputs ask of some features, by the keywords that a function's signature has for them."""
-    parameters = inspect.signature(function).parameters
-    asked = [feature for feature in inputs.asks() if feature in features]
-    return {
-        word: inputs.value_of(feature, word) for feature in asked for word in feature.keywords if word in parameters
-    }
-
-
-def unnamed(function: Callable[..., Any], features: frozenset[Feature], inputs: AttentionInputs) -> str | None:
-    """None, or which of some features inputs ask for and a function's signature has no keyword for, in one line."""
-    parameters = inspect.signature(function).parameters
-    for feature in features.intersection(inputs.asks()):
-        if parameters.keys().isdisjoint(feature.keywords):
-            return f"{function.__name__} knows no {feature.words} here: install a newer release"
-    return None
-
-
-def packed(inputs: AttentionInputs) -> AttentionInputs:
-    """The same call with its batch as sequences of one; no mask but a causal one or a window may be in it."""
-    if LENGTHS in inputs.asks():
-        return inputs
-    batch, (queries, keys) = inputs.q.shape[0], (inputs.q.shape[2], inputs.k.shape[2])
-    q, k, v, do = map(in_one, (inputs.q, inputs.k, inputs.v, inputs.do))
-    of_queries, of_keys = (tuple(range(0, batch * n + 1, n)) for n in (queries, keys))
-    return replace(inputs, q=q, k=k, v=v, do=do, lengths=(of_queries, of_keys))
-
-
-def in_one(x: Tensor) -> Tensor:
-    """(batch, heads, N, d) as (1, heads, batch N, d), and back with `apart`."""
-    return x.transpose(0, 1).flatten(1, 2)[None]
-
-
-def apart(x: Tensor, batch: int) -> Tensor:
-    """(1, heads, batch N, d) as (batch, heads, N, d)."""
-    _, heads, rows, d = x.shape
-    return x.reshape(heads, batch, rows // batch, d).transpose(0, 1)
-
-
 def empty(inputs: AttentionInputs) -> str | None:
     """None, or that there is no query or no key, in one line."""
     if inputs.q.numel() and inputs.k.numel():
@@ -110,17 +59,12 @@ def empty(inputs: AttentionInputs) -> str | None:
     return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
 
 
-def _switches() -> Mapping[str, object]:
-    """Those of `torch.backends.cuda.matmul` that this PyTorch has, with the values that give nothing away."""
-    matmul = torch.backends.cuda.matmul
-    # PyTorch 2.9 has a new switch for tf32, and reading the old one raises where a user's code has touched the new one.
-    tf32: dict[str, object] = {"fp32_precision": "ieee"} if hasattr(matmul, "fp32_precision") else {"allow_tf32": False}
-    reduced = (
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_fp16_accumulation",  # from PyTorch 2.7 on
-    )
-    return {**tf32, **{name: False for name in reduced if hasattr(matmul, name)}}
+# Switches of `torch.backends.cuda.matmul`; the last is there from PyTorch 2.7 on.
+_REDUCED = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
 
 
 @contextmanager
@@ -131,7 +75,11 @@ def exact_products() -> Iterator[None]:
     default cuBLAS may add up the parts of a split one in the narrow format. The switches are the process's, and a
     user's kernel may set its own, so they are put back afterwards. On a CPU they change nothing.
     """
-    cuda, switches = torch.backends.cuda, _switches()
+    cuda = torch.backends.cuda
+    # PyTorch 2.9 has a new switch for tf32, and reading the old one raises where a user's code has touched the new one.
+    new = hasattr(cuda.matmul, "fp32_precision")
+    switches: dict[str, object] = {"fp32_precision": "ieee"} if new else {"allow_tf32": False}
+    switches |= {name: False for name in _REDUCED if hasattr(cuda.matmul, name)}
     before = {name: getattr(cuda.matmul, name) for name in switches}
     reduced_math: bool = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     try:

@@ -5,15 +5,13 @@ import contextlib
 import gc
 import io
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
 
 HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
@@ -31,25 +29,14 @@ def positive(text: str) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one line, and gives an option the negative number that stands behind it."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, which takes -5s for an option."""
-        words: list[str] = []
-        for word in sys.argv[1:] if args is None else args:
-            if words and words[-1].startswith("--") and "=" not in words[-1] and re.match(r"-\d", word):
-                words[-1] += f"={word}"
-            else:
-                words.append(word)
-        return super().parse_known_args(words, namespace)
+    """An argument parser that complains in one line."""
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
         self.exit(USAGE, f"{self.prog}: {message}; --help says more\n")
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """One verb of the command."""
 
     module: str  # of tiebreak, has function(arguments) -> exit code
@@ -57,8 +44,7 @@ class Verb:
     function: str = "main"  # of the module
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A verb that has verbs of its own."""
 
     help: str
@@ -70,7 +56,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "identify": Verb("programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
     "show": Verb("reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
     "compare": Verb("reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"),
-    "gate": Verb("reports.gate.command", "fail if a run is worse than a baseline"),
+    "gate": Verb("reports.gate.report", "fail if a run is worse than a baseline"),
     "page": Verb("reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
     "audit": Verb("programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
     "statement": Verb("programs.statement",
@@ -145,7 +131,9 @@ def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence
     """Call the verb that the first argument names."""
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
-        print(_help(command, verbs))
+        width = max(map(len, verbs)) + 2
+        lines = [f"  {name:{width}}{verb.help}" for name, verb in verbs.items()]
+        print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return HELD
     if name not in verbs:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
@@ -157,16 +145,10 @@ def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence
     return _call(f"{command} {name}", verb, rest)
 
 
-def _help(command: str, verbs: Mapping[str, Verb | Group]) -> str:
-    width = max(map(len, verbs)) + 2
-    lines = [f"  {name:{width}}{verb.help}" for name, verb in verbs.items()]
-    return "\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES])
-
-
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     try:
         code: int = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)(arguments)
-    except (UsageError, UnreadableRecordsError, UnwritableFolderError) as error:
+    except UsageError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns

@@ -26,16 +26,13 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
-    """Return what to say of a name that stands for nothing.
+    """Return one line to say of a name that stands for nothing, with those that may be meant, or else the known ones.
 
     Args:
         kind: what it is a name of.
         name: the name, or a glob.
         known: the names that there are.
         listed: what shows them where they are many, as in "`tiebreak list cases` names".
-
-    Returns:
-        One line: the names that may be meant; without such the known ones if they are few, else where they are listed.
     """
     meant = _meant(name, known)
     hint = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
@@ -48,11 +45,7 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
 
 
 def pick(kind: str, names: str, known: Collection[str], listed: str) -> list[str]:
-    """Return the known names that a comma list of names and globs stands for, each once; see `unknown`.
-
-    Raises:
-        ValueError: a name stands for none, or the list is empty.
-    """
+    """Return the known names that a comma list of names and globs stands for, each once; ValueError if one has none."""
     picked: dict[str, None] = {}
     for name in split(names):
         if not (fitting := matching(name, known)):

@@ -1,6 +1,5 @@
 """The JSON Schema of each kind of file: `tiebreak schema` prints it, made from the classes that read the files."""
 
-import argparse
 import inspect
 import json
 import re
@@ -10,9 +9,10 @@ from typing import Any
 import msgspec
 
 from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records.decode import SCHEMA, Data
 from tiebreak.reports.records.record import EVIDENCE, Record, Run
-from tiebreak.reports.statement.folder import Statement
+from tiebreak.reports.statement import Statement
 from tiebreak.reports.sweeps.store import Settings, SweepRun
 from tiebreak.reports.verdict import Verdicts
 
@@ -27,12 +27,12 @@ FILES: Mapping[str, type[msgspec.Struct]] = {
 _FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a schema."""
-    parser = argparse.ArgumentParser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
+def main(arguments: Sequence[str]) -> int:
+    """The verb `schema`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
     parser.add_argument("file", choices=FILES, help="what the file has")
     print(json.dumps(schema_of(parser.parse_args(arguments).file), indent=2))
-    return 0
+    return HELD
 
 
 def schema_of(name: str) -> dict[str, Any]:

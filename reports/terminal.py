@@ -1,14 +1,18 @@
-"""What goes to the terminal: its width, colours where they are wanted, nothing that a record smuggles in."""
+"""What goes to the terminal: its width, colours, commands to paste, nothing that a record smuggles in."""
 
 import os
 import re
+import shlex
 import shutil
 import sys
+from functools import cache
+from pathlib import Path
 
 from tiebreak.reports.records.store import one_line
 
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that fell and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", re.MULTILINE)
+_PYTEST = "pytest"
 
 
 def width() -> int:
@@ -16,26 +20,35 @@ def width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def coloured() -> bool:
-    """Return whether to colour: only a terminal that can, and unless NO_COLOR is set (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def clean(text: str) -> str:
     """Return the text with control characters but line ends spelled out: names in a file of records may carry some."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
-def paint(text: str) -> str:
-    """Return the text with what fell in red and what is not known yet in yellow."""
-
-    def colour(match: re.Match[str]) -> str:
-        return f"\033[{_COLOURS.get(match.group(1), '31')}m{match.group()}\033[0m"
-
-    return _MARKED.sub(colour, text)
-
-
 def show(text: str) -> None:
-    """Print tables and lists, whose strings come from records."""
-    cleaned = clean(text)
-    print(paint(cleaned) if coloured() else cleaned)
+    """Print tables and lists, whose strings come from records.
+
+    What fell is red and what is not known yet yellow on a terminal that can, unless NO_COLOR is set (no-color.org).
+    """
+    text = clean(text)
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        text = _MARKED.sub(lambda found: f"\033[{_COLOURS.get(found[1], '31')}m{found[0]}\033[0m", text)
+    print(text)
+
+
+def runnable(command: str) -> str:
+    """Return a record's command as it runs in this environment: `pytest` where the shell finds this environment's."""
+    words = command.split(" ", 1)
+    return " ".join([_pytest(os.getcwd()), *words[1:]]) if words[0] == _PYTEST else command
+
+
+@cache
+def _pytest(folder: str) -> str:
+    """Return how pytest is called from a folder: by name, or through this Python, which `make` leaves off the PATH."""
+    shells = shutil.which(_PYTEST)
+    own = Path(sys.executable).parent / _PYTEST
+    if shells is not None and own.exists() and os.path.samefile(shells, own):
+        return _PYTEST
+    python = os.path.relpath(sys.executable, folder)
+    shorter = python if not python.startswith("..") else sys.executable
+    return f"{shlex.quote(shorter)} -m {_PYTEST}"

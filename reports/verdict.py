@@ -12,12 +12,10 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, decode, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Run
-from tiebreak.reports.tables.changes import finding_text
-from tiebreak.reports.tables.marks import plain_text, shown_text
-from tiebreak.reports.tables.plans import explanation_text, percent
-from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.rules import answers_of
 from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import changes_text, explanation_text, percent, plain_text, shown_text
+from tiebreak.reports.terminal import runnable
 
 # What there is to say of a kernel, the worst first. A run falls with any of the first three.
 DID_NOT_RUN, WRONG, NOT_TOLD, TIED, FAIR = "did not run", "wrong", "not told", "biased where O itself ties", "fair"
@@ -82,14 +80,9 @@ class Verdict(Data, frozen=True, omit_defaults=False):
         """The headline without the names that it begins with."""
         return self.headline.removeprefix(_names(self.kernel, self.backend, self.formats))
 
-    @property
-    def text(self) -> str:
-        """A headline, and a line for each finding."""
-        return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
-
     def __str__(self) -> str:
-        """As `tiebreak check` prints it."""
-        return self.text
+        """As `tiebreak check` prints it: the headline, and a line for each finding."""
+        return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
 
 
 class Verdicts(FileData, frozen=True):
@@ -114,10 +107,7 @@ def from_json(text: str) -> list[Verdict]:
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
     """Return what a run says of its kernels, in the order of their first records.
 
-    Args:
-        run: its records.
-        command: runs it again.
-        failures: what fails it though no cell fell.
+    `command` runs it again; `failures` are what fails it though no cell fell.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return [_Kernel(*names, cells, run).verdict(command, failures) for names, cells in kernels.items()]
@@ -162,7 +152,7 @@ class _Kernel:
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
         # Whether gradients or training runs contain a bias: the worst of what they say.
         contained = [cell.in_training for cell in self.cells if cell.in_training is not None]
-        statement = f"{self._extent(done.total())}{self._fallen(failures)}{self._statement()}"
+        statement = f"{self._prefix(done.total(), failures)}{self._statement()}"
         return Verdict(
             headline=f"{_names(first.kernel, backend, formats)}{statement}",
             severity=self.severity,
@@ -219,31 +209,24 @@ class _Kernel:
         said = [f"{word} on {number}" for word, number in words.items() if number]
         unknown = len(self.asked) - unbiased - sum(words.values())
         told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
-        return f"{told}{f', {unknown} not known' if unknown else ''}{self._origin()}"
+        biased, tied, origin = len(self.biased), self.tied, ""
+        if biased and tied is not None:
+            origin = (
+                f": {tied} {_TIED}, {biased - tied} {_OWN}" if 0 < tied < biased else f", {_TIED if tied else _OWN}"
+            )
+        return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
 
-    def _origin(self) -> str:
-        """Return where the bias comes from."""
-        biased, tied = len(self.biased), self.tied
-        if not biased or tied is None:
-            return ""
-        if tied in (0, biased):
-            return f", {_OWN if tied == 0 else _TIED}"
-        return f": {tied} {_TIED}, {biased - tied} {_OWN}"
-
-    def _extent(self, done: int) -> str:
-        """Return how much of the work was not done, where some was left."""
-        if not self.left or not done:
-            return ""
-        word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
-        return f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
-
-    def _fallen(self, failures: Sequence[str]) -> str:
-        """Return that the run fell, where it did for another reason than the worst that there is to say."""
+    def _prefix(self, done: int, failures: Sequence[str]) -> str:
+        """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
+        prefix = ""
+        if self.left and done:
+            word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
+            prefix = f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
         if self.severity in FAILING or not (self.fell or failures):
-            return ""
+            return prefix
         checks = dict.fromkeys(name for cell in self.fell for name in _unmet(cell))
         by = f"by {', '.join(checks)} on {counted(len(self.fell), 'input')}"
-        return f"FELL {by if self.fell else f'({_first_clause(failures[0])})'}, "
+        return f"{prefix}FELL {by if self.fell else f'({_first_clause(failures[0])})'}, "
 
     def _brief(self, cell: Record) -> str:
         """Return what is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
@@ -255,36 +238,41 @@ class _Kernel:
         return f"{' '.join(filter(None, (_bare(cell), unit)))}, {clause}"
 
     def _findings(self) -> tuple[Finding, ...]:
-        ran, failing = self.severity != DID_NOT_RUN, (records.BIASED, records.NONFINITE)
-        ended = [
-            cell for cell in self.cells if cell.outcome in (records.CRASHED, records.TIMED_OUT)
-        ]  # without a result
+        failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
+        found = [Finding("looks like", self._slip())]
+        fell, met = self._checks()
+        if self.severity != DID_NOT_RUN:
+            found.append(Finding("fell", fell))
+            found.append(_listed("ended", [cell for cell in self.cells if cell.outcome in without_result]))
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
-        found = [
-            Finding("looks like", self._slip()),
-            Finding("fell", self._unmet_checks() if ran else ""),
-            _listed("ended", ended if ran else []),
+        left_out = tuple(cell.case for cell in self.left_out)
+        reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
+        skipped = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
+        found += [
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
             _listed("biased", self.biased),
             _listed("NaN", self.nonfinite),
             _listed("not known", [cell for cell in self.asked if cell.verdict == records.UNDECIDED]),
             _listed("elsewhere", elsewhere),
-            *(Finding(cell.case, finding_text(cell), (cell.case,)) for cell in self.cells),
+            *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
-            Finding("checks", self._met_checks()),
+            Finding("checks", met),
             Finding("rounding", self._rounding()),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
-            Finding("skipped", self._skipped()),
+            Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
+            Finding("left out", first_few(left_out, _LISTED), left_out),
         ]
-        left_out = tuple(cell.case for cell in self.left_out)
-        found.append(Finding("left out", first_few(left_out, _LISTED), left_out))
         return tuple(finding for finding in found if finding.text)
 
     def _fix(self) -> str:
-        """Return whether the shift that it follows is a fix for ties, and where that fails."""
-        failing = len(self.biased) + len(self.nonfinite)
-        plans, declared = self._plans(), self.declared
+        """Return whether the shift that it follows, by its bits or as it declares, is a fix for ties, and fails."""
+        explained, declared, names = self.explanation, self.declared, tuple[str, ...]()
+        if declared and all(cell.met(records.PREDICTION) for cell in self.predicted):
+            names = (declared,)
+        elif explained is not None and explained.state != records.UNEXPLAINED:
+            names = explained.plans
+        plans = [self.run.plans[name] for name in names if name in self.run.plans]
         if not plans:
             return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
         rules = sorted({plan.rule for plan in plans})
@@ -292,17 +280,9 @@ class _Kernel:
             return "none for ties: each row is shifted by its maximum, also where the maximum repeats"
         if not all(plan.fix for plan in plans):
             return f"not known: these cases do not tell {' from '.join(rules)}"
+        failing = len(self.biased) + len(self.nonfinite)
         held = sum(cell.verdict is not None for cell in self.asked) - failing
         return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {held}"
-
-    def _plans(self) -> list[records.PlanRecord]:
-        """Return what it may follow: by its bits, or as it declares where that predicts it."""
-        explained, names = self.explanation, list[str]()
-        if self.declared and all(cell.met(records.PREDICTION) for cell in self.predicted):
-            names = [self.declared]
-        elif explained is not None and explained.state != records.UNEXPLAINED:
-            names = list(explained.plans)
-        return [self.run.plans[name] for name in names if name in self.run.plans]
 
     def _slip(self) -> str:
         """Return the usual mistake that explains the wrong outputs of most cells, then of most bits."""
@@ -313,17 +293,13 @@ class _Kernel:
         about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
         return f"{about} ({percent(sum(shares) / len(shares))} of bits in {counted(len(shares), 'cell')})"
 
-    def _unmet_checks(self) -> str:
-        """Return the checks that were not met, with where."""
-        unmet = [(name, cell.case) for cell in self.cells for name in cell.answers if cell.met(name) is False]
-        checks = grouped(unmet, lambda pair: pair[0])
-        return "; ".join(f"{name} in {first_few([case for _, case in own], _LISTED)}" for name, own in checks.items())
-
-    def _met_checks(self) -> str:
-        """Return the checks that were met wherever they were asked."""
-        answers = grouped((pair for cell in self.cells for pair in cell.answers.items()), lambda pair: pair[0])
-        held = [f"{name} {len(own)}" for name, own in answers.items() if all(answer.met for _, answer in own)]
-        return f"met wherever asked: {', '.join(held)} cells" if held else ""
+    def _checks(self) -> tuple[str, str]:
+        """Return the checks that were not met, with where, and those that were met wherever they were asked."""
+        answers = grouped(((name, cell) for cell in self.cells for name in cell.answers), lambda pair: pair[0])
+        unmet = {name: [cell.case for _, cell in own if cell.met(name) is False] for name, own in answers.items()}
+        fell = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items() if cases]
+        held = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.met(name) for _, cell in own)]
+        return "; ".join(fell), f"met wherever asked: {', '.join(held)} cells" if held else ""
 
     def _in_gradients(self) -> str:
         """Return whether its gradients contain the bias of O, on the inputs where it is biased."""
@@ -337,17 +313,13 @@ class _Kernel:
         if measured:
             largest = 100 * max(abs(self._carried(cell) or 0.0) for cell in measured)
             return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"
-        return self._unmeasured() if self.biased else ""
-
-    def _unmeasured(self) -> str:
-        """Return why nothing is known of its gradients where it is biased."""
-        ran = self.ran_backward
-        if not ran:
-            return "not measured: no input was run backward"
+        ran, why = self.ran_backward, "no input was run backward"
         if any(self._carried(cell) is not None for cell in ran):
-            return "not measured: no input on which it is biased was run backward"
-        failed = any(cell.fails for cell in ran)
-        return f"not measured: {'its backward pass gave no gradients' if failed else 'it has no backward pass'}"
+            why = "no input on which it is biased was run backward"
+        elif ran:
+            failed = any(cell.fails for cell in ran)
+            why = "its backward pass gave no gradients" if failed else "it has no backward pass"
+        return f"not measured: {why}" if self.biased else ""
 
     def _carried(self, cell: Record) -> float | None:
         """Return how much of a bias of O its gradients contain, as a share."""
@@ -385,9 +357,8 @@ class _Kernel:
         follows = {name: min(own) >= records.FOLLOWED_BACKWARD for name, own in shares.items()}
         nearest = max(shares, key=lambda name: (follows[name], sum(shares[name])))
         agreed = f"{percent(sum(shares[nearest]) / len(shares[nearest]))} of bits in {counted(len(cells), 'cell')}"
-        return (
-            f"follows {nearest}: {agreed}" if follows[nearest] else f"unexplained: nearest is {nearest} with {agreed}"
-        )
+        found = f"follows {nearest}: " if follows[nearest] else f"unexplained: nearest is {nearest} with "
+        return found + agreed
 
     def _rules(self) -> str:
         """Return which acceptance rules in public use it passes."""
@@ -396,16 +367,10 @@ class _Kernel:
         passed = {name for name, _, passes in told if passes} - failed.keys()
         if not passed and not failed:
             return ""
-        texts = [
-            f"{name} ({own[0][1] if len(own) == 1 else counted(len(own), 'input')})" for name, own in failed.items()
-        ]
+        where = {name: own[0][1] if len(own) == 1 else counted(len(own), "input") for name, own in failed.items()}
+        texts = [f"{name} ({at})" for name, at in where.items()]
         turned = f"; turned down by {first_few(texts, _LISTED)}" if texts else ""
         return f"passes {len(passed)} of {counted(len(passed) + len(failed), 'acceptance rule')} on every input{turned}"
-
-    def _skipped(self) -> str:
-        reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
-        texts = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
-        return shorten("; ".join(texts), _BRIEF, placeholder=" ...")
 
 
 def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:
@@ -417,9 +382,15 @@ def _first_clause(reason: str) -> str:
 
 
 def _unmet(cell: Record) -> list[str]:
-    """Return the checks that a cell does not meet; where it meets none, those that are not told."""
-    unmet = [name for name, answer in cell.answers.items() if answer.met is False]
-    return unmet or [name for name, answer in cell.answers.items() if answer.met is None]
+    """Return the checks that a cell does not meet; where there are none, those that are not told."""
+    return [name for name in cell.unmet if cell.met(name) is False] or cell.unmet
+
+
+def _changes(cell: Record) -> str:
+    """Return what came of a call that was compared with itself; empty for a cell of another kind."""
+    changes = cell.evidence.get("changes")
+    untold = [answer.why for answer in cell.answers.values() if answer.met is None]
+    return "" if not changes else f"not known: {untold[0]}" if untold else changes_text(changes)
 
 
 def _listed(name: str, cells: Sequence[Record]) -> Finding:

@@ -1,16 +1,15 @@
 """The backend `ascend`: an Ascend NPU as it is, with torch operations of its own and the vendor's kernels."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from tiebreak.backends.ascend.device import TorchNpu, deterministic, remedies
-from tiebreak.backends.ascend.probes import arithmetic_probes, p_cast, softmax_errors
+from tiebreak.backends.ascend.device import TorchNpu, deterministic, first_line, remedies
 from tiebreak.backends.backend import Backend, to_device, unusable
-from tiebreak.backends.probes import fingerprint
+from tiebreak.backends.probes import arithmetic_probes, fingerprint, p_cast, softmax_errors
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
@@ -18,27 +17,14 @@ from tiebreak.kernels.npu import INNER_PRECISE, LAYOUTS, FusionAttention, every_
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import triton_kernels
 
-_REAL = TorchNpu()
 _Probe = Callable[[], Mapping[str, str | float]]
 
 
 @dataclass(frozen=True)
 class Ascend(Backend):
-    """A backend on NPUs.
+    """A backend on NPUs."""
 
-    Raises:
-        ValueError: it is called as the real one but does not compute on torch's device `npu`.
-    """
-
-    npu: TorchNpu = _REAL  # which NPUs
-
-    def __post_init__(self) -> None:
-        """Records of anything else must not look like an NPU's."""
-        if (self.name == _REAL.backend) != (self.device == _REAL.device):
-            raise ValueError(
-                f"backend {self.name!r} on device {self.device!r}: {_REAL.backend!r} is what runs on torch's device"
-                f" {_REAL.device!r}, and nothing else is"
-            )
+    npu: TorchNpu = field(default_factory=TorchNpu)  # which NPUs
 
     def kernel(self, name: str) -> Kernel:
         """The kernel called `name`, also an npu_fusion_attention that a default run leaves out."""
@@ -73,10 +59,8 @@ class Ascend(Backend):
         """How the NPU is set and what its arithmetic and the vendor's kernel do, for the record of a run.
 
         Returns:
-            The facts of `TorchNpu.facts`, the answers of `tiebreak.backends.probes.fingerprint` and of
-            `tiebreak.backends.ascend.probes`; `p_cast` as npu_fusion_attention answers it, and `softmax_max_error` and
-            `softmax_sum_error`, the largest relative error of its two statistics on the same input. A probe that the
-            device can't run is answered by its error.
+            The facts of `TorchNpu.facts` and the answers of `tiebreak.backends.probes`, those about a kernel as
+            npu_fusion_attention answers them. A probe that the device can't run is answered by its error.
         """
         probes: tuple[_Probe, ...] = (
             self.npu.facts,
@@ -95,7 +79,7 @@ class Ascend(Backend):
 
         def statistics(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
             forward = attention.forward(to_device(inputs, self.device))
-            return forward.softmax_max.cpu(), forward.softmax_sum.cpu()
+            return forward["softmax_max"].cpu(), forward["softmax_sum"].cpu()
 
         return {"p_cast": p_cast(output), **softmax_errors(statistics)}
 
@@ -107,8 +91,7 @@ def _answers(probes: Mapping[str, _Probe]) -> dict[str, str | float]:
         try:
             answers |= probe()
         except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
-            lines = str(error).strip().splitlines() or ["no message"]
-            answers[name] = f"{type(error).__name__}: {lines[0]}"
+            answers[name] = f"{type(error).__name__}: {first_line(error)}"
     return answers
 
 
@@ -131,4 +114,4 @@ def _kernels(npu: TorchNpu) -> tuple[Kernel, ...]:
     return (*npu_kernels(npu.operators), *compiled)
 
 
-ASCEND = ascend(_REAL)
+ASCEND = ascend(TorchNpu())

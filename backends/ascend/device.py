@@ -1,7 +1,4 @@
-"""torch-npu and the NPUs of this machine: what is missing, which one this process takes, and what is to be recorded.
-
-Functions that look at the system take `root`, the file system's root, so that a test can hand in a made-up one.
-"""
+"""torch-npu and the NPUs of this machine: what is missing, which one this process takes, and what is to be recorded."""
 
 import importlib
 import importlib.util
@@ -18,6 +15,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from tiebreak.backends.platform import read
 from tiebreak.kernels.npu import Operators, torch_npu_operators
 
 GUIDE = "docs/devices.md"
@@ -27,6 +25,7 @@ _SEED = 0  # of the NPU's own generator, which nothing of the matrix draws from
 # What the driver brings; all other libraries come with CANN.
 _DRIVER_LIBRARIES = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
 _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
+_DRIVER = "usr/local/Ascend/driver/version.info"
 
 
 class DeviceError(RuntimeError):
@@ -47,7 +46,13 @@ class TorchNpu:
 
         torch_npu, which changes torch in many places as it is imported, is left alone where there is no driver.
         """
-        return package_missing() or driver_missing(self.root) or _import_failure() or _none_visible()
+        return _package_missing() or self._driver_missing() or _import_failure() or _none_visible()
+
+    def _driver_missing(self) -> str | None:
+        # The container runtime brings the devices, a plain container at least the folder.
+        if any(self.root.glob("dev/*davinci*")) or (self.root / _DRIVER).exists():
+            return None
+        return f"no Ascend driver: install it, or pass /dev/davinci_manager and the NPUs into the container ({GUIDE})"
 
     def start(self) -> None:
         """Take the NPU of this worker, seeded, and ask for deterministic collectives."""
@@ -58,13 +63,18 @@ class TorchNpu:
         _module().npu.synchronize()
 
     def describe(self) -> Mapping[str, str]:
-        """SoC, torch-npu, CANN and driver."""
+        """SoC, torch-npu, CANN and driver; empty what is unknown."""
         npu = _module().npu
+        home = Path(os.environ.get("ASCEND_HOME_PATH") or "/nowhere")
+        records = sorted(
+            record for depth in ("", "*/", "*/*/") for record in home.glob(f"{depth}ascend_*_install.info")
+        )
+        told = getattr(npu.utils, "get_cann_version", lambda part: "")
         return {
             "soc": str(npu.get_device_name(npu.current_device())),
             "torch_npu": str(_module().__version__),
-            "cann": _version_of("CANN") or cann_version(Path(os.environ.get("ASCEND_HOME_PATH") or "/nowhere")),
-            "driver": _version_of("DRIVER") or driver_version(self.root),
+            "cann": str(told("CANN")) or _version(*records[:1]),
+            "driver": str(told("DRIVER")) or _version(self.root / _DRIVER),
         }
 
     def facts(self) -> Mapping[str, str | float]:
@@ -78,7 +88,19 @@ class TorchNpu:
         }
 
 
-def package_missing() -> str | None:
+def first_line(error: Exception) -> str:
+    """Of an error's message."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def _version(*files: Path) -> str:
+    """The field `version`, in any case, of a file of `name=value` lines; empty if it has none."""
+    fields = (line.partition("=") for file in files for line in read(file).splitlines())
+    values = (value.strip().strip("[]") for name, _, value in fields if name.strip().lower() == "version")
+    return next(values, "")
+
+
+def _package_missing() -> str | None:
     """None, or why no torch-npu fits this torch: none is installed, or it was built for another."""
     ours = torch.__version__
     if importlib.util.find_spec("torch_npu") is None:
@@ -94,35 +116,22 @@ def package_missing() -> str | None:
     return None
 
 
-def driver_missing(root: Path) -> str | None:
-    """None, or why no NPU driver can be seen from here."""
-    # The container runtime brings the devices, a plain container at least the folder.
-    if any(root.glob("dev/*davinci*")) or (root / "usr/local/Ascend/driver/version.info").exists():
-        return None
-    return f"no Ascend driver: install it, or pass /dev/davinci_manager and the NPUs into the container ({GUIDE})"
-
-
 @cache
 def _import_failure() -> str | None:
-    """None, or why torch_npu can't be imported."""
+    """None, or what to do about the error that importing torch_npu raises, in one line."""
     try:
         _module()
     except Exception as error:  # whatever it raises, other backends are to run
-        return import_failure(error)
+        text = " ".join(first_line(error).split())
+        library = _NOT_FOUND.search(text)
+        if library is not None and library[1].startswith(_DRIVER_LIBRARIES):
+            return f"no Ascend driver: its library {library[1]} can't be found; install it ({GUIDE})"
+        if library is not None:
+            return f"CANN's library {library[1]} can't be found: install CANN and source its set_env.sh ({GUIDE})"
+        if "undefined symbol" in text:
+            return f"torch-npu does not fit this CANN or this torch: {text.rpartition('/')[2]}; {GUIDE} has what fits"
+        return f"torch_npu can't be imported: {type(error).__name__}: {text}"
     return None
-
-
-def import_failure(error: Exception) -> str:
-    """What to do about an error that importing torch_npu raised, in one line."""
-    text = " ".join((str(error).strip().splitlines() or ["no message"])[0].split())
-    library = _NOT_FOUND.search(text)
-    if library is not None and library[1].startswith(_DRIVER_LIBRARIES):
-        return f"no Ascend driver: its library {library[1]} can't be found; install it ({GUIDE})"
-    if library is not None:
-        return f"CANN's library {library[1]} can't be found: install CANN and source its set_env.sh ({GUIDE})"
-    if "undefined symbol" in text:
-        return f"torch-npu does not fit this CANN or this torch: {text.rpartition('/')[2]}; {GUIDE} has what fits"
-    return f"torch_npu can't be imported: {type(error).__name__}: {text}"
 
 
 def _none_visible() -> str | None:
@@ -130,7 +139,7 @@ def _none_visible() -> str | None:
     try:
         count = int(_module().npu.device_count())
     except RuntimeError as error:
-        return f"torch-npu can't count NPUs: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        return f"torch-npu can't count NPUs: {first_line(error)}"
     if count:
         return None
     if VISIBLE in os.environ:
@@ -147,42 +156,9 @@ def _start() -> None:
     npu = _module().npu
     # HCCL reads it once, as it starts.
     os.environ.setdefault(DETERMINISTIC, "true")
-    npu.set_device(worker_index(os.environ) % int(npu.device_count()))
+    worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    npu.set_device((int(worker[1]) if worker else 0) % int(npu.device_count()))
     npu.manual_seed_all(_SEED)
-
-
-def worker_index(environment: Mapping[str, str]) -> int:
-    """Number of this pytest-xdist worker, counted from 0; 0 outside of one."""
-    digits = re.fullmatch(r"gw(\d+)", environment.get("PYTEST_XDIST_WORKER", ""))
-    return int(digits[1]) if digits else 0
-
-
-def _version_of(part: str) -> str:
-    """A version as torch-npu reads it, empty where it can't."""
-    ask = getattr(_module().npu.utils, "get_cann_version", None)
-    return str(ask(part)) if ask is not None else ""
-
-
-def cann_version(home: Path) -> str:
-    """Version of the CANN in `home` (ASCEND_HOME_PATH), from the first install record; empty if unknown."""
-    records = sorted(record for depth in ("", "*/", "*/*/") for record in home.glob(f"{depth}ascend_*_install.info"))
-    return _field(records[0], "version") if records else ""
-
-
-def driver_version(root: Path) -> str:
-    """Version of the NPU driver; empty if unknown."""
-    return _field(root / "usr/local/Ascend/driver/version.info", "version")
-
-
-def _field(path: Path, name: str) -> str:
-    """A field of a file of `name=value` lines, names in any case; empty if it has none."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    pairs = (line.partition("=") for line in lines)
-    values = [value.strip().strip("[]") for key, _, value in pairs if key.strip().lower() == name]
-    return values[0] if values else ""
 
 
 @contextmanager
@@ -197,11 +173,12 @@ def remedies(device: str) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if "out of memory" in text.lower():
-            first = text.strip().splitlines()[0]
-            raise DeviceError(f"{device} out of memory: fewer workers (-n) or --heads; {first}") from error
-        if "DT_DOUBLE" in text or "float64" in text.lower():
-            raise DeviceError(f"{device} has no float64, and the kernel asks for it: compute in float32") from error
-        raise
+            reason = f"{device} out of memory: fewer workers (-n) or --heads; {first_line(error)}"
+        elif "DT_DOUBLE" in text or "float64" in text.lower():
+            reason = f"{device} has no float64, and the kernel asks for it: compute in float32"
+        else:
+            raise
+        raise DeviceError(reason) from error
 
 
 @contextmanager

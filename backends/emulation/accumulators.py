@@ -1,27 +1,16 @@
 """Accumulators: how products and terms are added up to one fp32 value."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.arm import arm_bf16_matmul
-from tiebreak.backends.emulation.chains import sequential_matmul
-from tiebreak.backends.emulation.targets import core_of
-from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
-from tiebreak.backends.emulation.x86 import amx_matmul, vdpbf16_matmul
+from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, sequential_matmul, vdpbf16_matmul
+from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
 
+Matmul = Callable[[Tensor, Tensor], Tensor]  # (..., m, k) x (..., k, n) -> (..., m, n), fp32 in and out
 _AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
-
-
-@dataclass(frozen=True)
-class Accumulation:
-    """The two sums an accumulator has to do."""
-
-    matmul: Callable[[Tensor, Tensor], Tensor]  # (..., m, k) x (..., k, n) -> (..., m, n), fp32 in and out
-    total: Callable[[Tensor], Tensor]  # (..., k) -> (..., 1), fp32 in and out
 
 
 def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -35,37 +24,29 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     return product.reshape(*a.shape[:-2], m, n)
 
 
-def _exact_total(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True, dtype=torch.float64).float()
-
-
-def _pairwise_total(x: Tensor) -> Tensor:
-    """In fp32, as a balanced binary tree, depth first."""
-    length = x.shape[-1]
-    if length == 1:
-        return x
-    return _pairwise_total(x[..., : length // 2]) + _pairwise_total(x[..., length // 2 :])
-
-
-def _tensor_core(target: str, operands: str) -> Accumulation:
+def _on_tensor_cores(target: str, operands: str) -> Matmul:
     core = core_of(target, operands)
-
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
-        return tensor_core_matmul(a, b, torch.zeros((), device=a.device), core)
-
-    return Accumulation(matmul, _pairwise_total)
+    return lambda a, b: tensor_core_matmul(a, b, torch.zeros((), device=a.device), core)
 
 
-ACCUMULATIONS: Mapping[Accumulator, Accumulation] = {
-    Accumulator.EXACT: Accumulation(_exact_matmul, _exact_total),
-    Accumulator.SEQUENTIAL: Accumulation(sequential_matmul, _pairwise_total),
-    Accumulator.VOLTA: _tensor_core("sm_70", "fp16"),
-    Accumulator.AMPERE: _tensor_core("sm_80", "bf16"),
-    Accumulator.HOPPER: _tensor_core("sm_90", "bf16"),
-    Accumulator.CDNA3: _tensor_core("gfx942", "bf16"),
-    Accumulator.BFMMLA: Accumulation(arm_bf16_matmul, _pairwise_total),
-    Accumulator.VDPBF16: Accumulation(vdpbf16_matmul, _pairwise_total),
-    Accumulator.AMX: Accumulation(amx_matmul, _pairwise_total),
-    Accumulator.ADA_FP8: _tensor_core("sm_89", "fp8_e4m3"),
-    Accumulator.HOPPER_FP8: _tensor_core("sm_90", "fp8_e4m3"),
+MATMULS: Mapping[Accumulator, Matmul] = {
+    Accumulator.EXACT: _exact_matmul,
+    Accumulator.SEQUENTIAL: sequential_matmul,
+    Accumulator.VOLTA: _on_tensor_cores("sm_70", "fp16"),
+    Accumulator.AMPERE: _on_tensor_cores("sm_80", "bf16"),
+    Accumulator.HOPPER: _on_tensor_cores("sm_90", "bf16"),
+    Accumulator.CDNA3: _on_tensor_cores("gfx942", "bf16"),
+    Accumulator.BFMMLA: bfmmla_matmul,
+    Accumulator.VDPBF16: vdpbf16_matmul,
+    Accumulator.AMX: amx_matmul,
+    Accumulator.ADA_FP8: _on_tensor_cores("sm_89", "fp8_e4m3"),
+    Accumulator.HOPPER_FP8: _on_tensor_cores("sm_90", "fp8_e4m3"),
 }
+
+
+def row_total(x: Tensor, accumulator: Accumulator) -> Tensor:
+    """Sums of rows, (..., k) -> (..., 1), fp32: exact and rounded once, or by a balanced binary tree in fp32."""
+    if accumulator is Accumulator.EXACT:
+        return x.sum(-1, keepdim=True, dtype=torch.float64).float()
+    half = x.shape[-1] // 2
+    return row_total(x[..., :half], accumulator) + row_total(x[..., half:], accumulator) if half else x

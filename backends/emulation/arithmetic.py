@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.accumulators import MATMULS, row_total
 from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
@@ -29,7 +29,7 @@ class EmulatedArithmetic:
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """`a @ b` in the accumulator's order, then the cast, or a cast of the sum after each block of terms."""
-        matmul = ACCUMULATIONS[accumulator].matmul
+        matmul = MATMULS[accumulator]
         first, *others = torch.split(torch.arange(a.shape[-1]), cast.every) if cast.every else (slice(None),)
         total = self.cast(matmul(a[..., first], b[..., first, :]), cast)
         for terms in others:
@@ -60,7 +60,7 @@ class EmulatedArithmetic:
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
         """The sum in the accumulator's order."""
-        return ACCUMULATIONS[accumulator].total(x)
+        return row_total(x, accumulator)
 
 
 def _fast_exp(x: Tensor, correction: tuple[float, ...]) -> Tensor:

@@ -1,7 +1,6 @@
 """Rounding to a format in any mode, bit for bit the same on every device."""
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -79,9 +78,7 @@ def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> 
     """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
 
     The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
-    of fp32 would be rounded twice. So the sum is rounded to odd first: where it is inexact its last bit is set, and no
-    tie of fp32 has it set (Boldo and Melquiond, Emulation of FMA and correctly rounded sums: proved algorithms using
-    rounding to odd, 2008).
+    of fp32 would be rounded twice. So the sum is rounded to odd first: no tie of fp32 has the last bit of fp64 set.
 
     Args:
       x: float32 tensor.
@@ -92,38 +89,26 @@ def fma(x: torch.Tensor, factor: float | torch.Tensor, addend: torch.Tensor) -> 
       float32 tensor of x's shape.
     """
     wide = factor.double() if isinstance(factor, torch.Tensor) else factor
-    product, added = x.double() * wide, addend.double()
-    total = product + added
+    return odd_sum(x.double() * wide, addend.double()).float()
+
+
+def odd_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
+
+    What is rounded once more, to a format narrower by two bits, is then as if rounded once (Boldo and Melquiond,
+    Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008).
+    """
+    total = x + y
     # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
-    back = total - product
-    lost = (product - (total - back)) + (added - back)
+    back = total - x
+    lost = (x - (total - back)) + (y - back)
     inexact = lost.abs() > 0
     if x.device.type == "cpu" and not inexact.any():  # on the host, where it is cheap to ask: as good as always
-        return total.float()
-    even = total.view(torch.int64).bitwise_and(1) == 0
+        return total
+    bits = total.view(torch.int64)
     # The odd neighbour lies on the side of what was lost: one bit up where that adds to the magnitude, else one down.
-    step = torch.where((lost > 0) == (total > 0), 1, -1)
-    moved = (total.view(torch.int64) + step).view(torch.float64)
-    return torch.where(inexact & even, moved, total).float()
-
-
-class _Constants(NamedTuple):
-    """Numbers of a rounding."""
-
-    shift: torch.Tensor | int
-    unit: torch.Tensor | int
-    below_half: torch.Tensor | int
-    mask: torch.Tensor | int
-
-
-@cache
-def _constants(shift: int, dtype: torch.dtype, device: str) -> _Constants:
-    """As tensors on the host, where making one of Python's number takes longer than the operation that takes it."""
-    discarded = (1 << shift) - 1
-    numbers = (shift, 1, discarded >> 1, ~discarded)
-    if device != "cpu":
-        return _Constants(*numbers)
-    return _Constants(*(torch.tensor(number, dtype=dtype, device="cpu") for number in numbers))
+    neighbour = bits + torch.where((lost > 0) == (total > 0), 1, -1)
+    return torch.where(inexact & (bits & 1 == 0), neighbour, bits).view(torch.float64)
 
 
 def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: torch.Tensor | None) -> torch.Tensor:
@@ -135,17 +120,16 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
     """
     if shift == 0:
         return bits.clone()
-    discarded, constants = (1 << shift) - 1, _constants(shift, bits.dtype, bits.device.type)
+    discarded = (1 << shift) - 1
     negative = bits.element_size() * 8 - 1  # shifting by this makes all bits the sign
     match mode:
         case Rounding.TO_EVEN:
             # In place: this is the path that every emulated matrix product takes.
-            raised = torch.bitwise_right_shift(bits, constants.shift).bitwise_and_(constants.unit)
-            raised = raised.add_(bits).add_(constants.below_half)
+            raised = (bits >> shift).bitwise_and_(1).add_(bits).add_(discarded >> 1)
         case Rounding.TIES_AWAY:
             raised = bits + (1 << (shift - 1))
         case Rounding.TOWARD_ZERO:
-            return bits.bitwise_and(constants.mask)
+            return bits.bitwise_and(~discarded)
         case Rounding.UP:
             raised = bits + (~(bits >> negative) & discarded)
         case Rounding.DOWN:
@@ -155,7 +139,7 @@ def _round_bits(bits: torch.Tensor, shift: int, mode: Rounding, random_bits: tor
             # The 0.5 of the rule is nothing to a fraction of at most 32 bits, which meets integers only.
             scaled = random_bits >> (32 - shift) if shift <= 32 else ((2 * random_bits + 1) << (shift - 33))
             raised = bits + scaled.to(bits.dtype)
-    return raised.bitwise_and_(constants.mask)
+    return raised.bitwise_and_(~discarded)
 
 
 def _round_quotients(

@@ -1,8 +1,10 @@
 """Matrix products as tensor cores add them up, bit for bit as MMA-Sim describes them (arXiv 2511.10909)."""
 
 import enum
+import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.kernels.formats import FP32, Format, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, Rounding
 
 _OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
 _BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
@@ -31,7 +33,7 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorCore:
-    """How one matrix instruction adds up; `tiebreak.backends.emulation.targets.core_of` knows them."""
+    """How one matrix instruction adds up; `core_of` knows them."""
 
     products: int  # of a step; more of them are several steps
     fraction_bits: int  # that a term keeps below the exponent of the largest one
@@ -39,14 +41,6 @@ class TensorCore:
     order: Order = Order.TOGETHER  # what is aligned with what
     result: Format = FP32  # what the sum of a step is rounded to
     reads_tf32: bool = False  # whether the last 13 bits of an operand are ignored
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The products of a step, along the first dimension."""
-
-    products: Tensor  # fp64, exact
-    powers: Tensor  # 2 to the sum of the operands' exponents, fp64: a product itself may be up to four times as large
 
 
 def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -> Tensor:
@@ -89,8 +83,11 @@ def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor
     add = _add_together if core.order is Order.TOGETHER else _add_in_turn
     for start in range(0, k, core.products):
         keys = slice(start, start + core.products)
-        step = _Step(rows[keys, ..., None] * columns[keys, :, None], of_a[keys, ..., None] * of_b[keys, :, None])
-        total = add(core, step, total)
+        products = rows[keys, ..., None] * columns[keys, :, None]
+        added = add(core, products, of_a[keys, ..., None] * of_b[keys, :, None], total)
+        # Of terms that are Inf or NaN no alignment makes anything: they are added up as they are.
+        plain = products.sum(0) + total
+        total = torch.where(plain.isfinite(), added, plain).float()
     return total
 
 
@@ -100,33 +97,41 @@ def _power(x: Tensor, least_exponent: int) -> Tensor:
     return powers.clamp_(min=2.0**least_exponent).masked_fill_(x == 0, _OF_ZERO)
 
 
-def _add_together(core: TensorCore, step: _Step, addend: Tensor) -> Tensor:
-    """The terms, cut off below the last bit of the largest one, are summed exactly and rounded toward zero."""
-    largest = torch.maximum(step.powers.amax(0), _power(addend, FP32.min_exponent))
+def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
+    """The terms, cut off below the last bit of the largest one, are summed exactly and rounded toward zero.
+
+    Args:
+        core: of NVIDIA.
+        products: of a step, along the first dimension, exact in fp64.
+        powers: 2 to the sum of the operands' exponents, fp64: a product itself may be up to four times as large.
+        addend: what there is.
+    """
+    largest = torch.maximum(powers.amax(0), _power(addend, FP32.min_exponent))
     scale = 2.0**core.fraction_bits / largest
-    total = ((step.products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
+    total = ((products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
     rounded = round_to(total, core.result, Rounding.TOWARD_ZERO)
     # Beyond the format's range even what goes toward zero is Inf; and what ends as zero is the positive one.
-    rounded = torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
-    return _with_infinities(rounded, step, addend).float()
+    return torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
 
 
-def _add_in_turn(core: TensorCore, step: _Step, addend: Tensor) -> Tensor:
+def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
     """The products' sum, cut off as NVIDIA's, and the addend are aligned, rounded down, and their sum to even."""
-    if core.order is Order.EVEN_AND_ODD:
-        even, of_even = _sum_of_products(core, step.products[0::2], step.powers[0::2])
-        odd, of_odd = _sum_of_products(core, step.products[1::2], step.powers[1::2])
-        power = torch.maximum(of_even, of_odd)
-        products = _down(even, power, core.fraction_bits) + _down(odd, power, core.fraction_bits)
-    else:
-        products, power = _sum_of_products(core, step.products, step.powers)
     of_addend = _power(addend, FP32.min_exponent)
+    if core.order is Order.EVEN_AND_ODD:
+        even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
+        odd, of_odd = _sum_of_products(core, products[1::2], powers[1::2])
+        power = torch.maximum(of_even, of_odd)
+        total = _down(even, power, core.fraction_bits) + _down(odd, power, core.fraction_bits)
+    else:
+        total, power = _sum_of_products(core, products, powers)
     largest = torch.maximum(power, of_addend)
     addend_part = _down(addend.double(), largest, core.fraction_bits)
     if core.order is Order.EVEN_AND_ODD:
         addend_part = addend_part.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
-    total = _down(products, largest, _BITS_OF_PRODUCTS) + addend_part
-    return _with_infinities(_with_large_products(total, step), step, addend).float()
+    total = _down(total, largest, _BITS_OF_PRODUCTS) + addend_part
+    # A product that fp32 lacks is Inf, and two of them with both signs are NaN.
+    beyond = torch.where(products.abs() < _BEYOND, 0.0, products * torch.inf).sum(0)
+    return torch.where(beyond == 0, total, beyond)
 
 
 def _sum_of_products(core: TensorCore, products: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,15 +147,60 @@ def _down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
     return (x * scale).floor_().div_(scale)
 
 
-def _with_large_products(total: Tensor, step: _Step) -> Tensor:
-    """Inf for a product that fp32 lacks, NaN for two of them with both signs."""
-    if bool((step.powers.amax(0) < _BEYOND / 2).all()):
-        return total
-    beyond = torch.where(step.products.abs() < _BEYOND, 0.0, step.products * torch.inf).sum(0)
-    return torch.where(beyond == 0, total, beyond)
+_LEAST_EXPONENTS = {fmt.name: fmt.min_exponent for fmt in (FP16, BF16, TF32, FP8_E4M3, FP8_E5M2)} | {
+    "fp8_e4m3fnuz": FP8_E4M3.min_exponent - 1,  # AMD's fp8, with one more in its bias
+    "fp8_e5m2fnuz": FP8_E5M2.min_exponent - 1,
+}
+OPERANDS = tuple(_LEAST_EXPONENTS)  # names of operand formats that some target multiplies
+_FP8, _FNUZ = "fp8_e4m3 fp8_e5m2", "fp8_e4m3fnuz fp8_e5m2fnuz"
+_E8M13 = Format("E8M13", exponent_bits=8, mantissa_bits=13)
+# GPUs as Triton names them; operand formats; products of a step; fraction bits; what else is not as usual. A K of 16 in
+# fp16 and bf16, of 8 in tf32 and of 32 in fp8 is two steps on Ampere and Ada, one from Hopper on.
+_ROWS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("sm_70", "fp16", 4, 23, {}),  # Volta
+    ("sm_75", "fp16", 8, 24, {}),  # Turing
+    ("sm_80 sm_86 sm_89", "fp16 bf16", 8, 24, {}),  # Ampere, Ada
+    ("sm_80 sm_86 sm_89", "tf32", 4, 24, {}),
+    ("sm_89", _FP8, 16, 13, {"result": _E8M13}),
+    ("sm_90 sm_100 sm_120", "fp16 bf16", 16, 25, {}),  # Hopper's wgmma, Blackwell's tcgen05, mma of its RTX cards
+    ("sm_90 sm_100 sm_120", "tf32", 8, 25, {}),
+    ("sm_90", _FP8, 32, 13, {"result": _E8M13}),
+    ("sm_100 sm_120", _FP8, 32, 25, {}),
+    ("gfx942", "fp16 bf16", 8, 24, {"order": Order.PRODUCTS_FIRST}),  # MFMA of CDNA3
+    ("gfx942", "tf32", 4, 24, {"order": Order.PRODUCTS_FIRST}),
+    ("gfx942", _FNUZ, 16, 24, {"order": Order.EVEN_AND_ODD}),
+)
+_CORES = {
+    (target, a, b): TensorCore(
+        products, bits, (_LEAST_EXPONENTS[a], _LEAST_EXPONENTS[b]), reads_tf32=a == TF32.name, **unusual
+    )
+    for targets, formats, products, bits, unusual in _ROWS
+    for target in targets.split()
+    for a, b in itertools.product(formats.split(), repeat=2)
+    if a == b or a.startswith("fp8")
+}
+TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of the GPUs whose tensor cores are known
 
 
-def _with_infinities(total: Tensor, step: _Step, addend: Tensor) -> Tensor:
-    """Terms that are Inf or NaN, of which no alignment makes anything, added up as they are."""
-    plain = step.products.sum(0) + addend
-    return torch.where(plain.isfinite(), total, plain)
+def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
+    """Return the tensor core that multiplies two operand formats and adds up in fp32.
+
+    Args:
+        target: One of `TARGETS`, as Triton names GPUs.
+        a: Name of the first operand's format, one of `OPERANDS`.
+        b: The second operand's; the same as the first's, unless both are fp8.
+
+    Raises:
+        ValueError: The target or a format is unknown, or the target doesn't multiply them.
+    """
+    formats = (a, a if b is None else b)
+    if target not in TARGETS:
+        raise ValueError(f"no tensor core is known of {target!r}: known are {', '.join(TARGETS)}")
+    for name in formats:
+        if name not in OPERANDS:
+            raise ValueError(f"no tensor core is known that multiplies {name!r}: known are {', '.join(OPERANDS)}")
+    core = _CORES.get((target, *formats))
+    if core is None:
+        pairs = ", ".join(a if a == b else f"{a} x {b}" for of, a, b in _CORES if of == target)
+        raise ValueError(f"{target} doesn't multiply {' by '.join(formats)}; it does {pairs}")
+    return core

@@ -3,13 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
-from tiebreak.backends.emulation.targets import TARGETS as KNOWN_CORES
-from tiebreak.kernels.plans import Accumulator
-
-_SUMS_IN_FP32 = Accumulator.HOPPER  # row sums of any card: a balanced tree of fp32
+from tiebreak.backends.emulation.tensor_cores import TARGETS as KNOWN_CORES
 
 
 @dataclass(frozen=True)
@@ -20,41 +14,34 @@ class Assumptions:
     backend: str = "cuda"  # what Triton calls the maker's tools
     architecture: int | str = 80  # and the card, as a kernel may ask for it
     warp: int = 32  # threads of a warp
-    adds_exactly: bool = True  # whether products and rows are added up exactly; else as its tensor cores and threads do
-    flushes: bool = False  # whether the exponential gives no subnormals
-    base_two: bool = False  # whether exp(x) is 2^(x log2 e), its product rounded
+    #: Whether sums and exponentials are exact and rounded once. Else products add up as on its tensor cores, rows in
+    #: fp32, and exp(x) is 2^(x log2 e), its argument rounded and a subnormal result flushed.
+    exact: bool = True
     contracts: bool = False  # whether a product goes unrounded into a sum, unless a launch says enable_fp_fusion=False
     reciprocal: bool = False  # whether x / y is a product with the rounded reciprocal
 
     @property
     def about(self) -> str:
         """One line."""
-        if self.adds_exactly:
+        if self.exact:
             return "no card: sums exact and rounded once, nothing contracted"
-        assumptions = [
-            "its tensor cores' sums",
-            "rows summed in fp32",
-            "exp in base two" * self.base_two,
-            "no subnormal from it" * self.flushes,
-            "products contracted into sums" if self.contracts else "nothing contracted",
-            "/ by the rounded reciprocal" * self.reciprocal,
-        ]
-        return f"as {self.name}, assumed: {', '.join(part for part in assumptions if part)}; nothing ran on a GPU"
+        contraction = "products contracted into sums" if self.contracts else "nothing contracted"
+        division = ", / by the rounded reciprocal" * self.reciprocal
+        return (
+            f"as {self.name}, assumed: its tensor cores' sums, rows summed in fp32, exp in base two, no subnormal "
+            f"from it, {contraction}{division}; nothing ran on a GPU"
+        )
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""
         return {
             "as": self.name,
-            "sums": "exact" if self.adds_exactly else f"tensor cores of {self.name}, rows in fp32 as a balanced tree",
-            "exponential_flushes": self.flushes,
-            "exponential_in_base_two": self.base_two,
+            "sums": "exact" if self.exact else f"tensor cores of {self.name}, rows in fp32 as a balanced tree",
+            "exponential_flushes": not self.exact,
+            "exponential_in_base_two": not self.exact,
             "contraction": self.contracts,
             "division_by_reciprocal": self.reciprocal,
         }
-
-    def total(self, x: Tensor) -> Tensor:
-        """Sum over the last dimension, (..., k) -> (..., 1), fp32."""
-        return ACCUMULATIONS[Accumulator.EXACT if self.adds_exactly else _SUMS_IN_FP32].total(x)
 
 
 #: No card: every product, sum and function is exact and rounded once.
@@ -67,17 +54,9 @@ _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"}
 
 def _card(name: str) -> Assumptions:
     if name.startswith("gfx"):
-        return Assumptions(name, "hip", name, 64, adds_exactly=False, flushes=True, base_two=True)
-    number = int(name.removeprefix("sm_"))
-    return Assumptions(
-        name,
-        architecture=number,
-        adds_exactly=False,
-        flushes=True,
-        base_two=True,
-        contracts=name in _CONTRACTING,
-        reciprocal=True,
-    )
+        return Assumptions(name, "hip", name, 64, exact=False)
+    architecture, contracts = int(name.removeprefix("sm_")), name in _CONTRACTING
+    return Assumptions(name, architecture=architecture, exact=False, contracts=contracts, reciprocal=True)
 
 
 #: By the names that --as takes. Volta is none: Triton has dropped it.

@@ -6,7 +6,7 @@ casts, products, sums, comparisons and negations are those of integers; its expo
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import How, product, scaled_operand
+from tiebreak.kernels.kernel import CannotRunError
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
 
@@ -43,41 +43,32 @@ class FaithfulBuilder(InterpreterBuilder):
         self.begin(Memory("", ()), contracts=False)
 
     def begin(self, memory: Memory, *, contracts: bool) -> None:
-        """Take up a launch.
-
-        Args:
-            memory: what it may touch.
-            contracts: whether it is compiled with contraction, which the card must do too.
-        """
+        """Take up a launch that may touch this memory, and is compiled with contraction or not."""
         self.memory = memory
         self.contracts = contracts and self.assumed.contracts
 
     # Triton before 3.9 lacks these.
 
     def get_bf16(self, value: float) -> Handle:
-        """A number of bf16."""
         return self.create_fp_trunc(self.get_fp32(value), tl.bfloat16)
 
     def get_fp8e4b8_ty(self) -> tl.dtype:
-        """e4m3, FNUZ."""
         return tl.float8e4b8
 
     def get_fp8e5b16_ty(self) -> tl.dtype:
-        """e5m2, FNUZ."""
         return tl.float8e5b16
 
     # Casts.
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        """To nearest, ties to even."""
-        return _cast(src, dst_type)
+        return TensorHandle(converted(src.data, numpy_type(dst_type)), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
         """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
-        return _cast(src, dst_type, toward_zero=rounding_mode == ir.ROUNDING_MODE.RTZ)
+        toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
+        return TensorHandle(converted(src.data, numpy_type(dst_type), toward_zero=toward_zero), dst_type.scalar)
 
     def create_bitcast(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        """The same bits."""
         data = np.ascontiguousarray(src.data) if src.data.ndim else src.data
         return TensorHandle(data.view(numpy_type(dst_type)), dst_type.scalar)
 
@@ -96,65 +87,34 @@ class FaithfulBuilder(InterpreterBuilder):
 
         The parameters about caches behind these differ by Triton's version, here as in other operations.
         """
-        element = ptrs.get_element_ty()
-        dtype, shown = numpy_type(element), _mask(mask)
-        place = self.memory.located(ptrs.data, shown, dtype, ptrs.attr.get("argument"), "reads")
-        fill = np.zeros(ptrs.data.shape, dtype) if other is None else other.data
-        if place is None:
-            raw = bits(np.ascontiguousarray(fill))
-            return TensorHandle(native.load(ptrs.data, shown, raw, raw.dtype).view(dtype), element)
-        elements, index = place
-        read = elements[index] if len(elements) else fill
-        return TensorHandle(read if shown.all() else np.where(shown, read, fill), element)
+        element, shown = ptrs.get_element_ty(), _mask(mask)
+        dtype = numpy_type(element)
+        self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
+        fill = bits(np.zeros(ptrs.data.shape, dtype) if other is None else np.ascontiguousarray(other.data))
+        return TensorHandle(native.load(ptrs.data, shown, fill, fill.dtype).view(dtype), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
-        """Of the elements that the mask shows."""
-        shown, data = _mask(mask), value.data
-        place = self.memory.located(ptrs.data, shown, data.dtype, ptrs.attr.get("argument"), "writes")
-        if place is None:
-            return native.store(ptrs.data, bits(np.ascontiguousarray(data)), shown)
-        elements, index = place
-        elements[index[shown]] = np.broadcast_to(data, shown.shape)[shown]
-        return None
+        shown = _mask(mask)
+        self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
+        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
     ) -> Handle:
         """One element after the other, each rounded: upstream has none of bf16."""
         self.memory.check(ptr.data, mask.data, val.data.itemsize, ptr.attr.get("argument"), "writes")
-        if bits(val.data).dtype == val.data.dtype:
+        dtype = val.data.dtype
+        if bits(val.data).dtype == dtype:
             return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
         if rmwOp != ir.ATOMIC_OP.FADD:
-            raise UnfaithfulError(f"the atomic operation {rmwOp} on {val.dtype.scalar} is not interpreted")
-        return self._atomic_add(ptr, val, mask)
-
-    def _atomic_add(self, ptr: Handle, val: Handle, mask: Handle) -> Handle:
-        olds = np.zeros(ptr.data.shape, val.data.dtype)
-        for index in np.argwhere(np.broadcast_to(mask.data, ptr.data.shape)):
-            at, shown = ptr.data[tuple(index)].reshape(1), np.ones(1, bool)
-            before = native.load(at, shown, bits(np.zeros(1, val.data.dtype)), bits(olds).dtype).view(val.data.dtype)
-            olds[tuple(index)] = before[0]
-            native.store(at, bits(before + np.broadcast_to(val.data, ptr.data.shape)[tuple(index)]), shown)
-        return TensorHandle(olds, val.dtype.scalar)
-
-    # Shapes: which argument a pointer comes from, and of what a number is the product, stays known.
-
-    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
-        """Pointers so many elements further on."""
-        return _remembering(ptr, super().create_addptr(ptr, offset))
-
-    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
-        """One number everywhere, in memory once."""
-        number = arg.data.reshape((1,) * len(ret_ty.shape))
-        return _remembering(arg, TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar))
-
-    def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
-        """One more dimension."""
-        return _remembering(arg, super().create_expand_dims(arg, axis))
-
-    def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
-        """A larger shape."""
-        return _remembering(arg, super().create_broadcast(arg, shape))
+            raise CannotRunError(f"the atomic operation {rmwOp} on {val.dtype.scalar} is not interpreted")
+        before, one = np.zeros(ptr.data.shape, dtype), np.ones(1, bool)
+        terms = np.broadcast_to(val.data, ptr.data.shape)
+        for place in map(tuple, np.argwhere(np.broadcast_to(mask.data, ptr.data.shape))):
+            address, nothing = ptr.data[place].reshape(1), bits(np.zeros(1, dtype))
+            before[place] = native.load(address, one, nothing, nothing.dtype).view(dtype)[0]
+            native.store(address, bits(np.array([before[place] + terms[place]], dtype)), one)
+        return TensorHandle(before, val.dtype.scalar)
 
     # Sums and products, which a card may contract.
 
@@ -177,7 +137,6 @@ class FaithfulBuilder(InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.add)
 
     def create_fsub(self, lhs: Handle, rhs: Handle) -> Handle:
-        """A difference, likewise."""
         if "product" in lhs.attr:
             return _fused(lhs.attr["product"], np.negative(rhs.data), rhs)
         if "product" in rhs.attr:
@@ -214,25 +173,22 @@ class FaithfulBuilder(InterpreterBuilder):
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
         how = How(input_precision, max_num_imprecise_acc)
         result = TensorHandle(product(a.data, b.data, d.data, how, self.assumed), d.dtype.scalar)
-        if not self.assumed.adds_exactly and not d.data.any():
+        if not self.assumed.exact and not d.data.any():
             result.attr["dot"] = (a.data, b.data, how)  # Triton adds a sum that it goes into on the tensor cores
         return result
 
     def create_dot_scaled(
         self,
         lhs: Handle,
-        lhs_scale: Handle | None,
+        lhs_scale: Handle,
         lhs_format: object,
         rhs: Handle,
-        rhs_scale: Handle | None,
+        rhs_scale: Handle,
         rhs_format: object,
-        fast_math: bool,
-        lhs_k_pack: bool,
-        rhs_k_pack: bool,
-        acc: Handle,
+        *rest: Any,
     ) -> Handle:
         """A product of blocks with a scale of their own each: exact, and added up in fp32."""
-        del fast_math
+        _, lhs_k_pack, rhs_k_pack, acc = rest  # fast_math is the first
         a = scaled_operand(lhs.data, lhs_scale, lhs_format, packed_last=lhs_k_pack, right=False)
         b = scaled_operand(rhs.data, rhs_scale, rhs_format, packed_last=not rhs_k_pack, right=True)
         return TensorHandle(product(a, b, acc.data, How(), self.assumed), tl.float32)
@@ -240,38 +196,24 @@ class FaithfulBuilder(InterpreterBuilder):
     # Functions.
 
     def create_exp(self, arg: Handle) -> Handle:
-        """e^x: rounded once, or as 2^(x log2 e)."""
-        if self.assumed.base_two and arg.data.dtype == np.float32:
+        if not self.assumed.exact and arg.data.dtype == np.float32:
             return self.create_exp2(TensorHandle(arg.data * _LOG2_E, arg.dtype))
-        return self._exponential(arg, np.exp)
+        return self.unary_op(arg, partial(_in_fp64, np.exp))
 
     def create_exp2(self, arg: Handle) -> Handle:
-        """2^x."""
-        return self._exponential(arg, np.exp2)
-
-    def _exponential(self, arg: Handle, function: Callable[[Array], Array]) -> Handle:
-        value = _in_fp64(function, arg.data)
-        if self.assumed.flushes and value.dtype == np.float32:
+        value = _in_fp64(np.exp2, arg.data)
+        if not self.assumed.exact and value.dtype == np.float32:
             value = np.where(value < np.finfo(np.float32).smallest_normal, np.float32(0), value)
         return TensorHandle(value, arg.dtype.scalar)
 
     def create_extern_elementwise(
         self, lib_name: str, lib_path: str, symbol: str, args: object, ret_type: object, is_pure: bool
     ) -> Handle:
-        """A function of a vendor's library: its bits are not known here."""
-        raise UnfaithfulError(f"the function {symbol} of the library {lib_name or lib_path} can't be interpreted")
+        raise CannotRunError(f"the function {symbol} of the library {lib_name or lib_path} can't be interpreted")
 
     def create_inline_asm(self, asm: str, *rest: object) -> Handle:
-        """A card's own instructions."""
         first = next((line.strip() for line in asm.splitlines() if line.strip(" {}\t")), asm)
-        raise UnfaithfulError(f"inline assembly can't be interpreted: {first}")
-
-
-def _cast(src: Handle, dst_type: tl.dtype, *, toward_zero: bool = False) -> Handle:
-    """Of what broadcasting has repeated, such as the number that a masked load puts everywhere, once."""
-    once = src.data[tuple(slice(None if stride else 1) for stride in src.data.strides)]
-    data = converted(once, numpy_type(dst_type.scalar), toward_zero=toward_zero)
-    return TensorHandle(np.broadcast_to(data, src.data.shape), dst_type.scalar)
+        raise CannotRunError(f"inline assembly can't be interpreted: {first}")
 
 
 def _mask(mask: Handle) -> Array:
@@ -285,8 +227,24 @@ def _in_fp64(function: Callable[[Array], Array], x: Array) -> Array:
     return converted(function(x.astype(np.float64)), x.dtype)
 
 
-def _elementwise(function: Callable[[Array], Array]) -> Callable[[FaithfulBuilder, Handle], Handle]:
-    return lambda self, arg: self.unary_op(arg, partial(_in_fp64, function))
+def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
+    """A product, and z added to it, rounded once."""
+    return TensorHandle(fused(*factors, z), like.dtype.scalar)
+
+
+def _remembering(create: Callable[..., Handle]) -> Callable[..., Handle]:
+    """An operation on shapes, after which it is still known what argument a pointer is of, and of what a product is."""
+
+    def call(*args: Any) -> Handle:
+        arg, shaped = next(arg for arg in args if isinstance(arg, TensorHandle)), create(*args)
+        if "argument" in arg.attr:
+            shaped.attr["argument"] = arg.attr["argument"]
+        if "product" in arg.attr and shaped.data.size == arg.data.size:
+            factors = np.broadcast_arrays(*arg.attr["product"])
+            shaped.attr["product"] = tuple(x.reshape(shaped.data.shape) for x in factors)
+        return shaped
+
+    return call
 
 
 _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -298,18 +256,8 @@ _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "erf": lambda x: torch.erf(torch.from_numpy(x)).numpy(),
 }
 for _name, _function in _FUNCTIONS.items():
-    setattr(FaithfulBuilder, f"create_{_name}", _elementwise(_function))
-
-
-def _remembering(arg: Handle, shaped: Handle) -> Handle:
-    """What an array remembers, in its new shape."""
-    if "argument" in arg.attr:
-        shaped.attr["argument"] = arg.attr["argument"]
-    if "product" in arg.attr and shaped.data.size == arg.data.size:
-        shaped.attr["product"] = tuple(x.reshape(shaped.data.shape) for x in np.broadcast_arrays(*arg.attr["product"]))
-    return shaped
-
-
-def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
-    """A product, and z added to it, rounded once."""
-    return TensorHandle(fused(*factors, z), like.dtype.scalar)
+    setattr(
+        FaithfulBuilder, f"create_{_name}", partialmethod(FaithfulBuilder.unary_op, op=partial(_in_fp64, _function))
+    )
+for _name in ("create_addptr", "create_splat", "create_expand_dims", "create_broadcast"):
+    setattr(FaithfulBuilder, _name, _remembering(getattr(InterpreterBuilder, _name)))

@@ -1,17 +1,18 @@
 """The memory that a launch may touch: that of its arguments."""
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-
-from tiebreak.backends.interpreter.errors import OutOfBoundsError
-from tiebreak.backends.interpreter.numbers import Array
+from numpy.typing import NDArray
 
 ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
+
+
+class OutOfBoundsError(IndexError):
+    """The kernel reads or writes where none of its arguments lies; one line with the kernel and the argument."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,6 @@ class Argument:
     end: int
     first: int  # address of its first element
 
-    def elements(self, dtype: np.dtype[Any]) -> Array:
-        """All of its storage, as so many elements as fit in."""
-        count = (self.end - self.start) // dtype.itemsize
-        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.start)
-        buffer: Array = np.frombuffer(memory, dtype, count)
-        return buffer
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -38,40 +32,7 @@ class Memory:
     kernel: str
     arguments: tuple[Argument, ...]
 
-    def located(
-        self, addresses: Array, mask: Array, dtype: np.dtype[Any], name: str | None, verb: str
-    ) -> tuple[Array, Array] | None:
-        """An argument's elements, and where among them a pointer points.
-
-        Args:
-            addresses: of elements, uint64.
-            mask: which of them are accessed, in their shape.
-            dtype: of an element.
-            name: the argument that the pointer comes from; None where that is lost.
-            verb: what is done there.
-
-        Returns:
-            The elements of the argument's storage, and indices into them, 0 where the mask hides one; None where more
-            than one argument may be meant, or elements lie askew: then all that is known is that they lie in one.
-
-        Raises:
-            OutOfBoundsError: some lie outside.
-        """
-        meant = [argument for argument in self.arguments if argument.name == name]
-        if len(meant) != 1 or (int(addresses.flat[0]) - meant[0].start) % dtype.itemsize:
-            self.check(addresses, mask, dtype.itemsize, name, verb)
-            return None
-        elements = meant[0].elements(dtype)
-        # A pointer before the start wraps to a number beyond every end.
-        index = (addresses - np.uint64(meant[0].start)).view(np.int64) // dtype.itemsize
-        if not mask.all():
-            index = np.where(mask, index, 0)
-        if not mask.any() or (index.min() >= 0 and index.max() < len(elements)):
-            return elements, index
-        self.check(addresses, mask, dtype.itemsize, name, verb)
-        return None
-
-    def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
+    def check(self, addresses: NDArray[Any], mask: NDArray[Any], size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside of the storage of the argument that a pointer comes from.
 
         Args:
@@ -80,9 +41,6 @@ class Memory:
             size: of one element, in bytes.
             name: the argument; None where a pointer's origin is lost, and it must lie in one of them.
             verb: what is done there.
-
-        Raises:
-            OutOfBoundsError: some lie outside.
         """
         if name == ANYWHERE or not mask.any():
             return
@@ -103,16 +61,11 @@ class Memory:
 def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:
     """The tensors among a call's arguments, those in tuples and descriptors too."""
     for name, value in bound.items():
+        base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
+        tensor = base if isinstance(base, torch.Tensor) else value
         if isinstance(value, tuple | list):
             yield from arguments_of({f"{name}[{number}]": element for number, element in enumerate(value)})
-        else:
-            yield from _of_tensor(name, value)
-
-
-def _of_tensor(name: str, value: Any) -> Iterator[Argument]:
-    base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
-    tensor = base if isinstance(base, torch.Tensor) else value
-    if isinstance(tensor, torch.Tensor):
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        yield Argument(name, start, start + storage.nbytes(), tensor.data_ptr())
+        elif isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            yield Argument(name, start, start + storage.nbytes(), tensor.data_ptr())

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 import triton.language as tl
 from numpy.typing import NDArray
-from triton.runtime import interpreter as upstream
 
 from tiebreak.backends.emulation.rounding import fma
-from tiebreak.backends.interpreter.errors import UnfaithfulError
+from tiebreak.kernels.kernel import CannotRunError
 
 Array = NDArray[Any]
 
@@ -24,29 +23,23 @@ _NARROW = {
 # PTX converts to 8 bits with .satfinite alone, and Triton asks the same of AMD's: beyond the largest number lies none.
 _LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _NARROW.values() if dtype.itemsize == 1}  # type: ignore[no-untyped-call]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_known: dict[str, np.dtype[np.generic]] = {}  # by the name of Triton's type: upstream makes a table for each question
-_numpy_type = upstream._get_np_dtype  # as it was before anything took its place
+_NAMES = "float16 float32 float64 int8 uint8 int16 uint16 int32 uint32 int64 uint64"
+_TYPES: dict[tl.dtype, np.dtype[Any]] = {getattr(tl, name): np.dtype(name) for name in _NAMES.split()} | _NARROW
+_TYPES[tl.int1] = np.dtype(bool)
 
 
-def numpy_type(dtype: tl.dtype) -> np.dtype[np.generic]:
+def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
     """The numpy type of a Triton type: of a block that of an element, of a pointer an address.
 
     Raises:
-        UnfaithfulError: there is none.
+        CannotRunError: there is none.
     """
-    element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-    if element.name not in _known:
-        _known[element.name] = _looked_up(element)
-    return _known[element.name]
-
-
-def _looked_up(element: tl.dtype) -> np.dtype[np.generic]:
+    element = dtype.scalar
     if element.is_ptr():
         return np.dtype(np.uint64)
-    if element == tl.float8e4b15:
-        raise UnfaithfulError("the type float8e4b15 is not interpreted")
-    resolved: np.dtype[np.generic] = _NARROW.get(element) or _numpy_type(element)
-    return resolved
+    if element not in _TYPES:
+        raise CannotRunError(f"the type {element} is not interpreted")
+    return _TYPES[element]
 
 
 def bits(x: Array) -> Array:
@@ -61,12 +54,12 @@ def fused(x: Array, y: Array, z: Array) -> Array:
     return fused_sum
 
 
-def is_float(dtype: np.dtype[np.generic]) -> bool:
+def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether numbers of a type are rounded."""
     return dtype in _NARROW.values() or dtype.kind == "f"
 
 
-def converted(x: Array, to: np.dtype[np.generic], *, toward_zero: bool = False) -> Array:
+def converted(x: Array, to: np.dtype[Any], *, toward_zero: bool = False) -> Array:
     """Numbers of one type in another: to nearest, ties to even, or toward zero; saturating where the hardware's does.
 
     Args:

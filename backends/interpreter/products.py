@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from triton._C.libtriton import ir
 
-from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
-from tiebreak.backends.emulation.targets import core_of
-from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
+from tiebreak.backends.emulation.accumulators import MATMULS
+from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.numbers import Array, bits, fused
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 
 _FORMATS = {
@@ -31,20 +30,17 @@ _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
 def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions) -> Array:
-    """a @ b + addend.
+    """a @ b + addend, as a kernel asks for it and a card adds up, in the type of the addend.
 
     Args:
         a: (..., m, k), of any type that `tl.dot` takes.
         b: (..., k, n), of the same; of fp8 it may be another one of 8 bits.
-        addend: (..., m, n), in the type of the result.
+        addend: (..., m, n).
         how: what the kernel asks for.
-        assumed: how a card adds up.
-
-    Returns:
-        In the type of the addend.
+        assumed: of the card.
 
     Raises:
-        UnfaithfulError: the card has no such product.
+        CannotRunError: the card has no such product.
     """
     if a.dtype.kind in "iu":
         # Exact in fp64, and far faster than numpy's product of integers.
@@ -52,14 +48,15 @@ def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions)
     if a.dtype == np.float64:
         return a @ b + addend
     total = addend.astype(np.float32)
-    for left, right, name in _operands(a, b, how.precision):
-        if assumed.adds_exactly:
-            exact_sum = ACCUMULATIONS[Accumulator.EXACT].matmul(_tensor(left), _tensor(right)).numpy()
+    for left, right, formats in _operands(a, b, how.precision):
+        if assumed.exact:
+            exact_sum = MATMULS[Accumulator.EXACT](_tensor(left), _tensor(right)).numpy()
             total = (exact_sum + total).astype(addend.dtype).astype(np.float32)
-        elif name is None:
-            total = _one_by_one(left, right, total)
+        elif formats is None:  # fp32, which no tensor core multiplies: one fused multiply-add after the other
+            for at in range(left.shape[-1]):
+                total = fused(left[..., :, at, None], right[..., None, at, :], total)
         else:
-            total = _on_the_cores(left, right, total, name, how, assumed)
+            total = _on_the_cores(left, right, total, formats, how, assumed)
     return total.astype(addend.dtype)
 
 
@@ -76,23 +73,30 @@ def _tensor(x: Array) -> torch.Tensor:
 
 
 def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array, tuple[str, str] | None]]:
-    """The products that one is made of, in fp32 each, and what their operands' formats are; None: fp32."""
-    if a.dtype == np.float32:
-        formats = None if precision == ir.INPUT_PRECISION.IEEE else ("tf32", "tf32")
-        yield from ((left, right, formats) for left, right in _split(a, b, precision))
-    else:
+    """The products that one is made of, in fp32 each, the smallest first, and their operands' formats; None: fp32."""
+    tf32 = ("tf32", "tf32")
+    if a.dtype != np.float32:
         yield a.astype(np.float32), b.astype(np.float32), (_FORMATS[a.dtype], _FORMATS[b.dtype])
+    elif precision == ir.INPUT_PRECISION.IEEE:
+        yield a, b, None
+    elif precision in (ir.INPUT_PRECISION.TF32, ir.INPUT_PRECISION.TF32x3):
+        if precision == ir.INPUT_PRECISION.TF32x3:
+            yield _cut(a - _cut(a)), _cut(b), tf32
+            yield _cut(a), _cut(b - _cut(b)), tf32
+        yield _cut(a), _cut(b), tf32
+    else:
+        raise CannotRunError(f"tl.dot with input_precision {precision} is not interpreted")
 
 
 def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], how: How, assumed: Assumptions) -> Array:
     """As tensor cores add up, from what is there already."""
     name, eight_bits = assumed.name, formats[0].startswith("fp8")
-    if name == "gfx942" and not formats[0].endswith("fnuz") and eight_bits:
+    if name == "gfx942" and eight_bits and not formats[0].endswith("fnuz"):
         formats = ("fp16", "fp16")  # as which Triton multiplies the formats that CDNA3 lacks, and which holds them
     try:
         core = core_of(name, *formats)
     except ValueError as error:
-        raise UnfaithfulError(str(error)) from error
+        raise CannotRunError(str(error)) from error
     step = max(how.most_at_once, _HOPPERS_STEP) if name == "sm_90" and eight_bits and how.most_at_once else a.shape[-1]
     if step >= a.shape[-1]:
         return tensor_core_matmul(_tensor(a), _tensor(b), _tensor(total), core).numpy()
@@ -100,27 +104,6 @@ def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], ho
         part = _tensor(a[..., start : start + step]), _tensor(b[..., start : start + step, :])
         total = total + tensor_core_matmul(*part, torch.zeros(()), core).numpy()
     return total
-
-
-def _one_by_one(a: Array, b: Array, total: Array) -> Array:
-    """fp32, which no tensor core multiplies: one fused multiply-add after the other."""
-    for at in range(a.shape[-1]):
-        total = fused(a[..., :, at, None], b[..., None, at, :], total)
-    return total
-
-
-def _split(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array]]:
-    """The products that one of fp32 is made of, the smallest first."""
-    if precision == ir.INPUT_PRECISION.IEEE:
-        yield a, b
-    elif precision == ir.INPUT_PRECISION.TF32:
-        yield _cut(a), _cut(b)
-    elif precision == ir.INPUT_PRECISION.TF32x3:
-        yield _cut(a - _cut(a)), _cut(b)
-        yield _cut(a), _cut(b - _cut(b))
-        yield _cut(a), _cut(b)
-    else:
-        raise UnfaithfulError(f"tl.dot with input_precision {precision} is not interpreted")
 
 
 def _cut(x: Array) -> Array:
@@ -141,17 +124,15 @@ def scaled_operand(data: Array, scale: Any, kind: object, *, packed_last: bool, 
         right: whether it is the right one, whose summed dimension is the one before the last.
     """
     if kind in (ir.ScaleDotElemTypeTY.E2M3, ir.ScaleDotElemTypeTY.E3M2):
-        raise UnfaithfulError(f"tl.dot_scaled of {kind} is not interpreted")
-    values = _unpacked(data, -1 if packed_last else -2) if kind == ir.ScaleDotElemTypeTY.E2M1 else data
-    wide = values.astype(np.float32)
+        raise CannotRunError(f"tl.dot_scaled of {kind} is not interpreted")
+    if kind == ir.ScaleDotElemTypeTY.E2M1:
+        data = _unpacked(data, -1 if packed_last else -2)
+    wide = data.astype(np.float32)
     if scale is None:
         return wide
-    scales = scale.data
-    if scales.dtype.kind in "iu":
-        scales = scales.view(ml_dtypes.float8_e8m0fnu)
-    factors = scales.astype(np.float32)
-    along = wide.shape[-2 if right else -1]
-    factors = np.repeat(factors, along // factors.shape[-1], axis=-1)
+    scales = scale.data.view(ml_dtypes.float8_e8m0fnu) if scale.data.dtype.kind in "iu" else scale.data
+    block = wide.shape[-2 if right else -1] // scales.shape[-1]
+    factors = np.repeat(scales.astype(np.float32), block, axis=-1)
     scaled: Array = wide * (np.swapaxes(factors, -1, -2) if right else factors)
     return scaled
 

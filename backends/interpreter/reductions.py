@@ -12,19 +12,16 @@ import triton.language as tl
 from triton.language import standard
 from triton.runtime import interpreter as upstream
 
+from tiebreak.backends.emulation.accumulators import row_total
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.numbers import Array, converted, is_float, numpy_type
+from tiebreak.kernels.plans import Accumulator
 
 Tensor = Any  # triton's
 Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
 
-_EXTREMES = {standard._elementwise_max: np.fmax, standard._elementwise_min: np.fmin}  # as a card's, they drop NaN
-_ARGUMENTS = (
-    standard._argmin_combine_tie_break_left,
-    standard._argmin_combine_tie_break_fast,
-    standard._argmax_combine_tie_break_left,
-    standard._argmax_combine_tie_break_fast,
-)
+# As a card's, they drop NaN.
+_EXTREMES = ((standard._elementwise_max, np.fmax), (standard._elementwise_min, np.fmin))
 
 
 def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
@@ -39,18 +36,12 @@ def reducing(assumed: Assumptions) -> Callable[..., Any]:
     """`tl.reduce` under what is assumed of a card's sums."""
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
-        inputs = input if isinstance(input, tuple) else (input,)
-        axis, keep = _plain(axis), bool(_plain(keep_dims))
-        if combine_fn in _ARGUMENTS:
-            return upstream.ReduceOps(axis, combine_fn, keep).apply(input)
+        inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
         arrays = [tensor.handle.data.reshape(-1) if axis is None else tensor.handle.data for tensor in inputs]
         results = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
-        shape = inputs[0].handle.data.shape
-        if keep:
-            new_shape = (
-                [1] * len(shape) if axis is None else [1 if i == axis % len(shape) else n for i, n in enumerate(shape)]
-            )
-            results = [result.reshape(new_shape) for result in results]
+        if _plain(keep_dims):
+            new = tuple(range(inputs[0].handle.data.ndim)) if axis is None else axis
+            results = [np.expand_dims(result, new) for result in results]
         tensors = tuple(tensor_of(data, tensor.dtype) for data, tensor in zip(results, inputs, strict=True))
         return tensors if isinstance(input, tuple) else tensors[0]
 
@@ -64,8 +55,9 @@ def _plain(value: Any) -> Any:
 def _reduced(
     arrays: list[Array], inputs: tuple[Tensor, ...], axis: int, combine: Combine, assumed: Assumptions
 ) -> list[Array]:
-    if combine in _EXTREMES:
-        return [_EXTREMES[combine].reduce(arrays[0], axis=axis)]
+    for known, extreme in _EXTREMES:
+        if combine is known:
+            return [extreme.reduce(arrays[0], axis=axis)]
     if combine is standard._sum_combine:
         return [_total(arrays[0], axis, assumed)]
     arrays = [np.moveaxis(array, axis, 0) for array in arrays]
@@ -83,19 +75,18 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
     results = results if isinstance(results, tuple) else (results,)
     # A function may give back a number; of scalars Triton's arrays have one element.
     data = (upstream.interpreter_semantic.to_tensor(result).handle.data for result in results)
-    shape = arrays[0].shape
-    size = arrays[0].size
+    shape, size = arrays[0].shape, arrays[0].size
     return [part.reshape(shape) if part.size == size else np.broadcast_to(part, shape) for part in data]
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
-    """Of numbers in the order that is assumed; of integers the sum."""
-    if not is_float(x.dtype):
+    """Of numbers in the order that is assumed; of integers and fp64 the sum."""
+    if not is_float(x.dtype) or x.dtype == np.float64:
         return np.asarray(x.sum(axis, dtype=x.dtype))
-    if x.dtype == np.float64:
-        return np.asarray(x.sum(axis))
     rows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x.astype(np.float32), axis, -1)))
-    return converted(assumed.total(rows)[..., 0].numpy(), x.dtype)
+    # On any card in fp32, by a balanced tree.
+    total = row_total(rows, Accumulator.EXACT if assumed.exact else Accumulator.HOPPER)
+    return converted(total[..., 0].numpy(), x.dtype)
 
 
 def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: object) -> Any:

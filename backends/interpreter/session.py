@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -20,10 +21,10 @@ from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder
-from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import numpy_type
 from tiebreak.backends.interpreter.reductions import reducing, scan
+from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
@@ -46,7 +47,16 @@ def interpreting(assumed: Assumptions) -> Iterator[None]:
             )
         session.put(Autotuner, "run", _with_the_first(Autotuner.run))
         session.put(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
-        session.put(driver, "_active", _driver(assumed))
+        target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
+        # What a kernel's host code may ask of the active driver: there is one device, with one stream.
+        answers = {
+            "get_current_target": target,
+            "get_active_torch_device": torch.device("cpu"),
+            "get_current_device": 0,
+            "get_current_stream": 0,
+        }
+        active = {name: partial(lambda answer, *_: answer, answer) for name, answer in answers.items()}
+        session.put(driver, "_active", SimpleNamespace(**active))
         stack.enter_context(patch.dict(os.environ, {_SWITCH: "1"}))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a program's tiles are small
@@ -66,17 +76,6 @@ def _with_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
     return first
 
 
-def _driver(assumed: Assumptions) -> SimpleNamespace:
-    """What a kernel's host code may ask of the active driver: there is one device, with one stream."""
-    target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
-    return SimpleNamespace(
-        get_current_target=lambda: target,
-        get_active_torch_device=lambda: torch.device("cpu"),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-    )
-
-
 class _Session:
     """Patches of Triton's language, undone by the stack that holds them."""
 
@@ -92,12 +91,14 @@ class _Session:
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
         stack.callback(scope.restore)
-        self.put(tl.dtype, "to_ir", _to_ir(tl.dtype.to_ir))
-        self.put(tl.core.block_type, "__init__", _shared(tl.core.block_type.__init__))
+        to_ir = tl.dtype.to_ir
+        # Triton before 3.9 knows none of AMD's own types.
+        fnuz = (tl.float8e4b8, tl.float8e5b16)
+        self.put(tl.dtype, "to_ir", lambda dtype, builder: dtype if dtype in fnuz else to_ir(dtype, builder))
         self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
-                self.put(tl.tensor, name, _method(member))
+                self.put(tl.tensor, name, partialmethod(member))
         for module in (tl, tl.core):
             self.put(module, "reduce", reducing(assumed))
             self.put(module, "associative_scan", scan)
@@ -154,29 +155,6 @@ class _Session:
         self._stack.enter_context(patch.dict(names, changed))
 
 
-def _to_ir(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A type as the builder has it; Triton before 3.9 knows none of AMD's own."""
-
-    def to_ir(self: tl.dtype, builder: FaithfulBuilder) -> Any:
-        return self if self in (tl.float8e4b8, tl.float8e5b16) else original(self, builder)
-
-    return to_ir
-
-
-def _shared(original: Callable[..., None]) -> Callable[..., None]:
-    """`block_type.__init__`, which makes equal types once: Triton's front end asks for one at every operation."""
-    known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
-
-    def begin(self: Any, element_ty: Any, shape: Any) -> None:
-        key = id(element_ty), tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-        if key not in known:
-            original(self, element_ty, shape)
-            known[key] = dict(vars(self))  # which keeps the elements' type alive
-        self.__dict__.update(known[key])
-
-    return begin
-
-
 def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the language whose words a compiled kernel has as constants; Triton before 3.8 insists on it."""
 
@@ -192,40 +170,27 @@ def _drop_all_but(kind: type, names: set[str]) -> None:
         delattr(kind, name)
 
 
-def _method(function: Function) -> Callable[..., Any]:
-    """A function of Triton as a method of its first argument."""
-
-    def method(self: object, *args: object, **kwargs: object) -> Any:
-        return function(self, *args, **kwargs)
-
-    return method
-
-
 _REWRITTEN: dict[FunctionType, Callable[..., Any]] = {}
 
 
 def _at_hand(function: FunctionType) -> Callable[..., Any]:
-    """A function of Triton's language, to be called in interpreted code."""
+    """A function of Triton's language, to be called in interpreted code; of a vendor's library: exact, or refused."""
+    name = function.__name__
     if function.__module__.startswith(_EXTRA):
-        return _of_a_library(function)
+
+        def call(*args: Any, **_: object) -> Any:
+            if name not in _EXACT:
+                raise CannotRunError(f"the library function {name} can't be interpreted: its bits are not known here")
+            (x,) = args
+            data = getattr(np, _EXACT[name])(x.handle.data)
+            return tl.core.tensor(upstream.TensorHandle(data, x.handle.dtype), x.type)
+
+        return call
     if not tl.core.is_builtin(function):
         return function
     # By its name: upstream has put its own in the place of some.
-    replacement: Any = getattr(tl, function.__name__, None) or getattr(tl.core, function.__name__, function)
+    replacement: Any = getattr(tl, name, None) or getattr(tl.core, name, function)
     return cast(Callable[..., Any], replacement)
-
-
-def _of_a_library(function: FunctionType) -> Callable[..., Any]:
-    """A function of a vendor's library: exact, or refused by its name."""
-    name = function.__name__
-
-    def call(*args: Any, **_: object) -> Any:
-        if name not in _EXACT:
-            raise UnfaithfulError(f"the library function {name} can't be interpreted: its bits are not known here")
-        (x,) = args
-        return tl.core.tensor(upstream.TensorHandle(getattr(np, _EXACT[name])(x.handle.data), x.handle.dtype), x.type)
-
-    return call
 
 
 def _argument(name: str, value: Any) -> Any:

@@ -5,21 +5,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from tiebreak.cases.capture.interest import Candidate
-from tiebreak.cases.captured import FILE, layer_checksum
+from tiebreak.cases.capture.watch import CaptureError
+from tiebreak.cases.captured import FILE
 
 _HEADER = 2**13  # of a file, about
 MB = 10**6
-
-
-class CaptureError(ValueError):
-    """Something that keeps a capture from being made; one line that names the argument or the file."""
 
 
 class Kept(NamedTuple):
@@ -33,13 +29,9 @@ class Folder:
     """The files of one process in a folder that several may share: each has its own names and its own share."""
 
     def __init__(self, path: Path, budget: int, rank: int, ranks: int) -> None:
-        """Take stock of what earlier runs left.
+        """Make the folder if it is not there, and take stock of what earlier runs left.
 
-        Args:
-            path: of the folder; made if it is not there.
-            budget: of the whole folder, bytes; the ranks have equal shares.
-            rank: this process's number, from 0.
-            ranks: how many processes share the folder.
+        The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
 
         Raises:
             CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
@@ -56,20 +48,17 @@ class Folder:
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
             sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
-        others = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        ours = {
-            file: Kept(size, telling)
-            for file, size in sizes.items()
-            if (telling := _telling(file)) is not None and _rank(file) in others
-        }
-        foreign = sum(size for file, size in sizes.items() if file not in ours)
+        ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
+        found = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
+        of_this_run = {file: kept for file, kept in found.items() if _suffix(file) in ours}
+        foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
             raise CaptureError(
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {file: kept for file, kept in ours.items() if _rank(file) == self._suffix}
+        self.kept = {file: kept for file, kept in of_this_run.items() if _suffix(file) == self._suffix}
         self._make_room(0)
 
     @property
@@ -83,35 +72,36 @@ class Folder:
         """Size of this process's files."""
         return sum(file.bytes for file in self.kept.values())
 
-    def fits(self, sizes: Sequence[int]) -> int:
-        """How many layers of these sizes, the first, fit in the whole budget."""
-        return sum(_HEADER + total <= self.budget for total in accumulate(sizes))
-
-    def wants(self, size: int, telling: float) -> bool:
-        """Whether a capture of this size is more telling than what has to give way to it."""
-        weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
-        return self.bytes - weaker + size + _HEADER <= self.budget
+    @property
+    def room(self) -> int:
+        """Bytes of tensors that fit in the whole budget."""
+        return self.budget - _HEADER
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write a capture, then let others give way; None where there is a file of this name, which stays.
+        """Write layers, the most telling first, and let less telling files give way; None: it would give way itself.
 
         Raises:
             CaptureError: it can't be written; what was there stays.
+            FileExistsError: there is a file of this step, which stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
-        if path.exists():
+        telling = layers[0].findings.telling
+        weaker = sum(file.bytes for file in self.kept.values() if file.telling < telling)
+        if self.bytes - weaker + sum(layer.bytes for layer in layers) + _HEADER > self.budget:
             return None
+        if path.exists():
+            raise FileExistsError(path)
         partial = path.with_name(f".{path.stem}.partial")
         tensors, metadata = _content(step, layers)
         with _write_errors(self.path):
             try:
-                self._save(tensors, partial, metadata)
+                self._save(tensors, partial, {**metadata, "telling": f"{telling:.6g}"})
                 size = partial.stat().st_size
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
         self._make_room(size)
-        self.kept[path] = Kept(size, _most_telling(layers))
+        self.kept[path] = Kept(size, telling)
         return path
 
     def _make_room(self, size: int) -> None:
@@ -130,10 +120,9 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _rank(path: Path) -> str:
+def _suffix(path: Path) -> str:
     match = FILE.fullmatch(path.name)
-    assert match is not None
-    return "" if match[2] is None else f"-rank{match[2]}"
+    return "" if match is None or match[2] is None else f"-rank{match[2]}"
 
 
 def _telling(path: Path) -> float | None:
@@ -149,22 +138,15 @@ def _telling(path: Path) -> float | None:
 def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
-    details: dict[str, str] = {}
+    details = {"step": str(step), "causal": str(all(layer.call.causal for layer in layers)).lower()}
     for layer in layers:
         assert layer.do is not None
-        assert layer.findings is not None
         key, call = f"layer{layer.layer}", layer.call
         parts = {"q": call.q, "k": call.k, "v": call.v, "o": layer.o, "do": layer.do}
         host = {name: part.cpu().contiguous() for name, part in parts.items()}
         tensors |= {f"{key}.{name}": part for name, part in host.items()} | {f"{key}.heads": layer.heads.cpu()}
         details |= {f"{key}.causal": str(call.causal).lower(), f"{key}.name": layer.name}
         details |= {} if call.scale is None else {f"{key}.scale": repr(call.scale)}
-        details[f"{key}.crc32"] = layer_checksum(host, call.causal, call.scale)
         for name in ("telling", "repeated", "delta_bias", "largest"):
             details[f"{key}.{name}"] = f"{getattr(layer.findings, name):.6g}"
-    causal = str(all(layer.call.causal for layer in layers)).lower()
-    return tensors, {"step": str(step), "telling": f"{_most_telling(layers):.6g}", "causal": causal} | details
-
-
-def _most_telling(layers: Sequence[Candidate]) -> float:
-    return max(layer.findings.telling for layer in layers if layer.findings is not None)
+    return tensors, details

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiebreak.cases.capture.calls import AttentionCall
+from tiebreak.cases.capture.watch import AttentionCall
 from tiebreak.kernels.vendor import exact_products
 
 ROWS = 16  # of every query head, spread evenly
@@ -41,6 +41,9 @@ class Findings(NamedTuple):
         return self.repeated + delta + min(1.0, max(0.0, self.largest) / _HARMFUL_LOGIT)
 
 
+_UNKNOWN = Findings(*[math.nan] * 6)
+
+
 @contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
     """Compute beside a model: no graph, no autocast, no narrowed products; no random numbers are drawn."""
@@ -61,17 +64,19 @@ class Candidate:
     statistics: Tensor  # repeated and largest by pair, and unlike: (2 pairs + 1,)
     error: Tensor  # O - softmax(scale q k^T) v of these rows, fp32, (pairs, groups, rows, d)
     do: Tensor | None = None  # as o
-    findings: Findings | None = None  # once its step has ended
+    findings: Findings = _UNKNOWN  # once its step has ended
 
     @property
     def bytes(self) -> int:
         """Its size, on the device or in a file."""
-        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o if self.do is None else self.do)
+        parts = (self.call.q, self.call.k, self.call.v, self.o, self.o)  # dO is as O
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def narrowed(self) -> "Candidate":
-        """The half of the heads, at least one, that had most to tell before the backward pass."""
-        pairs = max(1, self.o.shape[0] // 2)
+    def within(self, size: int) -> "Candidate | None":
+        """As many heads as fit into this size, those that had most to tell before the backward pass; None: none fit."""
+        pairs = size * self.o.shape[0] // self.bytes
+        if pairs < 1:
+            return None
         q, k, v = (part[:pairs] for part in (self.call.q, self.call.k, self.call.v))
         do = None if self.do is None else self.do[:pairs]
         return replace(self, call=replace(self.call, q=q, k=k, v=v), o=self.o[:pairs], heads=self.heads[:pairs], do=do)
@@ -98,13 +103,10 @@ class Candidate:
 
 
 def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
-    """Look at a call and copy the heads that have most to tell.
+    """Look at a call of a module, by its name and its number, and copy the heads that have most to tell.
 
     Args:
-        name: of the module that called.
-        layer: its number.
-        call: q, k, v as the kernel took them.
-        o: what it returned, (batch, heads, queries, d).
+        call, o: q, k, v as the kernel took them, and what it returned, (batch, heads, queries, d).
         pairs: key heads to keep, over all batch entries, each with its query heads.
         tokens: queries to keep, the first; under a causal mask their keys alone.
         turn: moves the sampled rows from step to step.
@@ -138,11 +140,7 @@ def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
 
 
 def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the sampled rows: the share that repeats its maximum and the largest score by key head, and O in fp32.
-
-    Returns:
-        (batch, key heads), (batch, key heads), (batch, heads, rows, d).
-    """
+    """Of the sampled rows, by key head, the share that repeats its maximum and the largest score; and O in fp32."""
     (batch, heads, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
     q = call.q[:, :, at].float()
     rows = q.shape[2]

@@ -4,16 +4,24 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.capture.calls import AttentionCall, NotHeldError
-from tiebreak.cases.capture.folder import MB, CaptureError, Folder
+from tiebreak.cases.capture.folder import MB, Folder
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import AttentionModule, Place, Watch, named_modules
+from tiebreak.cases.capture.watch import (
+    AttentionCall,
+    AttentionModule,
+    CaptureError,
+    NotHeldError,
+    Place,
+    Watch,
+    named_modules,
+)
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _NOTHING: Mapping[str, AttentionModule] = {}
@@ -83,14 +91,9 @@ class Capture:
         self._model, self._path, self._start, self._patterns, self._quiet = model, Path(folder), start, modules, quiet
         self._every, self._heads, self._most, self._tokens = every, heads, layers, tokens
         self._budget, self._memory = int(budget_mb * MB), int(memory_mb * MB)
-        self._number = 0  # of the step that is running
         self._undo = ExitStack()
         self._layers: dict[Place, int] = {}  # numbers, by the order of the first forward pass
-        self._done: set[Place] = set()  # calls of this step that were looked at
-        self._candidates: list[Candidate] = []
-        self._held = 0  # bytes on the device
         self._first = 0  # the layer from which on a step looks
-        self._left: list[int] = []  # layers that this step had no memory for
         self.steps = 0  # in all
         self.looked = 0  # steps that were looked at
         self.calls: Counter[str] = Counter()  # by what became of them
@@ -105,7 +108,7 @@ class Capture:
         named = named_modules(self._model, self._patterns)
         self._folder = Folder(self._path, self._budget, *_ranks())
         last = self._folder.last_step
-        self._number = (0 if last is None else last + 1) if self._start is None else self._start
+        self._number = (0 if last is None else last + 1) if self._start is None else self._start  # of the running step
         self._watch = Watch(self._model, named, self._seen)
         self._undo.enter_context(self._watch.installed())
         self._begin()
@@ -130,10 +133,9 @@ class Capture:
         self._begin()
 
     def _begin(self) -> None:
-        self._done.clear()
-        self._candidates.clear()
-        self._left.clear()
-        self._held = 0
+        self._done: set[Place] = set()  # calls of this step that were looked at
+        self._candidates: list[Candidate] = []
+        self._left: list[int] = []  # layers that this step had no memory for
         looking = self._number % self._every == 0
         if looking or self._watch.looking:
             self._watch.look(looking)
@@ -147,9 +149,10 @@ class Capture:
         if place in self._done or not out.requires_grad:
             return
         self._done.add(place)
-        if self._held > self._memory:
+        full = sum(copied.bytes for copied in self._candidates) > self._memory
+        if full:
             self._left.append(layer)
-        if layer < self._first or self._held > self._memory:
+        if full or layer < self._first:
             self.calls["left for another step (memory_mb)"] += 1
             return
         try:
@@ -157,12 +160,11 @@ class Capture:
             if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
             with measuring(out.device):
-                size, turn = (self._heads, self._tokens), self._number // self._every
-                copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *size, turn)
+                how = (self._heads, self._tokens, self._number // self._every)
+                copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *how)
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
             return
-        self._held += copied.bytes
         self._candidates.append(copied)
 
         def hook(gradient: Tensor) -> None:
@@ -181,7 +183,7 @@ class Capture:
         with measuring(ended[0].o.device):
             summaries = [part.summary() for part in ended]
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
-        good: list[tuple[float, Candidate]] = []
+        good: list[Candidate] = []
         for part, row in zip(ended, numbers, strict=True):
             part.findings = found = Findings(*row)
             self.calls["looked at"] += 1
@@ -190,36 +192,31 @@ class Capture:
             elif found.unlike > _UNLIKE and not part.call.sure:
                 self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
             else:
-                good.append((found.telling, part))
-        good.sort(key=lambda each: -each[0])
+                good.append(part)
         if good:
-            self._write([part for _, part in good[: self._most]], good[0][0])
+            self._write(sorted(good, key=lambda part: -part.findings.telling)[: self._most])
 
-    def _write(self, layers: list[Candidate], telling: float) -> None:
-        fitting = self._folder.fits([layer.bytes for layer in layers])
-        chosen = layers[:fitting] or [self._narrowed(layers[0])]
-        if self._folder.wants(sum(layer.bytes for layer in chosen), telling):
+    def _write(self, layers: list[Candidate]) -> None:
+        """Write the first of these layers, as many as fit; where none fits, heads of the very first."""
+        fitting = sum(total <= self._folder.room for total in accumulate(layer.bytes for layer in layers))
+        narrowed = layers[0].within(self._folder.room)
+        if narrowed is None:
+            size, budget = layers[0].bytes / layers[0].o.shape[0] / MB, self._folder.budget / MB
+            reason = f"one head of {layers[0].name} takes {size:.2f} MB, and the budget is {budget:.2f} MB"
+            raise CaptureError(f"budget_mb: {reason} of this process; raise it")
+        chosen = layers[:fitting] or [narrowed]
+        try:
             path = self._folder.write(self._number, chosen)
-            if path is None:
-                self.calls["of a step that the folder has already"] += len(chosen)
-            else:
-                self.written.append(path)
-
-    def _narrowed(self, chosen: Candidate) -> Candidate:
-        """Fewer heads of a layer that does not fit whole."""
-        while not self._folder.fits([chosen.bytes]):
-            if chosen.o.shape[0] == 1:
-                reason = f"one head of {chosen.name} takes {chosen.bytes / MB:.2f} MB, and the budget is"
-                raise CaptureError(f"budget_mb: {reason} {self._folder.budget / MB:.2f} MB of this process; raise it")
-            chosen = chosen.narrowed()
-        return chosen
+        except FileExistsError:
+            self.calls["of a step that the folder has already"] += len(chosen)
+        else:
+            self.written += [] if path is None else [path]
 
     def summary(self) -> str:
         """Counts of calls and files, and the command to run next; several lines."""
         folder = self._folder
-        lines = [
-            f"capture: looked at {self.looked} of {self.steps} steps, {self.calls['looked at']} calls of attention"
-        ]
+        looked = f"looked at {self.looked} of {self.steps} steps"
+        lines = [f"capture: {looked}, {self.calls['looked at']} calls of attention"]
         if not self._layers and self.looked:
             seen = "torch's scaled_dot_product_attention, Hugging Face's attention functions and modules=... are seen"
             lines.append(f"no call was seen: {seen}")

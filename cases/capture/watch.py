@@ -1,26 +1,177 @@
-"""Where a model's calls of attention pass by: torch's function, Hugging Face's functions, modules that are named."""
+"""Where a model's calls of attention pass by, and what they are in the words of the captured format.
+
+Calls are those of torch's function, of Hugging Face's functions, and of modules that are named.
+"""
 
 import fnmatch
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tiebreak.cases.capture.calls import AttentionCall, Masks, hugging_face_call, plain_call, sdpa_call
-from tiebreak.cases.capture.folder import CaptureError
-
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_AS_DEFAULT = 1e-12  # relative: d**-0.5 and 1/sqrt(d) differ in their last bit
+# What Hugging Face's attention functions take beside q, k, v, mask, dropout, scale and is_causal.
+_UNHELD_WORDS = {
+    "softcap": "a soft cap",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+    "cu_seq_lens_q": "packed sequences",
+}
 _EAGER = "eager_attention_forward"  # what Hugging Face's models call their own attention, each in its module
 _NAMES = tuple(
     (letter, word, f"{word}_states", f"{word}_layer")
     for letter, word in zip("qkv", ("query", "key", "value"), strict=True)
 )
+
+
+class CaptureError(ValueError):
+    """Something that keeps a capture from being made; one line that names the argument or the file."""
+
+
+class NotHeldError(Exception):
+    """A call that the captured format has no place for; the message names the part, after "calls with"."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """softmax(scale q k^T) v, as the kernel was given it. The tensors are the model's own, detached."""
+
+    q: Tensor  # (batch, heads, queries, d)
+    k: Tensor  # (batch, key heads, keys, d)
+    v: Tensor  # (batch, key heads, keys, d)
+    causal: bool  # query i sees keys 0 .. i + keys - queries
+    scale: float | None  # None: 1/sqrt(d)
+    factor: float = 1.0  # a power of two that belongs into q: what folds another scale into 1/sqrt(d)
+    sure: bool = False  # whether the function defines it so, or its arguments most likely mean it
+
+    @property
+    def alpha(self) -> float:
+        """The factor of q k^T as the model has q."""
+        return (1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale) * self.factor
+
+
+def _causal(mask: Tensor, queries: int, keys: int) -> bool:
+    """Whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
+    if mask.dtype == torch.bool:
+        hidden, plain = ~mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    else:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        plain = ((mask == 0) | hidden).all()
+    later = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(keys - queries + 1)
+    zeros = nothing = causal = False
+    with suppress(RuntimeError):  # of a shape that does not go with the scores: packed, or of blocks
+        zeros, nothing, causal = torch.stack([plain, ~hidden.any(), (hidden == later).all()]).tolist()
+    if not zeros or not (nothing or causal):
+        raise NotHeldError("a mask that is not causal")
+    return not nothing
+
+
+def sdpa_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **more: Any,
+) -> AttentionCall:
+    """A call of `torch.nn.functional.scaled_dot_product_attention`; NotHeldError: the format can't hold it."""
+    del enable_gqa  # the shapes say it
+    if more:
+        raise NotHeldError(f"{', '.join(more)}")
+    if dropout_p > 0:
+        raise NotHeldError("dropout")
+    q, k, v = _as_the_kernel_takes(query, key, value)
+    if attn_mask is not None:
+        is_causal = _causal(attn_mask, q.shape[2], k.shape[2])
+    elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    return plain_call(q, k, v, is_causal, scale, sure=True)
+
+
+def hugging_face_call(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> AttentionCall:
+    """A call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
+
+    Called `eager` it gets a causal mask as a mask alone; all others have a flag too, the module's if the call has none.
+    """
+    for word, reason in _UNHELD_WORDS.items():
+        if more.get(word) is not None:
+            raise NotHeldError(reason)
+    if dropout > 0:
+        raise NotHeldError("dropout")
+    q, k, v = _as_the_kernel_takes(query, key, value)
+    window, mask = more.get("sliding_window"), attention_mask
+    if name != "eager" and window is not None and window < k.shape[2]:
+        raise NotHeldError("a sliding window")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise NotHeldError(f"a {type(mask).__name__}")
+    if mask is not None and (name == "eager" or mask.dim() != 2):
+        causal = _causal(mask, q.shape[2], k.shape[2])
+    elif mask is not None and not bool(mask.all()):
+        raise NotHeldError("padding")
+    else:
+        flag = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = name != "eager" and bool(flag)
+    return plain_call(q, k, v, causal, scaling)
+
+
+def plain_call(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, sure: bool = False
+) -> AttentionCall:
+    """A call whose mask is known, tensors (batch, heads, tokens, d); NotHeldError: the format can't hold it."""
+    q, k, v = _as_the_kernel_takes(q, k, v)
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise NotHeldError("V of another shape than K" if k.shape != v.shape else "K of another width than Q")
+    if q.shape[0] != k.shape[0] or not k.shape[1] or q.shape[1] % k.shape[1] or 0 in q.shape or 0 in k.shape:
+        raise NotHeldError("tensors that are empty, or whose batches or heads do not go together")
+    if causal and q.shape[2] > k.shape[2]:
+        raise NotHeldError("a causal mask of more queries than keys")
+    if scale is not None and not 0 < scale < math.inf:
+        raise NotHeldError("a scale that is not positive")
+    ratio = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+    power = 2.0 ** round(math.log2(ratio))
+    if abs(ratio / power - 1) < _AS_DEFAULT:
+        return AttentionCall(q, k, v, causal, None, power, sure)  # exact in q, so that every kernel can run it
+    return AttentionCall(q, k, v, causal, scale, sure=sure)
+
+
+def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
+    """q, k and v, detached; under autocast in its format."""
+    for tensor in given:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
+            raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
+        if tensor.dim() not in (3, 4):
+            raise NotHeldError(f"tensors of {tensor.dim()} dimensions")
+    tensors, device = [tensor.detach() for tensor in given], given[0].device.type
+    if torch.is_autocast_enabled(device):
+        tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype not in _DTYPES:
+        raise NotHeldError(f"tensors in {', '.join(str(tensor.dtype).removeprefix('torch.') for tensor in tensors)}")
+    return [tensor if tensor.dim() == 4 else tensor[:, None] for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -32,8 +183,7 @@ class AttentionModule:
     heads_first: bool = True  # tensors are (batch, heads, tokens, d); False: (batch, tokens, heads, d)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where in a model a call was made, the same in a forward pass and where a checkpoint repeats it."""
 
     module: str  # the innermost module that was running
@@ -58,7 +208,6 @@ class Watch:
     model: nn.Module
     named: Mapping[nn.Module, AttentionModule]
     on_call: OnCall
-    masks: Masks = field(default_factory=Masks)
     looking: bool = False
     _local: threading.local = field(default_factory=threading.local)  # a checkpoint's second pass has its own thread
     _hooks: ExitStack = field(default_factory=ExitStack)
@@ -66,7 +215,7 @@ class Watch:
     def look(self, looking: bool) -> None:
         """Look at the calls from here on, or stop it."""
         self._hooks.close()
-        self._local, self.masks, self.looking = threading.local(), Masks(), looking
+        self._local, self.looking = threading.local(), looking
         if not looking:
             return
         for name, module in self.model.named_modules():
@@ -81,29 +230,24 @@ class Watch:
         with ExitStack() as undo:
             undo.callback(self.look, False)
             original = torch.nn.functional.scaled_dot_product_attention
-            watched = self._watched(original, sdpa_call, _as_it_is)
+            watched = self._watched(original, sdpa_call, _heads_first)
             for module in [torch.nn.functional, *_sources(self.model)]:
                 for name, value in list(vars(module).items()):
                     if value is original:  # there, or imported by name before this
-                        _replace(undo, module, name, watched)
+                        undo.callback(setattr, module, name, value)
+                        setattr(module, name, watched)
                 if callable(eager := vars(module).get(_EAGER)):
-                    ours = self._watched(eager, partial(hugging_face_call, "eager"), _tokens_first)
-                    _replace(undo, module, _EAGER, ours)
-            self._hugging_face(undo)
+                    undo.callback(setattr, module, _EAGER, eager)
+                    setattr(module, _EAGER, self._watched(eager, partial(hugging_face_call, "eager"), _tokens_first))
+            # Hugging Face's registered functions, where some library has imported them.
+            functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+            for key in [] if functions is None else list(functions.valid_keys()):
+                if key == "sdpa" or "paged" in key:  # the first calls torch's function, the second is for inference
+                    continue
+                register, given = type(functions).register, functions[key]
+                undo.callback(register, key, given)
+                register(key, self._watched(given, partial(hugging_face_call, key), _tokens_first))
             yield
-
-    def _hugging_face(self, undo: ExitStack) -> None:
-        """Watch Hugging Face's registered functions, where some library has imported them."""
-        functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-        if functions is None:
-            return
-        for key in list(functions.valid_keys()):
-            if key == "sdpa" or "paged" in key:  # the first calls torch's function, the second is for inference
-                continue
-            original = functions[key]
-            register = type(functions).register
-            register(key, self._watched(original, partial(hugging_face_call, key), _tokens_first))
-            undo.callback(register, key, original)
 
     def _watched(
         self, original: Callable[..., Any], call: Callable[..., AttentionCall], to_heads: Callable[[Tensor], Tensor]
@@ -121,7 +265,7 @@ class Watch:
             out = result[0] if isinstance(result, tuple) else result
             place = self._place()
             if place is not None and isinstance(out, Tensor):
-                self.on_call(place, lambda: call(self.masks, *args, **kwargs), out, to_heads)
+                self.on_call(place, lambda: call(*args, **kwargs), out, to_heads)
             return result
 
         return attention
@@ -138,7 +282,7 @@ class Watch:
             return None
         if not frames:
             # A function of no module: its repetition in the backward pass can't be recognised by its name.
-            return None if _in_backward() else Place("", 0)
+            return None if torch._C._current_graph_task_id() != -1 else Place("", 0)  # as in torch.utils.checkpoint
         frames[-1].calls += 1
         return Place(frames[-1].name, frames[-1].calls - 1)
 
@@ -155,7 +299,7 @@ class Watch:
         out = output[0] if isinstance(output, tuple) else output
         if isinstance(out, Tensor):
             how = self.named[module]
-            to_heads = _as_it_is if how.heads_first else _tokens_first
+            to_heads = _heads_first if how.heads_first else _tokens_first
             self.on_call(Place(frame.name, 0), lambda: _module_call(module, how, args, kwargs), out, to_heads)
 
 
@@ -185,11 +329,6 @@ def _module_call(module: nn.Module, how: AttentionModule, args: Any, kwargs: Any
     return plain_call(q, k, v, how.causal, how.scale)
 
 
-def _replace(undo: ExitStack, owner: Any, name: str, value: object) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
 def _sources(model: nn.Module) -> list[Any]:
     """The Python modules that a model's classes and their bases come from: FSDP derives a class of its own from one."""
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
@@ -197,14 +336,9 @@ def _sources(model: nn.Module) -> list[Any]:
     return [sys.modules[name] for name in names if name in sys.modules and sys.modules[name] is not torch.nn.functional]
 
 
-def _as_it_is(out: Tensor) -> Tensor:
+def _heads_first(out: Tensor) -> Tensor:
     return out if out.dim() == 4 else out[:, None]
 
 
 def _tokens_first(out: Tensor) -> Tensor:
     return out.transpose(1, 2)
-
-
-def _in_backward() -> bool:
-    current = getattr(torch._C, "_current_graph_task_id", None)  # as in torch.utils.checkpoint
-    return current is not None and current() != -1

@@ -1,7 +1,7 @@
 """One call of a kernel that someone else wrote, step by step: where its arguments lie, its O, its gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.external.conventions import Convention
-from tiebreak.kernels.external.options import AUTOGRAD
+from tiebreak.kernels.external.options import AUTOGRAD, Convention
 from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Whose
@@ -25,7 +24,7 @@ Placing = Callable[[Tensor], Tensor]
 
 
 def broken(how: str) -> CannotRunError:
-    """What a kernel that breaks its contract is refused with; `how` goes on after `it`."""
+    """The error of a kernel that breaks its contract; `how` goes on after `it`."""
     return CannotRunError(how, Whose.KERNEL)
 
 
@@ -73,18 +72,22 @@ class Call:
     def _layout(self) -> str:
         return self.convention.options.layout
 
-    def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
-        """Copies of the inputs: a kernel that writes into its own must not spoil those of the other cells.
+    @property
+    def _letters(self) -> str:
+        """The kernel's order of dimensions, those that it leaves out in front."""
+        return "".join(letter for letter in FULL if letter not in self._layout) + self._layout
 
-        Args:
-            places: where they lie.
-            gradients: whether its backward pass is to follow.
-        """
+    @property
+    def _trains(self) -> bool:
+        """Whether K and V are what gradients can be of: neither paged nor in 8 bits."""
+        return all(feature.trains for feature in self.inputs.asks())
+
+    def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
+        """Copies of the inputs, which a kernel may spoil, where `places` has them lie; `gradients` may follow."""
         inputs = self.inputs
         held = {"q": (inputs.q, None), "k": inputs.held("k"), "v": inputs.held("v"), "do": (inputs.do, None)}
-        placings = {each.name: getattr(places, each.name) for each in fields(places)}
         laid = {name: self.laid(*tensor) for name, tensor in held.items()}
-        q, k, v, do = (placings[name](x) if placings[name] else x for name, x in laid.items())
+        q, k, v, do = (place(x) if (place := getattr(places, name)) else x for name, x in laid.items())
         if not (gradients and self._trains and self.convention.options.backward == AUTOGRAD):
             return Placed((q, k, v), (q, k, v), do)
         sink = None if inputs.sink is None else inputs.sink.to(self._dtype, copy=True).requires_grad_()
@@ -92,16 +95,6 @@ class Call:
         # Not the leaves themselves: of a kernel that writes into its inputs the message says so, and is not
         # autograd's. A copy would lie elsewhere, though.
         return Placed(leaves, (q.clone(), k.clone(), v.clone()) if places is CONTIGUOUS else leaves, do, sink)
-
-    @property
-    def _trains(self) -> bool:
-        """Whether K and V are what gradients can be of: neither paged nor in 8 bits."""
-        return all(feature.trains for feature in self.inputs.asks())
-
-    @property
-    def _letters(self) -> str:
-        """The kernel's order of dimensions, those that it leaves out in front."""
-        return "".join(letter for letter in FULL if letter not in self._layout) + self._layout
 
     def laid(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of (batch, heads, N, d) in the kernel's order of dimensions and its format, contiguous."""
@@ -116,14 +109,14 @@ class Call:
         """O in the kernel's layout, one call for every index of the dimensions that it leaves out.
 
         Raises:
-            CannotRunError: no tensor, or not as O has to be.
-            Exception: whatever the kernel raises.
+            CannotRunError: what it returns is not O.
+            Exception: whatever it raises.
         """
         inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
         return self._forward(placed.arguments, inputs, len(FULL) - len(self._layout))
 
     def _forward(self, arguments: Triple, part: AttentionInputs, left_out: int) -> Tensor:
-        """O of a part of the call, whose arguments have that many dimensions more than the kernel takes."""
+        """O of a part of the call, whose arguments have so many dimensions more than the kernel takes."""
         if left_out == 0:
             return self._checked(self._returned(arguments, part), arguments, self._shape_of_o(arguments[0], part))
         q, k, v = arguments
@@ -159,11 +152,7 @@ class Call:
         return (written, *returned[1:]) if isinstance(returned, (tuple, list)) else written
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Causal flag, mask, scale and what else goes by a value, as the kernel calls them.
-
-        Args:
-            inputs: those of the call, or a part of them.
-        """
+        """Causal flag, mask, scale and what else goes by a value, of a call or a part of it, by the kernel's words."""
         convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.asks()}
         keywords: dict[str, Any] = {
             keyword: self._given(feature, inputs.value_of(feature, keyword))
@@ -193,15 +182,23 @@ class Call:
         """dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
 
         Raises:
-            CannotRunError: it has returned something else.
+            CannotRunError: what it returns are not these.
             Exception: whatever it raises.
         """
-        backward = self.convention.options.backward
+        backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:
-            gradients = self._by_autograd(placed, o)
+            leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
+            gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
+            names = zip(("q", "k", "v", "the sink"), gradients, strict=False)
+            if missing := [name for name, gradient in names if gradient is None]:
+                raise broken(f"has no gradient of {' and '.join(missing)}")
         elif callable(backward) and self._trains:
-            gradients = self._by_function(backward, placed, o)
-        else:
+            after, keywords = self.convention.arguments(self.keywords(self.inputs))
+            gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
+            if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
+                raise broken("returned no (dQ, dK, dV)")
+            gradients = tuple(gradients[: 3 if self.inputs.sink is None else 4])
+        if gradients is None:
             return None
         for name, gradient, leaf in zip("QKV", gradients[:3], placed.arguments, strict=True):
             if not isinstance(gradient, Tensor) or gradient.shape != leaf.shape:
@@ -211,28 +208,8 @@ class Call:
                 raise broken(f"returned {gradient.dtype} for d{name}, expected {leaf.dtype}")
         return gradients
 
-    def _by_autograd(self, placed: Placed, o: Tensor) -> Made:
-        leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
-        gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
-        names = ("q", "k", "v", "the sink")
-        missing = [name for name, gradient in zip(names, gradients, strict=False) if gradient is None]
-        if missing:
-            raise broken(f"has no gradient of {' and '.join(missing)}")
-        return gradients
-
-    def _by_function(self, backward: Callable[..., Any], placed: Placed, o: Tensor) -> Made:
-        after, keywords = self.convention.arguments(self.keywords(self.inputs))
-        gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
-        if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
-            raise broken("returned no (dQ, dK, dV)")
-        return tuple(gradients[: 3 if self.inputs.sink is None else 4])
-
     def _checked(self, returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
-        """O of what was returned: it, or the first of several, such as (O, log-sum-exp).
-
-        Raises:
-            CannotRunError: no tensor, or not as O has to be.
-        """
+        """O of what was returned: it, or the first of several, such as (O, log-sum-exp)."""
         q = arguments[0]
         out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
         if not isinstance(out, Tensor):

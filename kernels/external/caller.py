@@ -1,4 +1,9 @@
-"""How a kernel that someone else wrote is called: arranged as it needs it, in a process that stays as it was."""
+"""How a kernel that someone else wrote is called: arranged as it needs it, in a process that stays as it was.
+
+A row of attention knows nothing of other rows, and a key whose P is 0 adds an exact 0. So a kernel that needs more rows
+gets dummies, and one that needs more keys gets them where its own mask hides them, or a causal one: behind the last key
+that a row sees. No bit of the others changes.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.external.call import Call, Made, Placed, broken
-from tiebreak.kernels.external.clock import CLOCK
-from tiebreak.kernels.external.conventions import Convention
-from tiebreak.kernels.external.dummies import Arranged, arrange
-from tiebreak.kernels.external.isolation import kept_state
-from tiebreak.kernels.external.options import AUTOGRAD, KernelOptions
-from tiebreak.kernels.features import OBLONG_CAUSAL
+from tiebreak.kernels.external.call import Call, Placed, broken
+from tiebreak.kernels.external.isolation import CLOCK, kept_state
+from tiebreak.kernels.external.options import AUTOGRAD, Convention, KernelOptions
+from tiebreak.kernels.features import OBLONG_CAUSAL, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Whose
 
@@ -25,6 +28,16 @@ _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of key
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _LAYOUT = "q, k and v were (batch, heads, N, d): another order is declared, such as --declare layout=bnhd"
+_WRAP = "write a function around it that has every row last in a causal sequence (docs/your-kernel.md#wrappers)"
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A call that a kernel can take in the place of another."""
+
+    inputs: AttentionInputs
+    rows: slice  # of its queries, those of the other call
+    keys: slice  # the same of its keys
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,9 @@ class Caller:
     def undeclared(self, inputs: AttentionInputs) -> str | None:
         """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
-        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.features)  # a flag does not say how it is aligned
+        tried = self.convention.tried | (
+            {OBLONG_CAUSAL} - options.listed("takes")
+        )  # a flag does not say how it is aligned
         unusual = [feature.words for feature in inputs.asks() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")
@@ -67,70 +82,78 @@ class Caller:
         return " and ".join(unusual) or None
 
     def arranged(self, inputs: AttentionInputs) -> Arranged:
-        """The call that is made of some inputs, with the dummies that the function needs.
+        """The call to make: the same inputs where they are as the kernel needs them, else larger ones, with dummies.
 
         Raises:
             ValueError: there is no such call; one line.
         """
-        return arrange(inputs, self.convention)
+        (queries, keys), options = (inputs.q.shape[2], inputs.k.shape[2]), self.convention.options
+        rows, columns = (-(-length // options.multiple_of) * options.multiple_of for length in (queries, keys))
+        # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
+        if options.square or (inputs.causal and self.convention.causal_where_square and self.convention.mask is None):
+            rows = columns = max(rows, columns)
+        if (rows, columns) == (queries, keys):
+            return Arranged(inputs, slice(None), slice(None))
+        if placed := [feature.words for feature in inputs.asks() if feature in PLACED]:
+            raise ValueError(f"with a {placed[0]} there is no place for dummy rows or keys")
+        before = keys - queries if inputs.causal else 0  # rows that a causal mask has the others behind
+        if before < 0:
+            raise ValueError("a row without a visible key is no row of a square causal call")
+        if inputs.causal:
+            rows = columns
+        if columns > keys and not (inputs.causal and inputs.key_padding is None):
+            inputs = self._with_hidden_keys(inputs, columns - keys)
+        q, do = (pad(x, (0, 0, before, rows - queries - before)) for x in (inputs.q, inputs.do))
+        k, v = (pad(x, (0, 0, 0, columns - keys)) for x in (inputs.k, inputs.v))
+        return Arranged(replace(inputs, q=q, k=k, v=v, do=do), slice(before, before + queries), slice(0, keys))
+
+    def _with_hidden_keys(self, inputs: AttentionInputs, added: int) -> AttentionInputs:
+        """The inputs with a mask that hides so many keys beyond their own."""
+        (batch, _, keys, _), step = inputs.k.shape, self.convention.options.multiple_of
+        if self.convention.mask is None:
+            square = f"it needs as many keys as queries, {keys} are not {inputs.q.shape[2]}"
+            needed = f"{keys} keys are no multiple of {step}" if keys % step else square
+            raise ValueError(f"{needed}, and it has no attn_mask to hide dummy keys: {_WRAP}")
+        mask = inputs.key_padding
+        if mask is None:
+            mask = torch.ones(batch, keys, dtype=torch.bool, device=inputs.k.device)
+        return replace(inputs, key_padding=pad(mask, (0, added)))
 
     def call(self, inputs: AttentionInputs) -> Call:
         """A call that needs no dummies, to be made step by step."""
         return Call(self.function, self.convention, inputs)
 
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """Call it: `Compute` of a kernel.
-
-        Args:
-            inputs: q, k, v, dO and masks, on the device; they are copied.
-            arithmetic: not used: the function brings its own.
-            gradients: whether its backward pass is wanted too.
-
-        Returns:
-            O in fp32 and, if wanted and if it has a backward pass, the gradients.
+        """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
 
         Raises:
             CannotRunError: the function broke its contract, raised NotImplementedError, or needs a GPU.
             Exception: whatever else the function raises.
         """
-        del arithmetic
+        del arithmetic  # it brings its own
         run = self.started(inputs, gradients=gradients)
         return run.finished() if gradients else AttentionOutput(run.o)
 
     def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":
-        """Its forward pass, after which its backward pass may follow whenever it will; it raises what `compute` does.
-
-        Args:
-            inputs: as of `compute`.
-            gradients: whether a backward pass will.
-        """
+        """Its forward pass, as `compute` makes it; a backward pass may follow whenever it will, if `gradients`."""
         arranged = self.arranged(inputs)
         call = self.call(arranged.inputs)
-        with self.calling(gradients=gradients) as changed:
+        with self.held(gradients=gradients):
             placed = call.placed(gradients=gradients)
             copies = [tensor.detach().clone() for tensor in placed.arguments]
-            started = StartedRun(self, inputs, arranged, call, placed, copies, self._forward(call, placed))
+            try:
+                returned = call.forward(placed)
+            except Exception as error:
+                if self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape:
+                    error.add_note(_LAYOUT)
+                raise
+            started = StartedRun(self, inputs, arranged, call, placed, copies, returned)
             started.check_inputs()
-        _refuse(changed)
         return started
-
-    def _forward(self, call: Call, placed: Placed) -> Tensor:
-        """O; what an undeclared layout may be to blame for has a note of it."""
-        try:
-            return call.forward(placed)
-        except (CannotRunError, NotImplementedError):
-            raise
-        except Exception as error:
-            if self.convention.options.layout == KernelOptions.layout and call.inputs.q.shape != call.inputs.k.shape:
-                error.add_note(_LAYOUT)
-            raise
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
-        """What its calls are made within: it may raise anything, and the process is put back as it was.
-
-        Args:
-            gradients: whether autograd is to follow.
+        """What its calls are made within, with autograd if it asks for `gradients`; the process is put back as it was.
 
         Yields:
             A list that holds, once all is done, the names of what the calls had changed.
@@ -138,7 +161,7 @@ class Caller:
         Raises:
             CannotRunError: it called sys.exit, raised NotImplementedError, or needs a GPU.
         """
-        # Outside: that the kernel changes the grad mode is to be seen.
+        # The grad mode first: that the kernel changes it is to be seen.
         with (
             torch.set_grad_enabled(gradients and self.convention.options.backward == AUTOGRAD),
             kept_state() as changed,
@@ -156,6 +179,14 @@ class Caller:
                 raise
             except SystemExit as error:
                 raise broken(f"called sys.exit({error.code!r})") from error
+
+    @contextmanager
+    def held(self, *, gradients: bool) -> Iterator[None]:
+        """The same, for calls that break the contract where they change the process."""
+        with self.calling(gradients=gradients) as changed:
+            yield
+        if changed:
+            raise broken(f"changed {', '.join(changed)}")
 
 
 @dataclass(frozen=True)
@@ -176,36 +207,27 @@ class StartedRun:
         return self.call.restored(self.returned)[:, :, self.arranged.rows]
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
-        """O and, if it has a backward pass, the gradients; it raises what `Caller.compute` does.
-
-        Args:
-            do: another dO than that of the inputs.
-        """
-        placed = self.placed
+        """O and, if it has a backward pass, the gradients of this dO or the inputs'; it raises what `compute` does."""
+        placed, made, failure = self.placed, None, None
         if do is not None:
-            arranged = self.caller.arranged(replace(self.inputs, do=do))
-            placed = replace(placed, do=self.call.laid(arranged.inputs.do))
-        with self.caller.calling(gradients=True) as changed:
-            made, failure = self._backward(placed)
+            placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
+        with self.caller.held(gradients=True):
+            # What is wrong with the backward pass is the gradients' matter: O stands.
+            try:
+                made = self.call.backward(placed, self.returned)
+            except NotImplementedError:
+                raise
+            except CannotRunError as error:  # of a call that is none for this kernel nothing is known
+                failure = str(error) if error.whose is Whose.KERNEL else None
+            except Exception as error:
+                failure = " ".join(f"raised {type(error).__name__}: {error}".split())
             self.check_inputs()
-        _refuse(changed)
         if made is None:
             return AttentionOutput(self.o, backward_error=failure)
         (dq, dk, dv), dsink = map(self.call.restored, made[:3]), (x.detach().float() for x in made[3:])
         rows, keys = self.arranged.rows, self.arranged.keys
         gradients = Gradients(dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], None, *dsink)
         return AttentionOutput(self.o, gradients=gradients)
-
-    def _backward(self, placed: Placed) -> tuple[Made | None, str | None]:
-        """Gradients as the kernel returns them, None where there are none; what was wrong, if anything was."""
-        try:
-            return self.call.backward(placed, self.returned), None
-        except NotImplementedError:
-            raise
-        except CannotRunError as error:  # of another call nothing is known of its gradients, and its O stands
-            return None, str(error) if error.whose is Whose.KERNEL else None
-        except Exception as error:  # its O is its own: what is wrong with the backward pass is the gradients' matter
-            return None, " ".join(f"raised {type(error).__name__}: {error}".split())
 
     def check_inputs(self) -> None:
         """Raise CannotRunError where the kernel has written into its arguments."""
@@ -214,8 +236,3 @@ class StartedRun:
             bits = _BITS[now.element_size()]
             if not bool((now.detach().view(bits) == before.view(bits)).all()):
                 raise broken(f"changed its input {name}")
-
-
-def _refuse(changed: list[str]) -> None:
-    if changed:
-        raise broken(f"changed {', '.join(changed)}")

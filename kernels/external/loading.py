@@ -1,9 +1,11 @@
-"""Where a kernel that someone else wrote comes from: a file, a package, a TOML file, or an adapter by its name."""
+"""Where a kernel that someone else wrote comes from: a file, a package, or an adapter by its name; where it fails."""
 
 import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from tiebreak.kernels.external.adapters import adapter, is_adapter
-from tiebreak.kernels.external.errors import LoadError, place_of
+from tiebreak.kernels.external.options import LoadError
 
+# Where code stands that is not a user's: Python's own, other packages', and the suite's.
+_SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
+_NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values())
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
 
 
@@ -22,9 +27,6 @@ def load(target: str) -> Callable[..., Any]:
     Args:
         target: `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
             of an object, with dots. Without a function: the only public one of the file. Or the name of an adapter.
-
-    Returns:
-        What is to be called.
 
     Raises:
         LoadError: malformed, not found, not importable or not callable.
@@ -36,13 +38,8 @@ def load(target: str) -> Callable[..., Any]:
         place, name = target, ""
     if not place or (separator and not name):
         raise LoadError(f"a folder: name a file in it, {EXPECTED}" if Path(target).is_dir() else EXPECTED)
-    module = _imported(place)
-    return _only(module, place) if not name else _attribute(module, place, name)
-
-
-def _imported(place: str) -> ModuleType:
     try:
-        return _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
     except LoadError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
@@ -50,41 +47,32 @@ def _imported(place: str) -> ModuleType:
         asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
         at = "" if isinstance(error, SyntaxError) else place_of(error)
         raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
+    return _function(module, place, name)
 
 
-def _attribute(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    if not callable(value):
-        raise LoadError(
-            f"{place} has no function {name!r}; its functions are {', '.join(_functions(module)) or 'none'}"
-        )
-    if type(value).__module__.startswith("triton."):
-        raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
-    called: Callable[..., Any] = value
-    return called
-
-
-def _only(module: ModuleType, place: str) -> Callable[..., Any]:
-    names = _functions(module)
-    if len(names) != 1:
-        raise LoadError(f"name the function, as in {place}:NAME; it has {', '.join(names) or 'none'}")
-    return _attribute(module, place, names[0])
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that a module defines itself."""
-    return sorted(
+def _function(module: Any, place: str, name: str) -> Any:
+    """A module's function of this name; without a name, its only public one."""
+    own = sorted(
         name
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     )
+    known = ", ".join(own) or "none"
+    if not name and len(own) != 1:
+        raise LoadError(f"name the function, as in {place}:NAME; it has {known}")
+    name, called = name or own[0], module
+    for part in name.split("."):
+        called = getattr(called, part, None)
+    if not callable(called):
+        raise LoadError(f"{place} has no function {name!r}; its functions are {known}")
+    if type(called).__module__.startswith("triton."):
+        raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
+    return called
 
 
-def _from_package(name: str) -> ModuleType:
-    # The console scripts leave the current folder off the path; `python -m` has it.
-    _put_on_path(Path.cwd())
+def _from_package(name: str, folder: Path) -> ModuleType:
+    """A module by its name, also one in this folder: console scripts leave the current one off the path."""
+    _put_on_path(folder)
     return importlib.import_module(name)
 
 
@@ -92,8 +80,13 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"cannot import {path}: no such file: {path}")
     path = path.resolve()
-    if (path.parent / "__init__.py").exists():
-        return _from_package_file(path)
+    if (path.parent / "__init__.py").exists():  # under the package's name, so that its relative imports work
+        root, name = package_of(path)
+        module = _from_package(name, root)
+        if Path(str(module.__file__)).resolve() != path:
+            top = name.partition(".")[0]
+            raise LoadError(f"cannot import {path}: another package {top!r} is found first, {module.__file__}")
+        return module
     _put_on_path(path.parent)  # for the modules beside it, as `python file.py` has them
     # A name of its own: another file of that name, or this one with other contents, may be under test too.
     name = f"tiebreak_user_{path.stem}_{zlib.crc32(path.read_bytes(), zlib.crc32(os.fsencode(path))):08x}"
@@ -112,17 +105,6 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_package_file(path: Path) -> ModuleType:
-    """A module of a package, under the package's name: its relative imports work."""
-    root, name = package_of(path)
-    _put_on_path(root)
-    module = importlib.import_module(name)
-    if Path(str(module.__file__)).resolve() != path:
-        top = name.partition(".")[0]
-        raise LoadError(f"cannot import {path}: another package {top!r} is found first, {module.__file__}")
-    return module
-
-
 def package_of(path: Path) -> tuple[Path, str]:
     """The folder that a file is imported from and its module's name there: of a package, or the file's own."""
     root, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
@@ -135,3 +117,20 @@ def package_of(path: Path) -> tuple[Path, str]:
 def _put_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def is_users(file: str) -> bool:
+    """Whether code in a file is neither installed nor the suite's."""
+    return not file.startswith(_NOT_THEIRS)
+
+
+def place_of(error: BaseException, file: str | None = None) -> str:
+    """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
+
+    It is the deepest line of this file, or of all where that has none; without a file, the deepest that is a user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    outside = [frame for frame in frames if is_users(frame.filename)]
+    chosen = (outside if file is None else own or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in chosen)

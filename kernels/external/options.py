@@ -1,17 +1,41 @@
-"""Options of a kernel, given by its author: by a decorator, in a TOML file or by flags, all with the same words."""
+"""How a kernel that someone else wrote is called: what its author says of it, and what its signature shows.
+
+Its author's options are given by a decorator or by flags, with the same words.
+"""
 
 import ast
-import tomllib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any, TypeVar
 
-from tiebreak.kernels.external.errors import LoadError
-from tiebreak.kernels.features import FEATURES, Feature
+import torch
+
+from tiebreak.kernels.features import (
+    BLIND_ROWS,
+    CAUSAL,
+    FEATURES,
+    GROUPED,
+    MASKS,
+    OBLONG_CAUSAL,
+    OWN_SCALE,
+    VALUE_DIM,
+    Feature,
+)
 
 _ATTRIBUTE = "__tiebreak__"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_CAUSAL = ("causal", "is_causal")
+_UPPER_LEFT = "is_causal"  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
+_OUT = "out"  # where it has no default: O is written into it
+_SPLITS = ("num_splits", "num_kv_splits")
+_MASK = "attn_mask"  # PyTorch's: bool, True where a key takes part
+_NONE = inspect.Parameter.empty  # in the place of a default
+# Functions of PyTorch that are written in C, whose signature Python can't read.
+_BUILTIN: Mapping[object, tuple[str, ...]] = {
+    torch.nn.functional.scaled_dot_product_attention: (_MASK, "is_causal", "scale", "enable_gqa")
+}
 
 #: What `takes` may list, by the words that people use.
 TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
@@ -23,47 +47,32 @@ AUTOGRAD, NO_BACKWARD = "autograd", "none"
 NATURAL, BINARY = "e", "2"
 
 
+class LoadError(ValueError):
+    """The kernel can't be found, imported or called as it is; one line."""
+
+
 @dataclass(frozen=True)
 class KernelOptions:
-    """How a kernel is called and what it takes. What its author leaves out follows from the function's signature.
+    """How a kernel is called and what it takes. What its author leaves out follows from the function's signature."""
 
-    Attributes:
-        layout: order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and
-            h) the kernel is called once for every sequence (and head).
-        takes: what inputs may ask of it, beside what its keywords show: words of `TAKEN`.
-        refuses: what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`.
-        invariant: under what changes of a call it has the same bits: words of `INVARIANT`.
-        contiguous: whether it takes contiguous tensors alone.
-        lse: base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one.
-        square: whether it needs as many queries as keys.
-        multiple_of: what the number of queries and of keys must be a multiple of.
-        head_dims: head dimensions that it has; none: all.
-        options: further keywords, passed as they are.
-        plan: the rounding plan that it declares, such as "flash@fused,base=2".
-        backward: "autograd", "none", or a function (dO, q, k, v, O, **keywords) -> (dQ, dK, dV).
-        name: how tables call it; "": as the function.
-    """
-
+    #: Order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and h) the
+    #: kernel is called once for every sequence (and head).
     layout: str = "bhnd"
-    takes: str = ""
-    refuses: str = ""
-    invariant: str = ""
-    contiguous: bool = False
-    lse: str = ""
-    square: bool = False
-    multiple_of: int = 1
-    head_dims: Sequence[int] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    plan: str = ""
-    backward: str | Callable[..., Any] = AUTOGRAD
-    name: str = ""
+    takes: str = ""  # what inputs may ask of it, beside what its keywords show: words of `TAKEN`
+    refuses: str = ""  # what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`
+    invariant: str = ""  # under what changes of a call it has the same bits: words of `INVARIANT`
+    contiguous: bool = False  # whether it takes contiguous tensors alone
+    lse: str = ""  # base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one
+    square: bool = False  # whether it needs as many queries as keys
+    multiple_of: int = 1  # what the number of queries and of keys must be a multiple of
+    head_dims: Sequence[int] = ()  # head dimensions that it has; none: all
+    options: Mapping[str, Any] = field(default_factory=dict)  # further keywords, passed as they are
+    plan: str = ""  # the rounding plan that it declares, such as "flash@fused,base=2"
+    backward: str | Callable[..., Any] = AUTOGRAD  # or "none", or (dO, q, k, v, O, **keywords) -> (dQ, dK, dV)
+    name: str = ""  # how tables call it; "": as the function
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense.
-
-        Raises:
-            LoadError: one line that names the word and what it may be.
-        """
+        """Refuse values that make no sense, by a LoadError of one line."""
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
         for option, known in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
@@ -79,15 +88,9 @@ class KernelOptions:
         if not callable(self.backward) and self.backward not in (AUTOGRAD, NO_BACKWARD):
             raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
 
-    @property
-    def features(self) -> frozenset[Feature]:
-        """What `takes` lists."""
-        return frozenset(TAKEN[word] for word in split_words(self.takes))
-
-    @property
-    def refused(self) -> frozenset[Feature]:
-        """What `refuses` lists."""
-        return frozenset(TAKEN[word] for word in split_words(self.refuses))
+    def listed(self, option: str) -> frozenset[Feature]:
+        """The features that `takes` or `refuses` lists."""
+        return frozenset(TAKEN[word] for word in split_words(getattr(self, option)))
 
 
 # Of every word's value.
@@ -111,15 +114,12 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
     """Declare what the signature of an attention function does not show; the function itself stays as it is.
 
     Args:
-        options: any of the attributes of `KernelOptions`.
-
-    Returns:
-        A decorator.
+        options: any of the fields of `KernelOptions`.
 
     Raises:
         LoadError: a word that is unknown, or a value that it can't have.
     """
-    declared = mapped_options(options, "@kernel")
+    declared = _with_values(KernelOptions(), options, "@kernel")
 
     def mark(function: _F) -> _F:
         setattr(function, _ATTRIBUTE, declared)
@@ -128,51 +128,38 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
     return mark
 
 
-def decorator_options(function: object) -> KernelOptions:
-    """The options that the decorator gave a function; the default ones where it has none."""
-    options = getattr(function, _ATTRIBUTE, None)
-    return options if isinstance(options, KernelOptions) else KernelOptions()
-
-
-def mapped_options(values: Mapping[str, Any], where: str, base: KernelOptions | None = None) -> KernelOptions:
-    """The options that a mapping holds, in the place of those of `base`.
-
-    Args:
-        values: attributes of `KernelOptions`, by name.
-        where: the place of the mapping, for messages.
-        base: the options so far; None: the default ones.
+def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptions:
+    """The options that the decorator and then flags, WORD=VALUE each, give; `options.NAME=VALUE` is a further keyword.
 
     Raises:
-        LoadError: a word that is unknown, or a value that it can't have.
+        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
     """
+    declared = getattr(function, _ATTRIBUTE, None)
+    options = declared if isinstance(declared, KernelOptions) else KernelOptions()
+    values: dict[str, Any] = {}
+    for text in flags:
+        word, separator, value = text.partition("=")
+        if not separator:
+            raise LoadError(f"--declare {text}: expected WORD=VALUE, such as layout=bnhd")
+        if word.startswith("options."):
+            keyword = word.removeprefix("options.")
+            values["options"] = {**options.options, **values.get("options", {}), keyword: _literal(value)}
+        else:
+            values[word] = value if _TYPES.get(word) == (str,) else _literal(value)
+    return _with_values(options, values, "--declare")
+
+
+def _with_values(base: KernelOptions, values: Mapping[str, Any], where: str) -> KernelOptions:
+    """The same options with other values, by word; LoadError, one line with where they stand: they make no sense."""
     for word, value in values.items():
         if word not in _TYPES:
             raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(_TYPES)}")
         if not isinstance(value, _TYPES[word]) and not (word == "backward" and callable(value)):
             raise LoadError(f"{where}: {word} = {value!r}: expected {_TYPES[word][0].__name__}")
     try:
-        return replace(base or KernelOptions(), **values)
+        return replace(base, **values)
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
-
-
-def flag_options(words: tuple[str, ...], base: KernelOptions) -> KernelOptions:
-    """The options that `--declare WORD=VALUE` gives; `options.NAME=VALUE` is one more keyword.
-
-    Raises:
-        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
-    """
-    values: dict[str, Any] = {}
-    for text in words:
-        word, separator, value = text.partition("=")
-        if not separator:
-            raise LoadError(f"--declare {text}: expected WORD=VALUE, such as layout=bnhd")
-        outer, dot, inner = word.partition(".")
-        if outer == "options" and dot:
-            values["options"] = {**base.options, **values.get("options", {}), inner: _literal(value)}
-        else:
-            values[word] = value if _TYPES.get(word) == (str,) else _literal(value)
-    return mapped_options(values, "--declare", base)
 
 
 def _literal(text: str) -> Any:
@@ -183,30 +170,134 @@ def _literal(text: str) -> Any:
         return text
 
 
-def read_toml(path: Path) -> dict[str, dict[str, Any]]:
-    """The kernels that a TOML file declares: a table [NAME] each, with `target` and the words of `KernelOptions`.
+@dataclass(frozen=True)
+class Convention:
+    """How to call a kernel, and what it takes."""
 
-    Args:
-        path: of the file.
+    options: KernelOptions
+    parameters: Mapping[str, Any]  # after q, k and v: their defaults
+    anything: bool = False  # whether it takes any keyword: it is then given a causal flag and the scale
+    positional: tuple[str, ...] = ()  # parameters that go by position alone
 
-    Returns:
-        The words of every table, by its name; `name` is among them.
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """Keywords without a default."""
+        return frozenset(name for name, default in self.parameters.items() if default is _NONE)
+
+    @property
+    def causal(self) -> str | None:
+        """Keyword of the causal mask; None: it has none."""
+        return self._first(*_CAUSAL) or (_CAUSAL[0] if self.anything else None)
+
+    @property
+    def out(self) -> str | None:
+        """Keyword of the tensor that O is written into; None: it is returned."""
+        return _OUT if _OUT in self.required else None
+
+    @property
+    def mask(self) -> str | None:
+        """Keyword of a mask of the scores."""
+        return self._first(_MASK)
+
+    @property
+    def splits(self) -> str | None:
+        """Keyword of the number of splits that a row's keys are computed in."""
+        return self._first(*_SPLITS)
+
+    def _first(self, *names: str) -> str | None:
+        return next((name for name in names if name in self.parameters), None)
+
+    @cached_property
+    def values(self) -> Mapping[str, Feature]:
+        """Its keywords of features that go by a value, such as the scores' scale, and the features."""
+        scale = self._first(*OWN_SCALE.keywords) or (OWN_SCALE.keywords[0] if self.anything else None)
+        others = (feature for feature in FEATURES if feature is not OWN_SCALE)
+        named = {word: feature for feature in others for word in feature.keywords if word in self.parameters}
+        return named if scale is None else {scale: OWN_SCALE, **named}
+
+    @cached_property
+    def takes(self) -> frozenset[Feature]:
+        """What inputs may ask of it."""
+        return (self.options.listed("takes") | self.conveyed) - self.options.listed("refuses")
+
+    @property
+    def conveyed(self) -> frozenset[Feature]:
+        """What its parameters can tell it."""
+        features = set(self.values.values())
+        if self.causal is not None:
+            features |= {CAUSAL, OBLONG_CAUSAL}
+        if self.mask is not None:
+            features |= MASKS
+        elif self.causal is not None and not self.causal_where_square:
+            features.add(BLIND_ROWS)
+        return frozenset(features)
+
+    @property
+    def tried(self) -> frozenset[Feature]:
+        """What inputs may ask of it though nothing says that it takes that: its signature need not show it."""
+        return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.listed("refuses")
+
+    @property
+    def causal_where_square(self) -> bool:
+        """Whether its causal mask is this suite's only where queries and keys are as many."""
+        return self.causal == _UPPER_LEFT
+
+    def arguments(self, keywords: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What follows q, k and v in a call: by position, and by keyword."""
+        keywords, names = {**self.options.options, **keywords}, self.positional
+        last = max((names.index(name) for name in keywords if name in names), default=-1)
+        by_position = [keywords.pop(name, self.parameters[name]) for name in names[: last + 1]]
+        return by_position, keywords
+
+
+def convention(function: Callable[..., Any], options: KernelOptions) -> Convention:
+    """How to call a function of (q, k, v, ...), from its signature and its options, which go first.
 
     Raises:
-        LoadError: no such file, no TOML, a table without a target, or an unknown word.
+        LoadError: no signature of (q, k, v, ...), a parameter that nothing explains, or an option that it lacks.
     """
+    called = _read(function, options)
+    if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor
+        called = replace(called, options=replace(options, backward=NO_BACKWARD))
+    for feature in options.listed("takes") - called.conveyed - {GROUPED}:  # shapes show groups, whatever a keyword says
+        if feature.keywords:
+            raise LoadError(f"takes {feature.taken!r}: it has no parameter {' or '.join(feature.keywords)}")
+    understood = {called.causal, called.out, called.mask, *called.values, *options.options}
+    for word in called.parameters:
+        if word in called.required and word not in understood:
+            raise LoadError(
+                f"its parameter {word!r} has no default, and nothing says what it means: give options.{word}=VALUE, or"
+                " write a function around it: def attention(q, k, v, causal, scale): return yours(q, k, v, ...)"
+            )
+    for word in options.options:
+        if word not in called.parameters and not called.anything:
+            known = ", ".join(called.parameters) or "none"
+            raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {known}")
+    return called
+
+
+def _read(function: Callable[..., Any], options: KernelOptions) -> Convention:
+    """What Python knows of a function."""
+    if function in _BUILTIN:
+        return Convention(options, dict.fromkeys(_BUILTIN[function]))
+    # A class whose `apply` the function is: it takes nothing by keyword, and its signature is that of `forward`.
+    owner = getattr(function, "__self__", None)
+    applied = owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LoadError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path}: no TOML: {error}") from error
-    kernels: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():
-        if not isinstance(table, dict) or not isinstance(table.get("target"), str):
-            raise LoadError(f'{path}: [{name}] has no target = "FILE.py:FUNCTION"')
-        kernels[name] = {"name": name, **table}
-        mapped_options({word: value for word, value in kernels[name].items() if word != "target"}, f"{path}: [{name}]")
-    if not kernels:
-        raise LoadError(f'{path}: no kernel in it: expected a table such as [mine] with target = "FILE.py:FUNCTION"')
-    return kernels
+        parameters = list(inspect.signature(applied.forward if applied else function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise LoadError("it has no signature that Python can read: write a function around it") from error
+    if applied and applied.setup_context is torch.autograd.Function.setup_context:
+        parameters = parameters[1:]  # ctx
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = [parameter.kind for parameter in parameters]
+    first = sum(kind in by_place for kind in kinds[:3])
+    if first < 3 and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise LoadError(f"expected a function of (q, k, v, ...), this one has {first} parameters by position")
+    rest = [each for each in parameters[3:] if each.kind in (*by_place, inspect.Parameter.KEYWORD_ONLY)]
+    return Convention(
+        options,
+        {each.name: each.default for each in rest},
+        anything=inspect.Parameter.VAR_KEYWORD in kinds,
+        positional=tuple(each.name for each in rest if applied or each.kind is inspect.Parameter.POSITIONAL_ONLY),
+    )

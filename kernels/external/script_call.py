@@ -10,10 +10,8 @@ from torch import Tensor
 from tiebreak.kernels.external.adapters import is_adapter
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.conventions import convention
-from tiebreak.kernels.external.errors import LoadError
-from tiebreak.kernels.external.loading import load, package_of
-from tiebreak.kernels.external.options import decorator_options
+from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.external.loading import package_of
 from tiebreak.kernels.inputs import AttentionInputs
 
 
@@ -34,24 +32,17 @@ class ScriptCall:
     caller: Caller  # how it is called
 
     @classmethod
-    def from_target(cls, target: str) -> "ScriptCall":
-        """The script's call of the function that a target names.
-
-        Raises:
-            LoadError: it can't be found or called as it is, or lies in a TOML file; one line.
-        """
-        if ".toml" in target:
-            raise LoadError(f"--kernel {target}: name its function, a script reads no TOML file")
-        try:
-            function = load(target)
-            caller = Caller(function, convention(function, decorator_options(function)))
-        except LoadError as error:
-            raise LoadError(f"--kernel {target}: {error}") from error
+    def from_kernel(cls, kernel: UserKernel) -> "ScriptCall":
+        """The script's import and call of a kernel."""
+        target, function = kernel.origin[1], kernel.caller.function
         place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
         if is_adapter(target):
             place, name = function.__module__, function.__name__
-        folder, module = _file(Path(place)) if place.endswith(".py") else (".", place)
-        return cls(folder, module, name or function.__name__, caller)
+        folder, module = ".", place
+        if place.endswith(".py"):
+            root, module = package_of(Path(place).resolve())
+            folder = str(root) if Path(place).is_absolute() else os.path.relpath(root)
+        return cls(folder, module, name or function.__name__, kernel.caller)
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """None, or why a script can't write the call of these inputs, in one line."""
@@ -79,16 +70,7 @@ class ScriptCall:
         call = f"kernel.{self.function}({', '.join(words)})"
         if convention.out is not None:
             return f"({_Written()!r} := torch.full_like({q}, torch.nan), {call})[0]{restored}"
-        return f"{call}{'[0]' if self._returns_several(inputs) else ''}{restored}"
-
-    def _returns_several(self, inputs: AttentionInputs) -> bool:
-        """Whether it returns more than O; by calling it."""
-        call = self.caller.call(inputs)
         with torch.no_grad():
-            return isinstance(call.returned(call.placed(gradients=False)), (tuple, list))
-
-
-def _file(path: Path) -> tuple[str, str]:
-    """The folder to put on the path and the module's name, of a file in a package or in none."""
-    root, name = package_of(path.resolve())
-    return (str(root) if path.is_absolute() else os.path.relpath(root)), name
+            made = self.caller.call(inputs)
+            several = isinstance(made.returned(made.placed(gradients=False)), (tuple, list))
+        return f"{call}{'[0]' if several else ''}{restored}"

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import Rounding
-from tiebreak.kernels.plans import DeltaSource, RoundingPlan, SumOf
+from tiebreak.kernels.operands import LOG2_E
+from tiebreak.kernels.plans import DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
-LOG2_E = 1.4426950408889634
+_ROUNDED = frozenset({"s", "p_bar", "o_bar", "row_sum", "o", "delta", "p", "dp", "ds", "gradients"})
+_NEAREST = (Rounding.TO_EVEN, Rounding.TIES_AWAY)
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,20 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse what no kernel here computes."""
-        if self.plan.exponential.at_zero != 1.0:
-            raise ValueError(f"plan {self.plan.name}: the Triton kernels' exponential of 0 is 1")
-        if self.plan.contracted:
-            raise ValueError(f"plan {self.plan.name}: the Triton kernels are launched with contraction off")
-        forward = ("scale", "divisor", "q", "qk", "shifted", "exp", "pv")
-        for point in (*forward, "do_over_l", "p_of_ds", "scaled_ds", "scaled_q", "scaled_k", "sums", "group_sums"):
-            if getattr(self.plan, point).narrows:
-                raise ValueError(f"plan {self.plan.name}: the Triton kernels do not round {point}")
-        if self.plan.delta_from is DeltaSource.UNNORMALISED or self.plan.shift_attached:
-            raise ValueError(f"plan {self.plan.name}: the Triton kernels' backward pass is not autograd's")
-        if self.plan.quantizes:
-            raise ValueError(f"plan {self.plan.name}: the Triton kernels take q, K and V as they come, without scales")
-        for point, cast in self.plan.casts():
-            nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
-            if not nearest and (point, cast.rounding) != ("o", Rounding.STOCHASTIC):
-                raise ValueError(
-                    f"plan {self.plan.name}: the Triton kernels do not round {point} {cast.rounding.value}"
-                )
+        plan = self.plan
+        refused = {
+            "know no fast exponential": bool(plan.exponential.correction),
+            "are launched with contraction off": plan.contracted,
+            "have no backward pass of autograd's": plan.delta_from is DeltaSource.UNNORMALISED or plan.shift_attached,
+            "take q, K and V as they come, without scales": plan.quantizes,
+        }
+        for point, cast in plan.casts():
+            refused[f"do not round {point}"] = cast.narrows and point not in _ROUNDED
+            known = cast.rounding in _NEAREST or (point, cast.rounding) == ("o", Rounding.STOCHASTIC)
+            refused[f"do not round {point} {cast.rounding.value}"] = not known
+        for reason, applies in refused.items():
+            if applies:
+                raise ValueError(f"plan {plan.name}: the Triton kernels {reason}")
 
     @property
     def block_d(self) -> int:
@@ -62,26 +60,6 @@ class Config:
         return 1.0 / math.sqrt(self.d) if self.softmax_scale is None else self.softmax_scale
 
     @property
-    def sums_rounded(self) -> bool:
-        """Whether l sums P-bar after its cast."""
-        return self.plan.row_sum_of is SumOf.ROUNDED
-
-    @property
-    def sums_clamped(self) -> bool:
-        """Whether l sums P-bar before its cast, but no more than the largest value of its format."""
-        return self.plan.row_sum_of is SumOf.CLAMPED
-
-    @property
-    def raised(self) -> float:
-        """What P-bar and l are multiplied by."""
-        return float(2**self.plan.offset)
-
-    @property
-    def log_raised(self) -> float:
-        """Its logarithm in the kernel's base."""
-        return self.plan.offset * (1.0 if self.base_two else math.log(2.0))
-
-    @property
     def base_two(self) -> bool:
         """Whether scores, shifts and the exponential are in base two, the scale folded into the scores'."""
         return self.plan.exponential.base_two
@@ -92,24 +70,9 @@ class Config:
         return LOG2_E if self.base_two else 1.0
 
     @property
-    def natural(self) -> float:
-        """The inverse of `unit`: a constant, where a device would approximate the division."""
-        return 1.0 / self.unit
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether O's cast is stochastic."""
-        return self.plan.stochastic
-
-    @property
-    def delta_from_o(self) -> bool:
-        """Whether delta is computed from the stored O."""
-        return self.plan.delta_from is DeltaSource.OUTPUT
-
-    @property
-    def delta_from_p(self) -> bool:
-        """Whether delta is computed from P and dP."""
-        return self.plan.delta_from is DeltaSource.PROBABILITIES
+    def log_raised(self) -> float:
+        """Logarithm, in the kernel's base, of what P-bar and l are multiplied by."""
+        return self.plan.offset * (1.0 if self.base_two else math.log(2.0))
 
 
 def power_of_two(size: int) -> int:

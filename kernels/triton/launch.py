@@ -21,6 +21,8 @@ from tiebreak.kernels.triton.loading import interpreting, source
 LARGEST_HEAD = 256  # of the head dimension
 _TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CPU's cache
 _DTYPES = {**TORCH_DTYPES, FP8_E4M3: torch.float8_e4m3fn}
+#: Kernels of the forward pass in `device/forward.py`, by the algorithm that they are
+FORWARD = {FLASH_ATTENTION.name: "forward", STANDARD_ATTENTION.name: "standard"}
 
 
 def options(d: int) -> dict[str, int]:
@@ -53,7 +55,6 @@ class Call:
     v: Tensor
     padding: Tensor | None  # int8 (batch, keys), 0 where a key is padding
     config: Config  # with one head a program: every launch chooses anew
-    shape: torch.Size  # of q: (batch, heads, queries, d)
     seed: int  # of the noise
     algorithm: str  # its name
 
@@ -64,11 +65,10 @@ class Call:
         Raises:
             ValueError: `refusal` gives the reason.
         """
-        interpreted = inputs.q.device.type == "cpu"
-        reason = refusal(inputs, declaration, interpreted=interpreted)
+        reason = refusal(inputs, declaration, interpreted=inputs.q.device.type == "cpu")
         if reason is not None:
             raise ValueError(reason)
-        plan = declaration.plan.in_formats(inputs.formats)
+        plan, padding = declaration.plan.in_formats(inputs.formats), inputs.key_padding
         config = Config(
             plan=plan,
             shift=declaration.shift_rule,
@@ -77,25 +77,19 @@ class Call:
             block=declaration.block,
             query_heads=inputs.q.shape[1],
             groups=inputs.groups,
-            padded=inputs.key_padding is not None,
+            padded=padding is not None,
             softmax_scale=inputs.softmax_scale,
         )
         q, k = (_flat(tensor, _DTYPES[inputs.formats.inputs]) for tensor in (inputs.q, inputs.k))
         v = _flat(inputs.v, _DTYPES[format_of_v(plan, inputs.formats)])
-        padding = None
-        if inputs.key_padding is not None:
-            padding = inputs.key_padding.to(inputs.q.device, torch.int8).contiguous()
-        return cls(q, k, v, padding, config, inputs.q.shape, inputs.noise_seed, declaration.algorithm.name)
+        if padding is not None:
+            padding = padding.to(inputs.q.device, torch.int8).contiguous()
+        return cls(q, k, v, padding, config, inputs.noise_seed, declaration.algorithm.name)
 
     @property
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels: nothing else does on the host."""
         return self.q.device.type == "cpu"
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Queries and keys of one head."""
-        return self.q.shape[1], self.k.shape[1]
 
     def tiled(self, block: Block, heads: int) -> tuple[Config, int]:
         """The configuration of one launch over `heads` heads, and how many programs share the heads.
@@ -105,7 +99,7 @@ class Call:
         """
         if not self.interpreted:
             return replace(self.config, block=block), heads
-        block = Block(min(block.queries, power_of_two(self.lengths[0])), block.keys)
+        block = Block(min(block.queries, power_of_two(self.q.shape[1])), block.keys)
         d = self.config.block_d
         largest = max(block.queries * block.keys, block.queries * d, block.keys * d)
         together = min(heads & -heads, max(1, _TILE_ELEMENTS // largest))
@@ -119,13 +113,8 @@ class Call:
         """Memory for one fp32 number a query, (batch x heads, queries)."""
         return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
 
-    def noise_start(self, stream: int) -> int:
-        """The noise's state after (seed, stream), its bits as int32."""
-        state = int(random_bits(self.seed, stream))
-        return state - 2**32 if state >= 2**31 else state
-
-    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int | None, config: Config) -> None:
-        """Run one kernel of a module of `device/`.
+    def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
+        """Run one kernel of a module of `device/` on q, K, V, the padding, `args`, and the lengths of queries and keys.
 
         Raises:
             ValueError: the device has too little shared memory for it, or is the host and interprets nothing.
@@ -134,10 +123,10 @@ class Call:
 
         if self.interpreted and not interpreting():
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
-        function = getattr(source(part), kernel)
+        function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
         try:
             with nullcontext() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
-                function[grid](*args, C=config, **options(config.d))
+                function[grid](*inputs, *args, C=config, **options(config.d))
         except OutOfResources as error:
             raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error
 
@@ -149,27 +138,19 @@ def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> str | None:
     """None, or why the kernels can't take some inputs, in one line."""
-    if declaration.algorithm.name not in _FORWARD:
-        return f"the Triton kernels have no algorithm {declaration.algorithm.name}: they have {', '.join(_FORWARD)}"
-    return _shape_refusal(inputs, declaration.block) or _format_refusal(inputs, declaration.plan, interpreted)
-
-
-def _shape_refusal(inputs: AttentionInputs, block: Block) -> str | None:
-    d, keys = inputs.q.shape[3], inputs.k.shape[2]
-    if not inputs.q.numel() or not keys:
+    (_, _, _, d), formats, block = inputs.q.shape, inputs.formats, declaration.block
+    if declaration.algorithm.name not in FORWARD:
+        return f"the Triton kernels have no algorithm {declaration.algorithm.name}: they have {', '.join(FORWARD)}"
+    if not inputs.q.numel() or not inputs.k.numel():
         return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
     if d > LARGEST_HEAD:
         return f"head dimension {d} is above {LARGEST_HEAD}"
     if {power_of_two(block.queries), power_of_two(block.keys)} != {block.queries, block.keys}:
         return f"tiles of the Triton kernels are powers of two, not {block.queries} x {block.keys}"
-    return None
-
-
-def _format_refusal(inputs: AttentionInputs, plan: RoundingPlan, interpreted: bool) -> str | None:
-    formats = inputs.formats
     if formats.inputs not in TORCH_DTYPES:
         return f"the Triton kernels take {', '.join(fmt.name for fmt in TORCH_DTYPES)}, not {formats.inputs.name}"
-    return unsuited(plan, formats) or (None if interpreted else lacking(formats, plan, inputs.q.device))
+    lacks = None if interpreted else lacking(formats, declaration.plan, inputs.q.device)
+    return unsuited(declaration.plan, formats) or lacks
 
 
 def format_of_v(plan: RoundingPlan, formats: Formats) -> Format:
@@ -202,41 +183,17 @@ def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str |
     return None
 
 
-def _flash(call: Call) -> tuple[Tensor, Tensor]:
-    queries, keys = call.lengths
-    o = call.empty(call.config.plan.o, call.q)
-    lse = call.row_numbers()
-    config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
-    starts = (call.noise_start(DITHER_STREAM), call.noise_start(CAST_STREAM))
-    grid = (math.ceil(queries / config.block.queries), programs)
-    inputs = (call.q, call.k, call.v, call.padding)
-    call.launch("forward", "forward", grid, *inputs, o, lse, queries, keys, *starts, config=config)
-    return o, lse
-
-
-def _standard(call: Call) -> tuple[Tensor, Tensor]:
-    """Three launches; S and P are held in memory."""
-    queries, keys = call.lengths
-    o = call.empty(call.config.plan.o, call.q)
-    s = torch.empty(call.q.shape[0], queries, keys, dtype=torch.float32, device=call.q.device)
-    p = call.empty(call.config.plan.p_bar, s)
-    lse = call.row_numbers()
-    config, programs = call.tiled(forward_block(call.config.block, call.config.d), call.q.shape[0])
-    grid = (math.ceil(queries / config.block.queries), programs)
-    tiles = (*grid, math.ceil(keys / config.block.keys))
-    call.launch("standard", "all_scores", tiles, call.q, call.k, call.padding, s, queries, keys, config=config)
-    call.launch("standard", "softmax", grid, s, p, lse, queries, keys, config=config)
-    cast_start = call.noise_start(CAST_STREAM)
-    call.launch("standard", "output", grid, p, call.v, call.padding, o, queries, keys, cast_start, config=config)
-    return o, lse
-
-
-_FORWARD = {FLASH_ATTENTION.name: _flash, STANDARD_ATTENTION.name: _standard}
-
-
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
-    return _FORWARD[call.algorithm](call)
+    (heads, queries, d), keys = call.q.shape, call.k.shape[1]
+    o, lse = call.empty(call.config.plan.o, call.q), call.row_numbers()
+    config, programs = call.tiled(forward_block(call.config.block, d), heads)
+    grid = (math.ceil(queries / config.block.queries), programs)
+    # The noise's state after (seed, stream), its bits as int32.
+    states = (int(random_bits(call.seed, stream)) for stream in (DITHER_STREAM, CAST_STREAM))
+    starts = (state - 2**32 if state >= 2**31 else state for state in states)
+    call.launch("forward", FORWARD[call.algorithm], grid, o, lse, queries, keys, *starts, config=config)
+    return o, lse
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -251,19 +208,16 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
     Returns:
         dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
     """
-    do = _flat(do, call.q.dtype)
-    queries, keys = call.lengths
-    gradients = call.config.plan.gradients
-    dq, dk, dv = (call.empty(gradients, tensor) for tensor in (call.q, call.k, call.v))
-    delta = call.row_numbers()
-    config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.q.shape[0])
-    rows = (math.ceil(queries / config.block.queries), programs)
-    inputs = (call.q, call.k, call.v, call.padding)
-    call.launch("backward", "delta", rows, *inputs, o, do, lse, delta, queries, keys, config=config)
-    call.launch("backward", "query_gradient", rows, *inputs, do, lse, delta, dq, queries, keys, config=config)
-    config, programs = call.tiled(backward_block(call.config.plan, call.config.d), call.k.shape[0])
-    columns = (math.ceil(keys / config.block.keys), programs)
-    call.launch("backward", "key_gradients", columns, *inputs, do, lse, delta, dk, dv, queries, keys, config=config)
+    do, plan, lengths = _flat(do, call.q.dtype), call.config.plan, (call.q.shape[1], call.k.shape[1])
+    dq, dk, dv = (call.empty(plan.gradients, tensor) for tensor in (call.q, call.k, call.v))
+    block, delta = backward_block(plan, call.config.d), call.row_numbers()
+    config, programs = call.tiled(block, call.q.shape[0])
+    rows = (math.ceil(lengths[0] / config.block.queries), programs)
+    call.launch("backward", "delta", rows, o, do, lse, delta, *lengths, config=config)
+    call.launch("backward", "query_gradient", rows, do, lse, delta, dq, *lengths, config=config)
+    config, programs = call.tiled(block, call.k.shape[0])
+    columns = (math.ceil(lengths[1] / config.block.keys), programs)
+    call.launch("backward", "key_gradients", columns, do, lse, delta, dk, dv, *lengths, config=config)
     return dq, dk, dv, delta
 
 
@@ -283,8 +237,8 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -
     """
     call = Call.from_inputs(inputs, declaration)
     o, lse = forward(call)
-    made, of_rows = None, (*call.shape[:3], 1)
+    made, of_rows = None, (*inputs.q.shape[:3], 1)
     if gradients:
         dq, dk, dv, delta = backward(call, o, lse, inputs.do)
         made = Gradients(dq.view_as(inputs.q), dk.view_as(inputs.k), dv.view_as(inputs.v), delta.view(of_rows))
-    return AttentionOutput(o.view(call.shape), lse.view(of_rows), made)
+    return AttentionOutput(o.view_as(inputs.q), lse.view(of_rows), made)

@@ -3,11 +3,11 @@
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from unittest.mock import patch
 
 from packaging.version import Version
 
@@ -15,16 +15,13 @@ OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul,
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
-_DEVICE = "tiebreak.kernels.triton.device"
 
 
 def installed() -> str | None:
     """Version of Triton, without importing it; None where no installed package provides it."""
     for name in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -53,32 +50,19 @@ def not_interpreting() -> str | None:
 
 @cache
 def source(part: str) -> ModuleType:
-    """One module of `device/`.
-
-    Args:
-        part: its name in the folder.
+    """One module of `device/`, by its name in the folder.
 
     Raises:
         ValueError: triton is not installed.
     """
-    reason = missing()
-    if reason is not None:
+    if (reason := missing()) is not None:
         raise ValueError(reason)
-    with _to_compile():
-        return import_module(f"{_DEVICE}.{part}")
+    # Without the user's switch: what triton.jit decorates under it can't be compiled. What is compiled can be both.
+    with patch.dict(os.environ):
+        os.environ.pop(_SWITCH, None)
+        return import_module(f"tiebreak.kernels.triton.device.{part}")
 
 
 def interpreting() -> bool:
     """Whether Triton's functions are interpreted now."""
     return os.environ.get(_SWITCH) == "1"
-
-
-@contextmanager
-def _to_compile() -> Iterator[None]:
-    """Without the user's switch: what triton.jit decorates under it can't be compiled. What is compiled can be both."""
-    before = os.environ.pop(_SWITCH, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[_SWITCH] = before

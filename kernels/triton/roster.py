@@ -12,41 +12,41 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
-from tiebreak.kernels.plans import (
-    FUSED,
-    FUSED_FP8,
-    FUSED_FP8_OFFSET,
-    FUSED_STOCHASTIC,
-    PAPER,
-    STANDARD,
-    Exponential,
-    RoundingPlan,
-)
+from tiebreak.kernels.plans import PLANS, STANDARD, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.kernels.triton.config import Config
-from tiebreak.kernels.triton.launch import backward_block, format_of_v, forward_block, options, refusal, run, unsuited
+from tiebreak.kernels.triton.launch import (
+    FORWARD,
+    backward_block,
+    format_of_v,
+    forward_block,
+    options,
+    refusal,
+    run,
+    unsuited,
+)
 from tiebreak.kernels.triton.loading import source
 
 BLOCK = Block(128, 64)
-_BASE_TWO = Exponential(base_two=True)
-
-
-def _declared(plan: RoundingPlan, rule: str) -> Declaration:
-    return Declaration(FLASH_ATTENTION, replace(plan, exponential=_BASE_TWO), SHIFT_RULES[rule], BLOCK)
-
-
+_RULES_AND_PLANS = {
+    "triton_flash": ("safe", "fused"),
+    "triton_stabilized": ("stabilized", "fused"),
+    "triton_dithered": ("dithered", "fused"),
+    "triton_lazy": ("lazy", "fused"),
+    "triton_fair": ("dithered", "fused_stochastic"),
+    "triton_paper": ("safe", "paper"),
+    "triton_fp8": ("safe", "fused_fp8"),
+    "triton_fp8_offset": ("safe", "fused_fp8_offset"),
+    "triton_standard": ("safe", STANDARD.name),
+}
 DECLARATIONS: Mapping[str, Declaration] = {
-    "triton_flash": _declared(FUSED, "safe"),
-    "triton_stabilized": _declared(FUSED, "stabilized"),
-    "triton_dithered": _declared(FUSED, "dithered"),
-    "triton_lazy": _declared(FUSED, "lazy"),
-    "triton_fair": _declared(FUSED_STOCHASTIC, "dithered"),
-    "triton_paper": _declared(PAPER, "safe"),
-    "triton_fp8": _declared(FUSED_FP8, "safe"),
-    "triton_fp8_offset": _declared(FUSED_FP8_OFFSET, "safe"),
-    "triton_standard": Declaration(
-        STANDARD_ATTENTION, replace(STANDARD, exponential=_BASE_TWO), SHIFT_RULES["safe"], BLOCK
-    ),
+    name: Declaration(
+        STANDARD_ATTENTION if plan == STANDARD.name else FLASH_ATTENTION,
+        replace(PLANS[plan], exponential=Exponential(base_two=True)),
+        SHIFT_RULES[rule],
+        BLOCK,
+    )
+    for name, (rule, plan) in _RULES_AND_PLANS.items()
 }
 
 
@@ -85,11 +85,6 @@ class Compilation:
     options: Mapping[str, int]  # warps, pipeline stages, and whether products and sums may be contracted
 
 
-_POINTERS = {"O": "o", "P": "p_bar", "DQ": "gradients", "DK": "gradients", "DV": "gradients"}
-_FUNCTIONS = {
-    "flash": (("forward", "forward"),),
-    "standard": (("standard", "all_scores"), ("standard", "softmax"), ("standard", "output")),
-}
 _BACKWARD = (("backward", "delta"), ("backward", "key_gradients"), ("backward", "query_gradient"))
 _TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4nv"}
 
@@ -103,24 +98,14 @@ def compilations() -> Iterator[Compilation]:
     d, formats = 64, Formats.of(BF16)
     for name, declaration in DECLARATIONS.items():
         plan = declaration.plan.in_formats(formats)
-        for part, function in (*_FUNCTIONS[declaration.algorithm.name], *_BACKWARD):
+        pointers = {**dict.fromkeys(("Q", "K", "DO"), formats.inputs), "V": format_of_v(plan, formats)}
+        pointers |= {"O": plan.o.fmt, **dict.fromkeys(("DQ", "DK", "DV"), plan.gradients.fmt)}
+        for part, function in (("forward", FORWARD[declaration.algorithm.name]), *_BACKWARD):
             block = backward_block(plan, d) if part == "backward" else forward_block(declaration.block, d)
             config = Config(plan, declaration.shift_rule, causal=True, d=d, block=block, query_heads=16)
-            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
             jitted = getattr(source(part), function)
-            types = {
-                argument: "constexpr" if argument in constants else _type(argument, plan, formats)
-                for argument in jitted.arg_names
-            }
-            known = {argument: constants[argument] for argument in types if argument in constants}
-            yield Compilation(f"{name}/{function}", jitted, types, known, options(d))
-
-
-def _type(argument: str, plan: RoundingPlan, formats: Formats) -> str:
-    if argument == "V":
-        return _TYPES[format_of_v(plan, formats).name]
-    if argument in ("Q", "K", "DO"):
-        return _TYPES[formats.inputs.name]
-    if argument in _POINTERS:
-        return _TYPES[getattr(plan, _POINTERS[argument]).fmt.name]
-    return _TYPES[FP32.name] if argument.isupper() else "i32"
+            names: list[str] = jitted.arg_names
+            types = {word: _TYPES[pointers.get(word, FP32).name] if word.isupper() else "i32" for word in names}
+            constants = {"C": config, "PADDING": None}  # a mask of keys rounds nothing
+            types |= dict.fromkeys(constants, "constexpr")
+            yield Compilation(f"{name}/{function}", jitted, types, constants, options(d))

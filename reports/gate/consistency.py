@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.record import Record, Run, Shown
+from tiebreak.reports.records.record import Record, Run
 from tiebreak.reports.tables.run import counted
 
 #: Fields that say something in words, or how it is drawn: nothing is decided by them.
@@ -23,11 +23,7 @@ _NOISE = 1e-6  # what fp32 sums leave of a number that should be 0
 
 
 def check_described(baseline: Run, run: Run) -> None:
-    """Refuse a run that describes what it has otherwise than the baseline: what is held would be another thing.
-
-    Raises:
-        UsageError: it does, or it was narrowed by nothing, or to nothing; names the field.
-    """
+    """Raise UsageError if a run describes something otherwise than the baseline, or does not say how it is narrowed."""
     for each in run.narrowing:
         if not each.given or not each.names:
             raise UsageError(f"narrowing: {each.field}: the new run does not say by what it was narrowed, and to what")
@@ -42,17 +38,11 @@ def check_described(baseline: Run, run: Run) -> None:
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """What two values do not share, but for words: where, and both; of what has names, by the first one's.
-
-    Args:
-        old: a record, a description, or a part of one.
-        new: the same, that should be no different.
-        at: where both stand.
-    """
+    """Yield where two records, or parts of them, differ, and both values, but for words; by the names of the first."""
     if isinstance(old, Struct) and isinstance(new, Struct):
-        names = [name for name in old.__struct_fields__ if name not in WORDS]
-        for name in names:
-            yield from differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
+        for name in old.__struct_fields__:
+            if name not in WORDS:
+                yield from differing(getattr(old, name), getattr(new, name, None), f"{at}.{name}")
     elif isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in old:
             yield from differing(old[name], new.get(name), f"{at}.{name}")
@@ -67,12 +57,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def contradictions(record: Record, run: Run) -> Iterator[str]:
-    """What a record says of itself, and its own numbers and answers don't: of a file that was edited, or mangled.
-
-    Args:
-        record: of the new run.
-        run: the new run, with the descriptions that are in force.
-    """
+    """Yield what a record says of itself, and neither its own numbers and answers nor the descriptions in force do."""
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
     if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):
@@ -89,25 +74,19 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
         yield f"says {record.verdict}, and where its bias comes from or goes to"
     if (shown is not None) is not bool(record.measures):
         yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
-    elif shown is None or shown.kind in records.REPLACED:
-        if (
-            shown is not None
-            and (shown.kind == records.NONFINITE) is not (record.verdict == records.NONFINITE)
-            and record.verdict
-        ):
+    elif shown is not None and shown.kind in records.REPLACED:
+        nonfinite = [said == records.NONFINITE for said in (shown.kind, record.verdict)]
+        if record.verdict and nonfinite[0] is not nonfinite[1]:
             yield f"shows {shown.kind}, and says {record.verdict}"
-    elif [*differing(shown.number, _as_shown(record, shown))] or record.verdict not in (None, shown.verdict):
-        yield f"shows {shown.number} {shown.verdict or ''}, and has {record.number(shown.kind)} {record.verdict or ''}"
-
-
-def _as_shown(record: Record, shown: Shown) -> float | None:
-    """Return the number of the measure that is shown, in percent where that is its unit."""
-    number = record.number(shown.kind)
-    return 100 * number if number is not None and shown.unit == "%" else number
+    elif shown is not None:
+        number = record.number(shown.kind)
+        written = 100 * number if number is not None and shown.unit == "%" else number
+        if [*differing(shown.number, written)] or record.verdict not in (None, shown.verdict):
+            yield f"shows {shown.number} {shown.verdict or ''}, and has {number} {record.verdict or ''}"
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
-    """Where two records have the same bits and not the same numbers.
+    """Yield where two records have the same bits and not the same numbers.
 
     A digest is of the bits of the first look, so it tells where no other was needed. A backward pass may add up in
     another order each time: of a case that has one the numbers of O alone are compared.

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
-from tiebreak.reports.gate.expected import PLAN, Expected
-from tiebreak.reports.gate.settings import Limits
+from tiebreak.reports.gate.expected import PLAN
+from tiebreak.reports.gate.settings import Expected, Limits
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Answer, Estimate, MeasureRecord, Narrowing, Record, Run, Value, number_of
@@ -32,7 +32,6 @@ _SEVERITY = {
     records.INCONCLUSIVE: 1,
     records.FELL: 2,
     **dict.fromkeys((records.CRASHED, records.TIMED_OUT), 3),
-    records.SKIPPED: 4,
 }
 # A baseline is there to see these change; of all but the wheel it is told.
 _TOLD = ("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton", "torch_npu", "cann",
@@ -79,11 +78,7 @@ class Outcome:
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Refuse, before any work, a baseline that tells nothing about a run of a platform with some options.
-
-    Raises:
-        UsageError: an interrupted baseline, other inputs, or another platform without `across`; names the field.
-    """
+    """Raise UsageError for a baseline that was interrupted, has other inputs, or, not `across`, another platform."""
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
     for name in ("seed", "heads"):
@@ -103,18 +98,14 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
 def gate(
     baseline: Run, run: Run, limits: Limits, *, across: bool = False, expected: Sequence[Expected] = ()
 ) -> Outcome:
-    """Compare a run with a baseline, cell by cell.
+    """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
     Args:
         baseline: what was kept.
         run: what is judged.
         limits: how much worse a cell may get.
         across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
-        expected: entries that accept another declared plan; those for checks say nothing here.
-
-    Raises:
-        UsageError: the two can't be compared (see `check_comparable`), they describe a name differently, or an entry
-            accepts a change of plan that there is not.
+        expected: entries that accept another declared plan; one that accepts what there is not is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
@@ -133,7 +124,7 @@ def gate(
     plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    asked = [record for record in gone if _asked_for(record, run.narrowing)]
+    asked = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
     changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [Change(record, True, f"not in the baseline, and {record.outcome}") for record in fresh if record.fails]
@@ -141,7 +132,14 @@ def gate(
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
     first = sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs)
-    notes += _notes(baseline, run, len(fresh) + first, len(gone) - len(asked))
+    notes += _other_software(baseline, run)
+    if first or fresh:
+        told = counted(len(fresh) + first, "cell")
+        notes.append(f"{told} not in the baseline, or skipped there; --update-baseline adds what is new")
+    if outside := len(gone) - len(asked):
+        notes.append(f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}")
+    if not run.ended:
+        notes.append("the new run was interrupted: it does not hold")
     if not pairs:
         notes.append("no cell is in both")
     if changed := sum(before.digest != after.digest for before, after in pairs):
@@ -154,11 +152,7 @@ def _plans(
 ) -> tuple[list[Change], list[str]]:
     """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
-    Across platforms a vendor's kernel may have another plan, and then its bias counts: told, and worse where it is
-    biased, or where that is not known.
-
-    Raises:
-        UsageError: an entry accepts what there is not.
+    Across platforms its bias counts: another plan is worse where it is biased, or where that is not known.
     """
     skipped = records.SKIPPED
     changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == skipped != new.outcome]
@@ -178,23 +172,13 @@ def _plans(
     return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]
 
 
-def _notes(baseline: Run, run: Run, fresh: int, outside: int) -> Iterator[str]:
+def _other_software(baseline: Run, run: Run) -> Iterator[str]:
     there = [each.platform.get(_FINGERPRINT, {}) for each in (baseline, run)]
     probes = [(backend, probe) for backend in there[0].keys() & there[1].keys()
               for probe in sorted(there[0][backend].keys() & there[1][backend].keys())]  # fmt: skip
     described = [(name, *(each.platform.get(name) or "not known" for each in (baseline, run))) for name in _TOLD]
     described += [(f"{backend}, {probe}:", *(each[backend][probe] for each in there)) for backend, probe in probes]
     yield from (f"{name} {old} in the baseline, {new} in the new run" for name, old, new in described if old != new)
-    if fresh:
-        yield f"{counted(fresh, 'cell')} not in the baseline, or skipped there; --update-baseline adds what is new"
-    if outside:
-        yield f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}"
-    if not run.ended:
-        yield "the new run was interrupted: it does not hold"
-
-
-def _asked_for(record: Record, narrowing: Collection[Narrowing]) -> bool:
-    return all(each.leaves_in(record) for each in narrowing)
 
 
 def _options(narrowing: Collection[Narrowing]) -> str:
@@ -205,7 +189,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     if other := list(_other_inputs(old, new)):
         yield True, f"not comparable: {', '.join(other)}"
         return
-    outcome = list(_outcome(old, new))
+    outcome = _outcome(old, new)
     yield from outcome
     if old.outcome == records.SKIPPED or (new.shown is None and new.outcome not in records.PASSING):
         return  # it is as good as new, or the outcome says it
@@ -218,9 +202,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     predicted = all(each.met(records.PREDICTION) is True for each in (old, new))
     foretold = across and old.plan == new.plan and predicted
     yield from _verdicts(old, new, foretold=foretold)
-    lost = [name for name in old.measures if name not in new.measures]
-    lost += [text for name, value in new.measures.items() for text in _lost(name, old.measures.get(name), value)]
-    if lost:
+    if lost := list(_lost(old, new)):
         yield True, f"NaN or missing: {', '.join(lost)}; a number in the baseline"
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
@@ -242,33 +224,32 @@ def _other_inputs(old: Record, new: Record) -> Iterator[str]:
         yield f"{new.heads} heads, {old.heads} in the baseline"
 
 
-def _lost(name: str, old: Value, new: Value) -> Iterator[str]:
-    """The numbers of a measure that the baseline has alone."""
-    if number_of(old) is not None and number_of(new) is None:
-        yield name
-    width = new.half_width if isinstance(new, Estimate) else None
-    if isinstance(old, Estimate) and old.half_width is not None and width is None:
-        yield f"interval of {name}"
+def _lost(old: Record, new: Record) -> Iterator[str]:
+    """Yield the measures, and intervals, that the baseline has alone."""
+    yield from (name for name in old.measures if name not in new.measures)
+    for name, value in new.measures.items():
+        before = old.measures.get(name)
+        if number_of(before) is not None and number_of(value) is None:
+            yield name
+        width = value.half_width if isinstance(value, Estimate) else None
+        if isinstance(before, Estimate) and before.half_width is not None and width is None:
+            yield f"interval of {name}"
 
 
-def _outcome(old: Record, new: Record) -> Iterator[_Judgement]:
-    if new.outcome == records.SKIPPED and old.outcome != records.SKIPPED:
-        yield True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline"
-    elif old.outcome == records.SKIPPED:
-        if new.fails:
-            yield True, f"{new.outcome}, skipped in the baseline"
-    elif _SEVERITY[old.outcome] != _SEVERITY[new.outcome]:
-        worse = _SEVERITY[new.outcome] > _SEVERITY[old.outcome]
-        why = f": {'; '.join(new.reasons)}" if new.reasons else ""
-        yield worse, f"{new.outcome}, {old.outcome} in the baseline{why}"
+def _outcome(old: Record, new: Record) -> list[_Judgement]:
+    if old.outcome == records.SKIPPED:
+        return [(True, f"{new.outcome}, skipped in the baseline")] if new.fails else []
+    if new.outcome == records.SKIPPED:
+        return [(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")]
+    worse = _SEVERITY[new.outcome] - _SEVERITY[old.outcome]
+    why = f": {'; '.join(new.reasons)}" if new.reasons else ""
+    return [(worse > 0, f"{new.outcome}, {old.outcome} in the baseline{why}")] if worse else []
 
 
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
-    """A check: no longer asked (None), of other words, or no longer met.
+    """Judge a check that is no longer asked (None), of other words, or no longer met.
 
-    Args:
-        replanned: whether the kernels differ: a vendor's may declare another plan on another platform, a case claims
-            other things of another plan, and what is met there is no worse.
+    Of a kernel that declares another plan on another platform (`replanned`), what is met there is no worse.
     """
     if new is None:
         if name not in records.IMPLIED:
@@ -282,7 +263,7 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
 
 
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """On the bias, and on whether gradients contain it; of what is foretold only that there is one."""
+    """Judge those on the bias, and on whether gradients contain it; of what is foretold only that there is one."""
     measured = old.shown is not None and new.in_training is not None
     contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
@@ -332,29 +313,20 @@ def _text(value: Value) -> str:
 def update(run: Run, path: Path) -> None:
     """Make a run the baseline: what differs from run to run is left out, so that its diff shows what changed.
 
-    Raises:
-        UsageError: the run was interrupted, or is narrower than the baseline that it would replace.
-        tiebreak.reports.records.store.UnreadableRecordsError: there is a file at `path` that is no file of records.
-        tiebreak.reports.records.store.UnwritableFolderError: it can't be written; the old one stays.
+    One that was interrupted, or is narrower than the baseline that it would replace, is a UsageError.
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
     if path.exists():
         check_update(store.read(path), path, run.narrowing)
-    store.write(replace(run, records=tuple(map(_compact, run.records)), run=None, seconds={}), path)
+    kept = ({name: part for name, part in each.evidence.items() if name not in records.DRAWN} for each in run.records)
+    compact = tuple(replace(record, evidence=part) for record, part in zip(run.records, kept, strict=True))
+    store.write(replace(run, records=compact, run=None, seconds={}), path)
 
 
 def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) -> None:
-    """Refuse to replace a baseline by the records of a narrower run.
-
-    Raises:
-        UsageError: some of its cells were not asked for.
-    """
-    outside = [record for record in baseline.records if not _asked_for(record, narrowing)]
+    """Raise UsageError if some cells of a baseline lie outside the narrower run that would replace it."""
+    outside = [record for record in baseline.records if not all(each.leaves_in(record) for each in narrowing)]
     if outside:
         lost = f"{len(outside)} of its cells lie outside this run's {_options(narrowing)}"
         raise UsageError(f"{path}: not updated: {lost}; run all of them, or delete the file to begin anew")
-
-
-def _compact(record: Record) -> Record:
-    return replace(record, evidence={name: part for name, part in record.evidence.items() if name not in records.DRAWN})

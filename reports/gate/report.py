@@ -1,24 +1,72 @@
-"""What a run and its gate came to, for the terminal, for the page of a workflow's run, and beside a kernel's lines."""
+"""`tiebreak gate BASELINE NEW`, and what a gate came to: for the terminal, for GitHub, beside a kernel's lines."""
 
+import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate import expected, gate
 from tiebreak.reports.gate.gate import Outcome
+from tiebreak.reports.gate.settings import Limits, limits
+from tiebreak.reports.records import store
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid
-from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.run import counted, counts
+from tiebreak.reports.terminal import runnable
 
 _LISTED = 20  # lines of a summary's list: the page is for a glance, the log has them all
 _ANNOTATED = 10  # that GitHub takes of one step
 _AT = re.compile(r"\((\S+), line (\d+)\)")  # of a reason that says where the kernel raised
 
 Place = tuple[str, int]  # a file and a line
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `gate`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(prog="tiebreak gate", description="Fail if a run is worse than a baseline.")
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="records that were kept")
+    parser.add_argument("new", type=Path, metavar="NEW", help="records of the run to judge")
+    fail = "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself"
+    parser.add_argument("--fail", metavar="LIMITS", help=fail)
+    across = "BASELINE is another platform's: compare all but bits and what has no interval"
+    parser.add_argument("--across", action="store_true", help=across)
+    parser.add_argument("--update-baseline", action="store_true", help="then make NEW the baseline")
+    options = parser.parse_args(arguments)
+    allowed = limits(options.fail, Path.cwd())
+    if options.update_baseline and not options.baseline.exists():
+        gate.update(store.read(options.new), options.baseline)
+        print(f"baseline written: {options.baseline}")
+        return HELD
+    baseline, run = store.read_all([options.baseline, options.new])
+    allowed.check({**baseline.measures, **run.measures})
+    held = _judge(baseline, run, allowed, options)
+    if options.update_baseline:
+        gate.update(run, options.baseline)
+        print(f"baseline updated: {options.baseline}")
+        return HELD
+    return HELD if held else FELL
+
+
+def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace) -> bool:
+    """Compare, and tell the terminal and GitHub; whether the gate held."""
+    try:
+        entries = expected.read(None, Path.cwd(), None)  # a file of records has the checks that were asked
+        outcome = gate.gate(baseline, run, allowed, across=options.across, expected=entries)
+    except UsageError as error:
+        if not options.update_baseline:
+            raise UsageError(f"{options.baseline}: {error}") from error
+        print(f"not compared: {error}")
+        return False
+    terminal.show(report(outcome, options.baseline))
+    append_summary(summary_of_gate(outcome, options.baseline))
+    return outcome.held
 
 
 def report(outcome: Outcome, baseline: Path) -> str:
@@ -30,18 +78,14 @@ def report(outcome: Outcome, baseline: Path) -> str:
     ]
     for name, changes in groupby(outcome.worse, lambda change: change.record.id):
         cell = list(changes)
-        lines += [f"worse   {name}: {'; '.join(change.text for change in cell)}"]
-        lines += [f"        rerun: {runnable(cell[0].record.command)}"]
+        lines.append(f"worse   {name}: {'; '.join(change.text for change in cell)}")
+        lines.append(f"        rerun: {runnable(cell[0].record.command)}")
     lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
     return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
 
 
 def append_summary(text: str) -> None:
-    """Append Markdown to the file that GitHub names in GITHUB_STEP_SUMMARY; without the variable, do nothing.
-
-    Raises:
-        OSError: the file can't be written.
-    """
+    """Append Markdown to the file that GitHub names in GITHUB_STEP_SUMMARY; without the variable, do nothing."""
     if name := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(name).open("a", encoding="utf-8") as file:
             file.write(text + "\n\n")
@@ -76,10 +120,7 @@ def _list(lines: Sequence[str]) -> str:
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
     """Return workflow commands: an error a cell that fails the run, or that the gate found worse.
 
-    Args:
-        run: the records.
-        outcome: what the gate found; None: there was none.
-        places: by kernel, where its function stands.
+    `places` has, by kernel, where its function stands.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():

@@ -22,13 +22,14 @@ _SHARE = "_share"  # behind a measure's name: how much worse it may get as a sha
 _T = TypeVar("_T")
 
 
-class Excuse(Data, frozen=True):
+class Expected(Data, frozen=True):
     """A check that some cells don't meet, and why that is excused."""
 
     cells: str  # pattern of ids
     check: str  # that they do not meet
     reason: str  # why that is accepted
     expires: date | None = None  # the last day on which it holds; None: it always does
+    where: str = ""  # file and number, for messages
 
     def concerns(self, cell: str) -> bool:
         """Whether a cell, by its id, is among its cells."""
@@ -40,20 +41,14 @@ class Excuse(Data, frozen=True):
 
     def excuses(self, record: Record) -> bool:
         """Whether the check is one that a record does not meet."""
-        return self.concerns(record.id) and self.check in unmet(record)
-
-
-class Excuses(Data, frozen=True):
-    """A file of excused failures."""
-
-    expected: tuple[Excuse, ...] = ()
+        return self.concerns(record.id) and self.check in record.unmet
 
 
 class Settings(Data, frozen=True):
     """The table [tool.tiebreak] of a pyproject.toml."""
 
     fail: Mapping[str, Limit] = {}  # how much worse measures may get, as --fail
-    expected: str | tuple[Excuse, ...] = ()  # excused failures, or the file that has them, as --expected
+    expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
 
 
 class _Tool(msgspec.Struct, frozen=True):
@@ -64,17 +59,8 @@ class _Project(msgspec.Struct, frozen=True):
     tool: _Tool = _Tool()
 
 
-def unmet(record: Record) -> list[str]:
-    """Return the checks that a record does not meet, or of which the data do not tell."""
-    return [name for name, answer in record.answers.items() if answer.met is not True]
-
-
 def toml(path: Path, kind: type[_T], where: str) -> _T:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: no such file, no TOML (begins with `where`), a field that is missing, unknown or of the wrong kind.
-    """
+    """Read a TOML file; raise UsageError if there is none (begins with `where`), or with a field that is wrong."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -82,18 +68,14 @@ def toml(path: Path, kind: type[_T], where: str) -> _T:
     except ValueError as error:  # no TOML, no UTF-8
         raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
     try:
-        read: _T = convert(content, kind, "")
+        read: _T = convert(content, kind)
     except FieldError as error:
         raise UsageError(f"{path}: {error}") from error
     return read
 
 
 def settings(folder: Path) -> tuple[Path, Settings]:
-    """Return the pyproject.toml in a folder or in the nearest one above, and its table, which is empty without one.
-
-    Raises:
-        UsageError: the file can't be read, or the table has what nothing here knows.
-    """
+    """Return the pyproject.toml in a folder or in the nearest one above, and its table, which is empty without one."""
     here = folder.resolve()
     for path in (each / "pyproject.toml" for each in (here, *here.parents)):
         if path.is_file():
@@ -114,11 +96,7 @@ class Limits:
         return replace(measure, limit=limit, share=share)
 
     def check(self, known: Mapping[str, MeasureRecord]) -> None:
-        """Make sure that every measure named is one that a gate holds.
-
-        Raises:
-            UsageError: one is not; lists those that are.
-        """
+        """Raise UsageError, with those that a gate holds, if a measure that is named is none of them."""
         held = [name for name, measure in known.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
@@ -128,19 +106,16 @@ class Limits:
 
 
 def limits(flag: str | None, folder: Path) -> Limits:
-    """Return the limits in force.
+    """Return the limits in force; a value that is no number of at least 0 is a UsageError.
 
     Args:
         flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
         folder: where to look for a pyproject.toml, there or in the nearest folder above.
-
-    Raises:
-        UsageError: a value that is no number of at least 0, in the flag or in the file.
     """
     path, table = settings(folder)
     words = [word.partition(":") for word in split(flag or "")]
     try:
-        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit], "")
+        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
     except FieldError as error:
         raise UsageError(f"--fail: {error}") from None
     except ValueError:

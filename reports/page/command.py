@@ -1,7 +1,10 @@
 """`tiebreak page FILE... -o DIR`: one HTML file that needs no network, to look at runs, audits and sweeps."""
 
+import re
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
@@ -12,7 +15,6 @@ from tiebreak.reports.audit.tables import audit_tables
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.data import page_data
-from tiebreak.reports.page.document import document
 from tiebreak.reports.page.figures import figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
@@ -22,7 +24,7 @@ from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.sweeps.tables import sweep_figures, sweep_tables
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.comparison import distinct, matched, platform_labels
+from tiebreak.reports.tables.compare import distinct, matched, platform_labels
 from tiebreak.reports.tables.grids import html
 from tiebreak.reports.tables.training import training_legend
 from tiebreak.reports.verdict import SEVERITIES, verdicts
@@ -35,9 +37,8 @@ _DIGEST = 8  # findings that stand open
 def main(arguments: Sequence[str]) -> int:
     """The verb `page`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak page", description="One HTML file of runs, audits and sweeps.")
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="records of runs, audits, folders of sweeps"
-    )
+    what = "records of runs, audits, folders of sweeps"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
     selection.add_match(parser)
     options = parser.parse_args(arguments)
@@ -68,12 +69,11 @@ def page(
         runs: what to show.
         labels: of their platforms.
         drawn: the figures.
-        audits: of compiled kernels, by what tells them apart.
-        sweeps: by what tells them apart.
+        audits: of compiled kernels, by what tells them apart; so are the sweeps.
+        sweeps: of training runs.
     """
-    style, template, *scripts = (
-        (_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.html", *_SCRIPTS)
-    )
+    names = ("page.css", "page.html", *_SCRIPTS)
+    style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)
     more = [_drawn(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
     more += ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>'] if audits else []
     for label, audited in audits.items():
@@ -83,7 +83,7 @@ def page(
         heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
         more.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
     if not runs:
-        return document("tiebreak", style, "\n".join([template.partition("\n")[0], *more]))
+        return _document(style, "\n".join([template.partition("\n")[0], *more]))
     kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}
     sides, script = mechanism(runs), "".join(scripts)
     body = Template(template).substitute(
@@ -99,7 +99,32 @@ def page(
         data=page_data(runs, labels),
         script=script,
     )
-    return document("tiebreak", style, body, script)
+    return _document(style, body, script)
+
+
+def _document(style: str, body: str, script: str = "") -> str:
+    """Return the file. Its policy lets its own style and script in and nothing else, whatever a record smuggles in."""
+    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'"
+    policy += f"; script-src '{_hash(script)}'" if script else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>tiebreak</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 
 def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
@@ -138,64 +163,50 @@ def _folded(items: Sequence[str], kind: str) -> str:
     return f'<ul class="{kind}">{"".join(first)}</ul>{more if rest else ""}'
 
 
-def _findings(sentences: Sequence[str]) -> str:
-    """Return the findings, the first of them open; empty without any."""
-    items = [f"<li>{_marked(line)}</li>" for line in sentences]
+def _findings(sentences: Iterable[str]) -> str:
+    """Return the findings, the first of them open, with what stands between backticks as code; empty without any."""
+    marked = (re.sub("`(.*?)`", r"<code>\1</code>", escape(line)) for line in sentences)
+    items = [f"<li>{line}</li>" for line in marked]
     return f'<h2 id="findings">Findings</h2>\n{_folded(items, "findings")}' if items else ""
-
-
-def _marked(line: str) -> str:
-    """Return a sentence with what stands between backticks as code."""
-    parts = map(escape, line.split("`"))
-    return "".join(f"<code>{part}</code>" if number % 2 else part for number, part in enumerate(parts))
 
 
 def _pooled(runs: Sequence[Run]) -> str:
     if not any(record.experiment in run.pooled for run in runs for record in run.records):
         return ""
     kinds = {name: run.experiments[name].about for run in runs for name in run.pooled}
-    return f"""<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>
-{html([training_legend(runs)])}
-<div id="pooled-map"></div>"""
+    heading = f'<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>'
+    return "\n".join([heading, html([training_legend(runs)]), '<div id="pooled-map"></div>'])
 
 
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
     items = []
     for run, label in zip(runs, labels, strict=True):
-        facts = [f"{name} {run.platform[name]}" for name in ("torch", "os") if run.platform.get(name)]
-        facts += [f"commit {_commit(str(run.platform['commit']))}"] if run.platform.get("commit") else []
-        facts += [f"{name} {run.options[name]}" for name in ("seed", "heads") if run.options.get(name)]
+        known = {name: run.platform.get(name) for name in ("torch", "os", "commit")}
+        known |= {name: run.options.get(name) for name in ("seed", "heads")}
+        number, dash, changed = str(known["commit"] or "").partition("-")
+        known["commit"] = f"{number[:12]}{dash}{changed}"
+        facts = escape(", ".join(f"{name} {value}" for name, value in known.items() if value))
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
-        items.append(
-            f"<li><b>{escape(label)}</b> ({escape(', '.join(facts))}): {tables.counts(run.records)}{note}</li>"
-        )
+        items.append(f"<li><b>{escape(label)}</b> ({facts}): {tables.counts(run.records)}{note}</li>")
     return "\n".join(['<h2>Platforms</h2>\n<ol id="platforms">', *items, "</ol>"])
-
-
-def _commit(name: str) -> str:
-    """As short as people write it; "-dirty" stays."""
-    number, dash, rest = name.partition("-")
-    return f"{number[:12]}{dash}{rest}"
 
 
 def _drawn(drawn: Sequence[Figure], head: str) -> str:
     """Return figures below a heading."""
-    parts = [
-        f"<figure>\n<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>\n{draw(each)}\n</figure>"
-        for each in drawn
-    ]
-    return "\n".join([head, '<div class="figures">', *parts, "</div>"])
+    parts = [head, '<div class="figures">']
+    for each in drawn:
+        caption = f"<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>"
+        parts.append(f"<figure>\n{caption}\n{draw(each)}\n</figure>")
+    return "\n".join([*parts, "</div>"])
 
 
 def _words(runs: Sequence[Run]) -> str:
-    """Return what the runs' measures, checks and cases are, as their files say: folded lists; empty without any."""
-    parts = []
+    """Return what the runs' measures, checks and cases are, as their files say: folded lists."""
+    parts = ['<h2 id="vocabulary">Words</h2>']
     for name in ("measures", "checks", "cases"):
         known = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
         items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in known.items())
         if items:
             parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
-    if not parts:
-        return ""
     note = "<p>Plans and shift rules: tiebreak list plans. Outcomes, and the field's own terms: docs/words.md.</p>"
-    return "\n".join(['<h2 id="vocabulary">Words</h2>', *parts, note])
+    return "\n".join([*parts, note])

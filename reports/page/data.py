@@ -9,11 +9,9 @@ from typing import Any
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import NONFINITE, Estimate, HistogramRecord, Record, Run, number_of
-from tiebreak.reports.tables import marks
-from tiebreak.reports.tables.changes import changes_text
-from tiebreak.reports.tables.comparison import Row, compare
-from tiebreak.reports.tables.plans import explanation_text
+from tiebreak.reports.tables.compare import Row, compare
 from tiebreak.reports.tables.rules import rules_text
+from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
@@ -22,20 +20,15 @@ _TEXTS: Mapping[str, Callable[[Any], str]] = {"changes": changes_text, "rules": 
 
 
 def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return the cells of all runs as JSON, compressed by gzip, in base64: it can stand inside a script element.
-
-    Browsers of 2023 and later unpack it.
-    """
+    """Return the cells of all runs as JSON, compressed by gzip, in base64, which browsers of 2023 and later unpack."""
     text = json.dumps(plain(runs, labels), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
-    """Return what there is to show.
+    """Return platforms, cases and measures; and every cell with what each platform says of it.
 
-    Returns:
-        Platforms, cases and measures; and every cell with what each platform says of it: null where it lacks the cell,
-        a number where it says what the platform of that number says.
+    That is null where it lacks the cell, and a number where it says what the platform of that number says.
     """
     cases = cases_of(runs)
     places = {name: place for place, name in enumerate(cases)}
@@ -79,7 +72,7 @@ def _record(record: Record, headline: str | None) -> dict[str, Any]:
     strings = ("outcome", "verdict", "plan", "excused", "skipped", "command", "digest")
     return {
         **{field: getattr(record, field) or "" for field in strings},
-        "text": marks.cell_text(record),
+        "text": cell_text(record),
         "seed": record.seed,
         "heads": record.heads,
         "version": record.case_version,

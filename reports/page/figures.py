@@ -25,8 +25,8 @@ from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
-_SHIFT = 0.17  # by which the two sums of l stand apart in a row of height 1
-_SUMS = ("l from P̄ before its cast", "l from rounded P̄", "the device's or a user's own")
+# Where the marks of a kernel stand in a row of height 1: the two sums of l apart.
+_SUMS = {"l from P̄ before its cast": 0.17, "l from rounded P̄": -0.17, "the device's or a user's own": 0.0}
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 
 
@@ -37,15 +37,13 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
     Training runs come from all runs, and are those that err most and least.
     """
-    return [*_scripted(runs, labels), *_trained(runs, labels)]
-
-
-def _scripted(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
+    drawn: list[Figure] = []
     for run, label in zip(runs, labels, strict=True):
         if chosen := list(chain(*_traced(run))):
-            drawn = [_trace(chosen), _histogram(chosen), _fall(run, chosen)]
-            return [replace(each, note=f"{each.note} From {label}.") for each in drawn if each is not None]
-    return []
+            found = (_trace(chosen), _histogram(chosen), _fall(run, chosen))
+            drawn = [replace(each, note=f"{each.note} From {label}.") for each in found if each is not None]
+            break
+    return [*drawn, *_trained(runs, labels)]
 
 
 class _Trained(NamedTuple):
@@ -54,18 +52,29 @@ class _Trained(NamedTuple):
     size: float  # |headline|
     kernel: str
     case: str
-    place: tuple[str, int]  # backend, and the number of the platform on the page
+    backend: str
+    platform: int  # its number on the page
     line: tuple[tuple[float, float], ...]  # readings by step, added up where the figure asks for it
 
 
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Figure]:
-    """Yield a figure a series that the files want drawn: of every file, whatever its kernels are called."""
+    """Yield a figure a series that the files want drawn: of every file, whatever its kernels are called.
+
+    Where the training runs were in several places, each is labelled with its own.
+    """
     cases = cases_of(runs)
     for figure in dict.fromkeys(about.figure for about in cases.values() if about.figure is not None):
-        found = list(_runs_of(figure, runs, cases))
-        first = min((each.case for each in found), key=lambda case: cases[case].label or case, default="")
-        if chosen := _worst_and_best([each for each in found if each.case == first]):
-            yield _readings(figure, chosen, labels)
+        chosen = _worst_and_best(list(_runs_of(figure, runs, cases)), cases)
+        if not chosen:
+            continue
+        numbers = sorted({each.platform for each in chosen})
+        where = f"From {labels[numbers[0] - 1]}"
+        if len(numbers) > 1:
+            where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
+        several = len({(each.backend, each.platform) for each in chosen}) > 1
+        places = (f" ({each.backend}, platform {each.platform})" if several else "" for each in chosen)
+        series = tuple(Series(each.kernel + place, each.line) for each, place in zip(chosen, places, strict=True))
+        yield Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
 
 
 def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, CaseRecord]) -> Iterator[_Trained]:
@@ -79,49 +88,34 @@ def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, Case
             heights = accumulate(value or 0.0 for value in values) if figure.summed else values
             line = tuple((float(step), y) for step, y in zip(series.steps, heights, strict=False) if y is not None)
             if size is not None and line:
-                yield _Trained(abs(size), record.kernel, record.case, (record.backend, number), line)
+                yield _Trained(abs(size), record.kernel, record.case, record.backend, number, line)
 
 
-def _worst_and_best(trained: Sequence[_Trained]) -> list[_Trained]:
-    """Return those that err most and those that err least, without those that lie on top of each other."""
+def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
+    """Return those of the first case that err most and least, without those that lie on top of each other."""
+    first = min((each.case for each in trained), key=lambda case: cases[case].label or case, default="")
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
     for each in sorted(trained, key=lambda run: -run.size):
-        worst.setdefault(each.kernel, each)
+        if each.case == first:
+            worst.setdefault(each.kernel, each)
     different = list({each.line: each for each in reversed(worst.values())}.values())[::-1]
     return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
-def _readings(figure: SeriesFigure, chosen: Sequence[_Trained], labels: Sequence[str]) -> Figure:
-    """Draw training runs; where they ran in several places, each is labelled with its own."""
-    places = {each.place for each in chosen}
-    numbers = sorted({number for _, number in places})
-    where = f"From {labels[numbers[0] - 1]}"
-    if len(numbers) > 1:
-        where = "; ".join(f"Platform {number}: {labels[number - 1]}" for number in numbers)
-    named = "{} ({}, platform {})" if len(places) > 1 else "{}"
-    series = tuple(Series(named.format(each.kernel, *each.place), each.line) for each in chosen)
-    return Figure(figure.title, f"{figure.note} {where}.", "step", figure.y_label, series)
-
-
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
-    """Return a kernel whose ties are broken to one side and one whose are not, with their errors; None: there are none.
-
-    Both are of the first run that has them, by the order in which `figures` chooses kernels.
-    """
+    """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
-        stepping, smooth = (_sides(run, records) for records in _traced(run))
+        stepping, smooth = (list(_sides(run, records)) for records in _traced(run))
         if stepping and smooth:
             return stepping[0], smooth[0]
     return None
 
 
-def _sides(run: Run, records: Sequence[Record]) -> list[Side]:
-    drawn = ((record, record.evidence.get("histogram"), run.number(record, "headline")) for record in records)
-    return [
-        Side(record.kernel, errors, bias)
-        for record, errors, bias in drawn
-        if isinstance(errors, HistogramRecord) and bias is not None
-    ]
+def _sides(run: Run, records: Sequence[Record]) -> Iterator[Side]:
+    for record in records:
+        errors, bias = record.evidence.get("histogram"), run.number(record, "headline")
+        if isinstance(errors, HistogramRecord) and bias is not None:
+            yield Side(record.kernel, errors, bias)
 
 
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
@@ -186,23 +180,17 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     """Bias over the cases of the family that the traced case belongs to."""
     family = next((about.family for record in chosen if (about := run.cases.get(record.case)) and about.family), None)
-    places = {name: about.at for name, about in run.cases.items() if about.family == family and about.at is not None}
-    points: dict[tuple[str, str], dict[float, float]] = {(record.backend, record.kernel): {} for record in chosen}
+    places = {name: about.at for name, about in run.cases.items() if family and about.family == family}
+    lines: dict[tuple[str, str], dict[float, float]] = {(each.backend, each.kernel): {} for each in chosen}
     for record in run.records:
-        line, place, bias = (
-            points.get((record.backend, record.kernel)),
-            places.get(record.case),
-            run.number(record, "headline"),
-        )
-        if family and line is not None and place is not None and place > 0 and bias is not None:
-            line[place] = bias
-    maxima = sorted({k for line in points.values() for k in line})
+        place, bias = places.get(record.case) or 0, run.number(record, "headline")
+        if (record.backend, record.kernel) in lines and place > 0 and bias is not None:
+            lines[record.backend, record.kernel][place] = bias
+    maxima = sorted({k for line in lines.values() for k in line})
     if len(maxima) < 2:
         return None
-    lines = {
-        kernel: tuple((math.log2(k), bias) for k, bias in sorted(line.items())) for (_, kernel), line in points.items()
-    }
-    series = [Series(kernel, line, marked=line) for kernel, line in lines.items()]
+    drawn = {kernel: tuple((math.log2(k), line[k]) for k in sorted(line)) for (_, kernel), line in lines.items()}
+    series = [Series(kernel, line, marked=line) for kernel, line in drawn.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
     return Figure(
         title=f"Bias against the {family} k",
@@ -215,14 +203,7 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
 
 
 def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
-    """Draw training runs over seeds: a figure a backend and snippet, a row a kernel, a mark for every seed.
-
-    Kernels that differ in the sum of l alone share a row.
-
-    Raises:
-        UsageError: a path that does not end in .svg.
-        UnwritableFolderError: the file can't be written.
-    """
+    """Draw training runs to an SVG file: a figure a backend and snippet, a row a kernel, a mark for every seed."""
     if path.suffix != ".svg":
         raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
     drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)
@@ -233,16 +214,12 @@ def _seeds(grid: TrainingGrid, case: str) -> Figure:
     """Draw one snippet: the kernels that have a number there."""
     values = {kernel: own for kernel in grid.kernels if (own := grid.values(kernel, case))}
     rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in values))
+    before, rounded, users = _SUMS
     marks: dict[str, list[tuple[float, float]]] = {label: [] for label in _SUMS}
-    before, rounded, users = marks.values()
     for kernel, own in values.items():
         row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
-        if "@train" not in kernel:
-            users += [(value, row) for value in own]
-        elif kernel.endswith(_ROUNDED):
-            rounded += [(value, row - _SHIFT) for value in own]
-        else:
-            before += [(value, row + _SHIFT) for value in own]
+        label = users if "@train" not in kernel else rounded if kernel.endswith(_ROUNDED) else before
+        marks[label] += [(value, row + _SUMS[label]) for value in own]
     return Figure(
         title=f"{grid.backend}, {grid.heading(case)}",
         note="",

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import BIASED, FELL, SKIPPED, Run
-from tiebreak.reports.tables.compare import summary
-from tiebreak.reports.tables.comparison import Agreement, compare
+from tiebreak.reports.tables.compare import Agreement, Comparison, compare, summary
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.verdict import FAILING, FAIR, TIED, Verdict, verdicts
 
@@ -16,16 +15,28 @@ _ALONE = 3  # kernels of one severity that have a sentence of their own
 _Judged = tuple[int, Verdict]  # with the number of the platform
 
 
-def findings(runs: Sequence[Run], labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the findings of runs, the most urgent first; names stand between backticks.
+def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the findings of runs, the most urgent first; names stand between backticks.
 
     In order: runs that were interrupted; of runs of kernels of one's own, all that their verdicts say below the first
     line; of others, the kernels, the worst first; what differs between the platforms; what did not run where it was to.
     """
+    for run, label in zip(runs, labels, strict=True):
+        if not run.complete:
+            left = len(run.not_run) + len(run.running)
+            more = f": {counted(left, 'cell')} did not finish" if left else ""
+            yield f"The run on {_name(label)} was interrupted{more}."
     judged = [(number, verdict) for number, run in enumerate(runs, 1) for verdict in verdicts(run)]
-    own, platforms = all(run.own for run in runs), len(runs)
-    told = _by_platform(_own(judged), platforms) if own else _kernels(judged, kernel_places(runs), platforms)
-    return (*_interrupted(runs, labels), *told, *_different(runs, labels), *_absent(runs))
+    if all(run.own for run in runs):
+        yield from _by_platform(_own(judged), len(runs))
+    else:
+        yield from _kernels(judged, kernel_places(runs), len(runs))
+    if len(runs) > 1:
+        yield from _different(compare(runs, labels))
+    assumed = {name: how for run in runs for name, how in run.platform.get("assumed", {}).items()}
+    yield from (f"The backend {_name(name)} computed {how}." for name, how in assumed.items())
+    missing = {name: why for run in runs for name, why in run.unavailable.items()}
+    yield from (f"The backend {_name(name)} did not run: {why}." for name, why in missing.items())
 
 
 def _own(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
@@ -37,10 +48,7 @@ def _own(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
 
 
 def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: int) -> Iterator[str]:
-    """Yield the kernels of every severity: the worst in sentences of their own, the others in one.
-
-    A kernel that is named for its rounding plan is there to be compared with: kernels of other names come first.
-    """
+    """Yield the kernels of each severity, the worst first; those named for a plan, to compare with, last."""
     ran = [pair for pair in judged if pair[1].cells.keys() - {SKIPPED}]
     ran.sort(key=lambda pair: ("@" in pair[1].kernel, -pair[1].biased - pair[1].nonfinite, places[pair[1].kernel]))
     if not ran:
@@ -48,10 +56,10 @@ def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: in
     by_severity = grouped(ran, lambda pair: _severity(pair[1]))
     for severity in (*FAILING, FELL, BIASED, TIED):
         alike = by_severity.get(severity, [])
-        first, rest = _first(alike)
-        said = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in first)
+        kernels = list(dict.fromkeys(verdict.kernel for _, verdict in alike))
+        said = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
         yield from (f"{text}." for text in _by_platform(said, platforms))
-        if rest:
+        if rest := list(map(_name, kernels[_ALONE:])):
             yield f"{severity.capitalize()}, too: {first_few(rest, _NAMED)}."
     elsewhere = {(verdict.kernel, verdict.backend) for _, verdict in ran if _severity(verdict) != FAIR}
     fair = dict.fromkeys((verdict.kernel, verdict.backend) for _, verdict in by_severity.get(FAIR, []))
@@ -67,51 +75,25 @@ def _severity(verdict: Verdict) -> str | None:
     return FELL if verdict.fell and verdict.severity not in FAILING else verdict.severity
 
 
-def _first(alike: Sequence[_Judged]) -> tuple[list[str], list[str]]:
-    """Return the kernels that have sentences of their own, and the names of the others."""
-    kernels = list(dict.fromkeys(verdict.kernel for _, verdict in alike))
-    return kernels[:_ALONE], list(map(_name, kernels[_ALONE:]))
-
-
 def _sentence(verdict: Verdict) -> str:
     rounding = [finding.text for finding in verdict.findings if finding.name == "rounding"]
     return f"{_name(verdict.kernel)} on {verdict.backend}: {'; '.join([verdict.statement, *rounding])}"
 
 
-def _by_platform(told: Iterable[tuple[int, str]], platforms: int) -> list[str]:
-    """Return each text once, with the numbers of its platforms unless it is told of all."""
-    numbers = {text: [number for number, _ in own] for text, own in grouped(told, lambda pair: pair[1]).items()}
-    return [
-        text if len(own) == platforms else f"{text} (platform {', '.join(map(str, own))})"
-        for text, own in numbers.items()
-    ]
+def _by_platform(told: Iterable[tuple[int, str]], platforms: int) -> Iterator[str]:
+    """Yield each text once, with the numbers of its platforms unless it is told of all."""
+    for text, own in grouped(told, lambda pair: pair[1]).items():
+        numbers = ", ".join(str(number) for number, _ in own)
+        yield text if len(own) == platforms else f"{text} (platform {numbers})"
 
 
-def _interrupted(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    for run, label in zip(runs, labels, strict=True):
-        if not run.complete:
-            left = len(run.not_run) + len(run.running)
-            more = f": {counted(left, 'cell')} did not finish" if left else ""
-            yield f"The run on {_name(label)} was interrupted{more}."
-
-
-def _different(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    if len(runs) > 1:
-        comparison = compare(runs, labels)
-        differing = [row.record for row in comparison.rows if row.agreement is Agreement.DISAGREE]
-        kernels = grouped(differing, lambda record: f"{_name(record.kernel)} on {record.backend}")
-        texts = [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]
-        yield f"{summary(comparison)}."
-        if texts:
-            yield f"Different in verdict or outcome: {first_few(texts, _NAMED)}."
-
-
-def _absent(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield what was only assumed, and what was to run and did not."""
-    assumed = {name: how for run in runs for name, how in run.platform.get("assumed", {}).items()}
-    yield from (f"The backend {_name(name)} computed {how}." for name, how in assumed.items())
-    missing = {name: why for run in runs for name, why in run.unavailable.items()}
-    yield from (f"The backend {_name(name)} did not run: {why}." for name, why in missing.items())
+def _different(comparison: Comparison) -> Iterator[str]:
+    differing = [row.record for row in comparison.rows if row.agreement is Agreement.DISAGREE]
+    kernels = grouped(differing, lambda record: f"{_name(record.kernel)} on {record.backend}")
+    texts = [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]
+    yield f"{summary(comparison)}."
+    if texts:
+        yield f"Different in verdict or outcome: {first_few(texts, _NAMED)}."
 
 
 def _name(text: str) -> str:

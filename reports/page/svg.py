@@ -1,7 +1,4 @@
-"""Drawings as SVG, in a page or in a file: no library, no network, text that scales with the reader's screen.
-
-All that writes SVG is here, and in `tiebreak.reports.page.mechanism` by what is here.
-"""
+"""Drawings as SVG, in a page or in a file: no library, no network, text that scales with the reader's screen."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +11,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 12, 46
 _LINE = 20  # height of a line of the legend, and of a named row
 _LETTER = 7.5  # width of a letter
 _LONGEST = 60  # characters of a name
+_SHAPES = 3  # of marks: dot, ring, diamond
 #: Okabe and Ito's colours as far as they are dark enough for text; dashes tell lines apart without colours.
 COLOURS = ("#b34700", "#00507d", "#00664d", "#8a3a6b")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -75,13 +73,11 @@ def element(width: float, height: float, title: str, parts: Iterable[str]) -> st
 
 def as_file(*drawings: str) -> str:
     """Return elements, one below the other, as the text of a file on a white ground: pages are light or dark."""
-    boxes = [tuple(map(float, drawing.split('"')[1].split()[2:])) for drawing in drawings]
-    width, height = max((wide for wide, _ in boxes), default=0), sum(high for _, high in boxes)
-    parts, top = list[str](), 0.0
-    for drawing, (wide, high) in zip(drawings, boxes, strict=True):
-        place = f'<svg y="{top:g}" width="{wide:g}" height="{high:g}" '
-        parts.append(drawing.replace("<svg ", place, 1))
-        top += high
+    parts, width, height = list[str](), 0.0, 0.0
+    for drawing in drawings:
+        wide, high = map(float, drawing.split('"')[1].split()[2:])
+        parts.append(drawing.replace("<svg ", f'<svg y="{height:g}" width="{wide:g}" height="{high:g}" ', 1))
+        width, height = max(width, wide), height + high
     head = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" viewBox="0 0 {width:g} {height:g}">'
     return "\n".join([head, tag("rect", width="100%", height="100%", fill="#fff"), *parts, "</svg>\n"])
 
@@ -139,15 +135,15 @@ class _Plot:
         colour = THEORY if series.dashed else COLOURS[number % len(COLOURS)]
         dash = "4 4" if series.dashed else DASHES[number % len(DASHES)]
         style: dict[str, float | str] = {"fill": "none", "stroke": colour, "stroke_width": 2, "stroke_dasharray": dash}
-        mark = _MARKS[0 if series.points else number % len(_MARKS)]
+        shape = 0 if series.points else number % _SHAPES
         y = self.bottom + _BOTTOM + _LINE * number + 12
         if series.points:
             points = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in series.points)
             yield tag("polyline", points=points, **style)
             yield path("M{} {}h34", self.left, y, **style)
         else:
-            yield mark(self.left + 17, y, colour)
-        yield from (mark(self.x(x), self.y(y), colour) for x, y in series.marked)
+            yield _mark(self.left + 17, y, colour, shape)
+        yield from (_mark(self.x(x), self.y(y), colour, shape) for x, y in series.marked)
         for x, low, high in series.bars:
             yield path("M{} {}V{}", self.x(x), self.y(low), self.y(high), stroke=colour, stroke_width=1.5)
         yield words(self.left + 42, y + 4, series.label)
@@ -158,15 +154,13 @@ def dot(x: float, y: float, colour: str, r: float = 4) -> str:
     return tag("circle", cx=x, cy=y, r=r, fill=colour)
 
 
-def _ring(x: float, y: float, colour: str) -> str:
-    return tag("circle", cx=x, cy=y, r=3.5, fill="none", stroke=colour, stroke_width=1.5)
-
-
-def _diamond(x: float, y: float, colour: str) -> str:
+def _mark(x: float, y: float, colour: str, shape: int) -> str:
+    """Return a dot, a ring or a diamond."""
+    if shape == 0:
+        return dot(x, y, colour)
+    if shape == 1:
+        return tag("circle", cx=x, cy=y, r=3.5, fill="none", stroke=colour, stroke_width=1.5)
     return path("M{} {}l5 -5l5 5l-5 5z", x - 5, y, fill=colour)
-
-
-_MARKS = (dot, _ring, _diamond)
 
 
 def span(values: Sequence[float]) -> tuple[float, float]:

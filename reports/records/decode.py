@@ -1,7 +1,6 @@
-"""Data in files: classes whose fields are checked as JSON is decoded, and their JSON Schema."""
+"""Data in files: classes whose fields are checked as JSON is decoded."""
 
 import json
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,7 +15,6 @@ Size = Annotated[float, Meta(ge=0)]
 Schema = Annotated[int, Meta(extra_json_schema={"const": SCHEMA})]
 
 _T = TypeVar("_T")
-_KEY = "[...]"  # what msgspec says in the place of an object's key
 
 
 class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -27,11 +25,7 @@ class FileData(Data, frozen=True, omit_defaults=False):
     """The object that a file is; its class has a field `schema`."""
 
     def check(self) -> None:
-        """Hold the fields to each other.
-
-        Raises:
-            FieldError: they contradict.
-        """
+        """Raise FieldError if fields contradict each other."""
 
 
 class FieldError(ValueError):
@@ -47,78 +41,31 @@ def one_of(names: tuple[str, ...]) -> Meta:
 
 
 def decode(content: bytes | str, kind: type[_T]) -> _T:
-    """Return the object that JSON stands for.
-
-    Raises:
-        FieldError: no JSON, or a field is missing, unknown or of the wrong kind.
-    """
+    """Return the object that JSON stands for; FieldError if it is none, or a field is missing, unknown or wrong."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        raise FieldError(*_located(error, content, kind)) from None
+        raise _field_error(error) from None
     except (UnicodeError, msgspec.DecodeError) as error:
         raise FieldError(f"not JSON ({error})" if content.strip() else "empty") from None
     except RecursionError:
         raise FieldError("nested too deeply") from None
 
 
-def convert(plain: Any, kind: Any, path: str) -> Any:
-    """Return the object that plain values stand for; an object of its kind as it is.
-
-    Raises:
-        FieldError: a field is missing, unknown or of the wrong kind; the path is where the values stand.
-    """
+def convert(plain: Any, kind: Any, path: str = "") -> Any:
+    """Return the object that plain values at a path stand for; FieldError if a field is missing, unknown or wrong."""
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        problem, inner = _located(error, msgspec.json.encode(plain), kind)
-        raise FieldError(problem, path + inner) from None
+        raise _field_error(error, path) from None
 
 
 def encode(data: Any, indent: int | None = None) -> str:
-    """Return data as JSON, in one line unless it is indented.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
+    """Return data as JSON, in one line unless it is indented; ValueError if a number is NaN or infinite."""
     return json.dumps(msgspec.to_builtins(data), indent=indent, allow_nan=False)
 
 
-def _located(error: msgspec.ValidationError, content: bytes | str, kind: Any) -> tuple[str, str]:
-    """Return the problem and the path that an error names, with the keys of objects, which msgspec leaves out."""
-    problem, separator, path = str(error).rpartition(" - at `$")
-    if not separator:
-        return path, ""
-    path = path.removesuffix("`")
-
-    def raw(text: str) -> msgspec.Raw:
-        return msgspec.Raw(text.encode())
-
-    def fails() -> bool:
-        try:
-            msgspec.json.decode(msgspec.json.encode(whole), type=kind)
-        except msgspec.ValidationError as again:
-            return str(again) == str(error)
-        return False
-
-    try:
-        whole = json.loads(content, parse_float=raw, parse_int=raw) if _KEY in path else None
-    except (ValueError, RecursionError):  # of what comes after the wrong field
-        whole = None
-    at: Any = whole
-    shown = ""
-    while _KEY in path and fails():
-        before, _, path = path.partition(_KEY)
-        for name, place in re.findall(r"\.([^.\[]+)|\[(\d+)\]", before):
-            at = at[name or int(place)]
-        items = list(at.items())
-        while len(items) > 1:  # the first half has the wrong value, or the other
-            half = items[: len(items) // 2]
-            at.clear()
-            at.update(half)
-            items = half if fails() else items[len(half) :]
-        at.clear()
-        at.update(items)
-        key, at = items[0]
-        shown += f"{before}.{key}"
-    return problem, shown + path
+def _field_error(error: msgspec.ValidationError, path: str = "") -> FieldError:
+    """Return the error with the path that msgspec puts behind it; a key of a mapping is [...] there."""
+    problem, behind, inner = str(error).rpartition(" - at `$")
+    return FieldError(problem, path + inner.removesuffix("`")) if behind else FieldError(inner, path)

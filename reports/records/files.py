@@ -12,30 +12,19 @@ from tiebreak.reports.sweeps.store import Sweep, read_sweep
 
 
 def read(path: Path) -> Run | Audits | Sweep:
-    """Read a file, or a sweep's folder.
-
-    Raises:
-        UnreadableRecordsError: as `tiebreak.reports.records.store.load` and `tiebreak.reports.sweeps.store.read_sweep`.
-    """
+    """Read a file, or a sweep's folder; UnreadableRecordsError says what is wrong with it."""
     if path.is_dir():
         return read_sweep(path)
     content = store.content_of(path)
-    return store.decoded(content, path, Audits) if _has_audits(content) else store.parse(content, path)
-
-
-def _has_audits(content: bytes) -> bool:
     try:
-        return "audits" in decode(content, dict[str, Any])
+        parts = decode(content, dict[str, Any])
     except FieldError:
-        return False
+        parts = {}
+    return store.decoded(content, path, Audits) if "audits" in parts else store.parse(content, path)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
-    """Read the runs, the audits and the sweeps in several files, by file, in the order they come in.
-
-    Raises:
-        UnreadableRecordsError: as `read`; or two of the files hold the same.
-    """
+    """Read the runs, the audits and the sweeps in several files, by file; raises as `read`, or if two are the same."""
     found = [(path, read(path)) for path in paths]
     store.refuse_repeated(found)
     return (

@@ -1,6 +1,6 @@
 """The order of cases and kernels in tables, as the files of records describe them: groups of cases stay together."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from tiebreak.reports.records.record import CaseRecord, Run
@@ -20,33 +20,24 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
     """Return the cases of several runs in display order: group after group, cases of no group last.
 
-    A narrowed run describes some of the cases, and not every file says groups, so the run that describes most decides,
-    and each case is as the first run describes it that says its group.
+    The run that says most groups decides, and each case is as the first run describes it that says its group.
     """
     cases: dict[str, CaseRecord] = {}
     for run in sorted(runs, key=lambda run: -sum(bool(about.group) for about in run.cases.values())):
         for name, about in run.cases.items():
             if not cases.setdefault(name, about).group:
                 cases[name] = about if about.group else cases[name]
-    groups = list(dict.fromkeys(about.group for about in cases.values() if about.group))
-    place_of = {group: place for place, group in enumerate(groups)}
-    return dict(sorted(cases.items(), key=lambda pair: place_of.get(pair[1].group, len(groups))))
+    groups = [*dict.fromkeys(about.group for about in cases.values() if about.group), ""]
+    return dict(sorted(cases.items(), key=lambda pair: groups.index(pair[1].group)))
 
 
-def case_places(runs: Iterable[Run]) -> dict[str, int]:
-    """Return where each case stands in that order, from 0."""
-    return {name: place for place, name in enumerate(cases_of(runs))}
-
-
-def kernel_places(runs: Iterable[Run]) -> dict[str, int]:
+def kernel_places(runs: Sequence[Run]) -> dict[str, int]:
     """Return where each kernel stands in tables, from 0.
 
-    First the users' own, then those that have a name of their own, such as `sdpa_flash`, then the composed ones,
-    `rule@plan`, in the order in which the suite has them.
+    First the users' own, then names such as `sdpa_flash`, then composed ones, `rule@plan`, in the suite's order.
     """
-    runs = tuple(runs)
     users = {target.rpartition(":")[2] for run in runs for target in (run.options.get("kernel") or "").split()}
-    known = list(dict.fromkeys(plan for run in runs for plan in run.plans))
+    known = dict.fromkeys(plan for run in runs for plan in run.plans)
     composed = {plan: place for place, plan in enumerate(known)}
     names = {record.kernel for run in runs for record in run.records}
 

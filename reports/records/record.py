@@ -77,11 +77,6 @@ class FitRecord(Estimate, frozen=True):
 
     bits: Size | None = None  # share of elements of O that agree to the bit
 
-    @classmethod
-    def measured(cls, bits: float, mean: float, half_width: float) -> "FitRecord":
-        """Make a fit; NaN and Inf become None."""
-        return cls(finite(mean), finite(half_width), finite(bits))
-
 
 Number = float | Integer
 Value = Estimate | Number | None  # of a measure
@@ -107,7 +102,7 @@ class Answer(Data, frozen=True):
 
 
 class Shown(Data, frozen=True):
-    """What tables show of a result; `tiebreak.reports.tables.marks` puts it in words."""
+    """What tables show of a result; `tiebreak.reports.tables.texts` puts it in words."""
 
     kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
     number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
@@ -122,7 +117,7 @@ class Shown(Data, frozen=True):
 
 
 class Explanation(Data, frozen=True):
-    """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.plans` puts it in words."""
+    """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.texts` puts it in words."""
 
     state: Annotated[str, one_of(STATES)]  # how far it explains it
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
@@ -323,6 +318,11 @@ class Record(Data, frozen=True):
         return fell or tuple(answer.why for answer in self.answers.values() if answer.met is None)
 
     @property
+    def unmet(self) -> list[str]:
+        """Return the checks that it does not meet, or of which the data do not tell."""
+        return [name for name, answer in self.answers.items() if answer.met is not True]
+
+    @property
     def shrank(self) -> bool:
         """Tell whether the output has lost its size, so that a bias in ulps would mean nothing."""
         return self.shown is not None and self.shown.kind == SHRUNK
@@ -338,37 +338,19 @@ class Record(Data, frozen=True):
 
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
-    """Return the outcome of a cell that was not skipped.
-
-    Args:
-        answers: to all checks that were asked of it.
-        judging: names of the checks that are about its rounding.
-
-    Returns:
-        `fell` if a check was not met, `inconclusive` if one was not told, `held` if one about the cell's rounding was
-        met, `measured` where none of that kind was asked.
-    """
-    if (runs := answers.get(RUNS)) is not None and runs.met is False:
-        return CRASHED
-    if (in_time := answers.get(IN_TIME)) is not None and in_time.met is False:
-        return TIMED_OUT
-    met = {answer.met for answer in answers.values()}
-    if False in met:
-        return FELL
-    if None in met:
+    """Return the outcome of a cell that was not skipped, by its answers and the checks that judge its rounding."""
+    failed = {name for name, answer in answers.items() if answer.met is False}
+    if failed:
+        return CRASHED if RUNS in failed else TIMED_OUT if IN_TIME in failed else FELL
+    if any(answer.met is None for answer in answers.values()):
         return INCONCLUSIVE
     return HELD if answers.keys() & set(judging) else MEASURED
 
 
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
-    """Return the verdict that a record's own interval comes to; see `tiebreak.cases.verdicts.judge`.
+    """Return the verdict that the interval of a record's bias comes to; see `tiebreak.cases.verdicts.judge`.
 
-    Args:
-        record: of a cell with a result.
-        measures: what its measures are; one with a margin is the bias that a verdict is on.
-
-    Returns:
-        None where it has no such measure.
+    The bias is the measure that has a margin; None: there is no such one.
     """
     if record.number(NONFINITE):
         return NONFINITE
@@ -446,11 +428,7 @@ class Run(FileData, frozen=True):
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def check(self) -> None:
-        """Hold records to each other, and to what the file describes: tables, CSV, gate and page go by that.
-
-        Raises:
-            FieldError: a second record of one cell, something that the file does not describe, a platform without name.
-        """
+        """Raise FieldError for a second record of a cell, what the file does not describe, a platform without name."""
         for name in ("cpu", "level"):
             convert(self.platform.get(name), str, f"platform.{name}")
         probed = Mapping[str, Mapping[str, str | Number]]
@@ -460,13 +438,7 @@ class Run(FileData, frozen=True):
             if record.id in seen:
                 raise FieldError(f"a second record of {record.id}", f"records[{number}].id")
             seen.add(record.id)
-            used = {
-                "measures": record.measures,
-                "checks": record.answers,
-                "cases": (record.case,),
-                "experiments": (record.experiment,),
-            }
-            for table, names in used.items():
-                for name in names:
-                    if name not in getattr(self, table):
-                        raise FieldError(f"{name}: not described in {table}", f"records[{number}]")
+            used = (record.measures, record.answers, (record.case,), (record.experiment,))
+            for table, names in zip(("measures", "checks", "cases", "experiments"), used, strict=True):
+                if missing := [name for name in names if name not in getattr(self, table)]:
+                    raise FieldError(f"{missing[0]}: not described in {table}", f"records[{number}]")

@@ -20,18 +20,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_match(parser: argparse.ArgumentParser) -> None:
-    """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.comparison`."""
+    """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.compare`."""
     parser.add_argument(
         "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
     )
 
 
 def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
-    """Return the runs, each with those records alone that the filters select; `only` is an outcome.
-
-    Raises:
-        UsageError: a name fits no record of any run.
-    """
+    """Return the runs with the records that the filters, and an outcome, select; UsageError for an unknown name."""
     records = chosen = [record for run in runs for record in run.records]
     for flag, field in FILTERS.items():
         if (names := getattr(options, flag)) is not None:
@@ -42,17 +38,9 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
 
 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
-    """Return the known names that a comma list of names and globs selects.
+    """Return the names that a flag's comma list of names and globs selects; UsageError says which may be meant.
 
-    Args:
-        flag: of the command line.
-        kind: what the names are of.
-        names: the list.
-        known: the names that there are.
-        listed: what shows them where they are many; None: the command without the flag.
-
-    Raises:
-        UsageError: a name fits none; says which may be meant.
+    `listed` is what shows the known names where they are many; None: the command without the flag.
     """
     try:
         return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see"))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, decode, encode
 from tiebreak.reports.records.record import Run
 
@@ -30,20 +31,16 @@ _PARTS = ("schema", "run", "complete", "platform", "options", "narrowing", "unav
 _D = TypeVar("_D", bound=Data)
 
 
-class UnreadableRecordsError(Exception):
+class UnreadableRecordsError(UsageError):
     """A file of records that cannot be read; the message names the file and what is wrong with it."""
 
 
-class UnwritableFolderError(Exception):
+class UnwritableFolderError(UsageError):
     """A folder that records cannot be written to; the message names it."""
 
 
 def check_writable(folder: Path) -> None:
-    """Make sure, before hours of work, that a file can be written to `folder`; creates it.
-
-    Raises:
-        UnwritableFolderError: it can't.
-    """
+    """Raise UnwritableFolderError, before hours of work, unless a file can be written to `folder`; creates it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
@@ -77,11 +74,7 @@ def _lines(part: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file through a temporary one beside it: a reader never sees half of it.
-
-    Raises:
-        UnwritableFolderError: the folder can't be written to; an older file at `path` is left as it was.
-    """
+    """Write a file through a temporary one beside it: where that fails (UnwritableFolderError) an older one stays."""
     check_writable(path.parent)
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
@@ -93,40 +86,24 @@ def write_text(text: str, path: Path) -> None:
 
 
 def read(path: Path) -> Run:
-    """Read a run.
-
-    Raises:
-        UnreadableRecordsError: as `load`.
-    """
+    """Read a run; raises as `load`."""
     return load(path, Run)
 
 
 def load(path: Path, kind: type[_D]) -> _D:
-    """Read a file of a kind of data.
-
-    Raises:
-        UnreadableRecordsError: no regular file, too large, or as `decoded`.
-    """
+    """Read a file of a kind of data; UnreadableRecordsError says what is wrong with it."""
     return decoded(content_of(path), path, kind)
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """Read several runs, each once.
-
-    Raises:
-        UnreadableRecordsError: as `read`; or two of the files hold the same run.
-    """
+    """Read several runs; raises as `load`, or if two of the files hold the same one."""
     runs = [(path, read(path)) for path in paths]
     refuse_repeated(runs)
     return [run for _, run in runs]
 
 
 def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
-    """Make sure that no two files hold the same run, as its name tells where it has one, or the same data.
-
-    Raises:
-        UnreadableRecordsError: two do.
-    """
+    """Raise UnreadableRecordsError if two files hold the same run, by its name where it has one, or the same data."""
     earlier: list[tuple[Path, Any]] = []
     for path, data in files:
         name = data.run if isinstance(data, Run) and data.run is not None else data
@@ -137,20 +114,14 @@ def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
 
 
 def content_of(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked if gzip has compressed it.
-
-    Raises:
-        UnreadableRecordsError: no regular file, too large.
-    """
+    """Return the bytes of a file, unpacked if gzip has compressed it; UnreadableRecordsError if it is too large."""
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableRecordsError(f"{path}: not a regular file")
             content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UnreadableRecordsError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # a name with a null byte
-        raise UnreadableRecordsError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a name with a null byte is no value
+        raise UnreadableRecordsError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if content.startswith(_GZIP):
         try:
             with gzip.open(io.BytesIO(content)) as unpacked:
@@ -168,12 +139,7 @@ def parse(content: bytes, path: Path) -> Run:
 
 
 def decoded(content: bytes, path: Path, kind: type[_D]) -> _D:
-    """Return the data in the content of a file; the path is for messages.
-
-    Raises:
-        UnreadableRecordsError: no JSON, of another schema, a field that is missing, unknown or of the wrong kind, or
-            fields that contradict each other.
-    """
+    """Return the data in the content of a file at a path; UnreadableRecordsError names the path and what is wrong."""
     try:
         parts = decode(content, dict[str, msgspec.Raw])
         if "schema" in kind.__struct_fields__:

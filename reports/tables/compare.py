@@ -1,17 +1,76 @@
 """`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
 
+import enum
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
-from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import PASSING, REPLACED, Estimate, Record, Run
-from tiebreak.reports.tables import grids, marks
-from tiebreak.reports.tables.comparison import Agreement, Comparison, Row, compare, matched, platform_labels
+from tiebreak.reports.records.order import cases_of, grouped, kernel_places
+from tiebreak.reports.records.record import PASSING, REPLACED, SKIPPED, Estimate, Record, Run, record_id
+from tiebreak.reports.tables import grids, texts
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
+
+_PASSED = "passed"  # in the place of outcomes that pass
+_NATIVE = "native"  # the level that a processor has by itself
+_DEVICES = ("gpu", "npu")  # of a platform
+_VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platforms of one processor apart
+
+
+class Agreement(enum.Enum):
+    """What the runs agree on in one cell: what --only takes for it, the mark of its row, how a summary counts it."""
+
+    BITS = "agree", "=", "agree to the bit"
+    VERDICT = "bits", "~", "agree in verdict, not in bits"  # verdict and outcome are the same
+    DISAGREE = "different", "!", "disagree in verdict or outcome"
+    LACKING = "missing", "-", "missing or skipped somewhere"  # those that ran it agree in verdict
+    NOT_COMPARABLE = "incomparable", "/", "not comparable (other inputs)"  # another version, seed or number of heads
+
+    def __init__(self, option: str, mark: str, words: str) -> None:
+        self.option, self.mark, self.words = option, mark, words
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell in every run."""
+
+    records: tuple[Record | None, ...]  # one a run; None: the run lacks the cell
+    inputs: tuple[str, ...]  # one a run: what decides the inputs; "" where it lacks the cell
+    agreement: Agreement
+    largest: str | None = None  # the measure that is its largest error, if its kind of experiment names one
+
+    @property
+    def record(self) -> Record:
+        """That of the first run that has the cell: all agree in the cell's names."""
+        return next(record for record in self.records if record is not None)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """One a run: the same letter for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
+        digests = [record.digest if record else None for record in self.records]
+        names = {digest: at for at, digest in enumerate(dict.fromkeys(filter(None, digests)))}
+        letters = {digest: f"{chr(ord('a') + at % 26)}{at // 26 or ''}" for digest, at in names.items()}
+        return tuple("" if digest is None else letters[digest] for digest in digests)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side."""
+
+    labels: tuple[str, ...]  # of the platforms
+    rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups and of the kernels
+
+    @property
+    def counts(self) -> Counter[Agreement]:
+        """Rows of each agreement."""
+        return Counter(row.agreement for row in self.rows)
+
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
@@ -28,11 +87,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of two or more runs")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--all", action="store_true", help="show rows that agree to the bit everywhere, too")
-    parser.add_argument(
-        "--only",
-        choices=[each.option for each in Agreement],
-        help="show these rows alone; " + ", ".join(f"{each.option}: {each.words}" for each in Agreement),
-    )
+    only = {each.option: each for each in Agreement}
+    about = ", ".join(f"{option}: {each.words}" for option, each in only.items())
+    parser.add_argument("--only", choices=only, help=f"show these rows alone; {about}")
     selection.add_options(parser)
     selection.add_match(parser)
     options = parser.parse_args(arguments)
@@ -46,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     comparison = compare(matched(chosen) if options.match else chosen, labels)
     shown: Collection[Agreement] = set(Agreement) if options.all else DIFFERING
     if options.only:
-        shown = {each for each in Agreement if each.option == options.only}
+        shown = {only[options.only]}
     grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
     return HELD
 
@@ -67,8 +124,8 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
     told: list[Part] = [summary(comparison)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():
         names = (f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in group)
-        texts = [[name, *cell_texts(row)] for name, row in zip(names, group, strict=True)]
-        told.append(Grid(["kernel, case", *comparison.labels], texts, title))
+        lines = [[name, *cell_texts(row)] for name, row in zip(names, group, strict=True)]
+        told.append(Grid(["kernel, case", *comparison.labels], lines, title))
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
@@ -77,7 +134,7 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
 
 def summary(comparison: Comparison) -> str:
     """Return how many cells agree, and in what."""
-    counts = [f"{count} {agreement.words}" for agreement, count in comparison.counts.items() if count]
+    counts = [f"{number} {each.words}" for each in Agreement if (number := comparison.counts[each])]
     head = f"{counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
     return f"{head}: {', '.join(counts)}" if counts else head
 
@@ -91,11 +148,97 @@ def cell_texts(row: Row) -> list[str]:
 def _text(record: Record | None, largest: str | None) -> str:
     if record is None:
         return "missing"
-    text, shown = marks.plain_text(record), record.shown
+    text, shown = texts.plain_text(record), record.shown
     mean = record.measures.get(shown.kind) if shown is not None and shown.kind not in REPLACED else None
     if shown is not None and isinstance(mean, Estimate):
-        text = marks.shown_text(shown, _FINER.get(shown.spec, shown.spec), mean.half_width)
+        text = texts.shown_text(shown, _FINER.get(shown.spec, shown.spec), mean.half_width)
     if largest is not None and (error := record.number(largest)) is not None:
         text += f" max {error:.3g}"
     # Whether anything was asked depends on the backend: what passes has no mark.
-    return text if record.outcome in PASSING else marks.marked(text, marks.mark_of(record))
+    return text if record.outcome in PASSING else texts.marked(text, texts.mark_of(record))
+
+
+def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
+    """Put runs side by side: a row for every cell that any run has."""
+    by_id = [{record.id: record for record in run.records} for run in runs]
+    known = {record.id: record for run in runs for record in run.records}
+    cases, kernels = list(cases_of(runs)), kernel_places(runs)
+    largest = {kind: described.largest for run in runs for kind, described in run.experiments.items()}
+
+    def place(cell: Record) -> tuple[str, str, int, int]:
+        return cell.backend, cell.format, cases.index(cell.case), kernels[cell.kernel]
+
+    rows = []
+    for cell in sorted(known.values(), key=place):
+        records = tuple(own.get(cell.id) for own in by_id)
+        inputs = tuple(map(_inputs, records, runs))
+        rows.append(Row(records, inputs, _agreement(records, inputs), largest.get(cell.experiment)))
+    return Comparison(tuple(labels), tuple(rows))
+
+
+def _inputs(record: Record | None, run: Run) -> str:
+    heads = run.options.get("heads", "")
+    return f"case v{record.case_version}, seed {record.seed}, {heads} heads" if record else ""
+
+
+def matched(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs with one name for the kernel that each has alone; UsageError if one has none, or several."""
+    kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
+    shared = set(kernels[0]).intersection(*kernels)
+    own = [[name for name in names if name not in shared] for names in kernels]
+    if not any(own):
+        return list(runs)
+    for number, names in enumerate(own, start=1):
+        if len(names) != 1:
+            found = ", ".join(names) or "none"
+            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
+    common = " -> ".join(name for (name,) in own)
+
+    def renamed(cell: Record) -> Record:
+        return replace(cell, kernel=common, id=record_id(cell.backend, common, cell.case, cell.format))
+
+    return [
+        replace(run, records=tuple(renamed(cell) if cell.kernel == name else cell for cell in run.records))
+        for run, (name,) in zip(runs, own, strict=True)
+    ]
+
+
+def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agreement:
+    if len(set(inputs) - {""}) > 1:
+        return Agreement.NOT_COMPARABLE
+    ran = [record for record in records if record is not None and record.outcome != SKIPPED]
+    # Whether anything was asked of what passes depends on the backend, not on the result.
+    if len({(record.verdict, _PASSED if record.outcome in PASSING else record.outcome) for record in ran}) > 1:
+        return Agreement.DISAGREE
+    if len(ran) < len(records):
+        return Agreement.LACKING
+    digests = {record.digest for record in ran}
+    # Without a digest (a crash everywhere) nothing is known of the bits.
+    return Agreement.BITS if len(digests) == 1 and None not in digests else Agreement.VERDICT
+
+
+def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
+    """Return a label a platform: processor, devices, level unless it is native, and what tells it from the others."""
+    labels = []
+    for run in runs:
+        emulated, cpu = run.platform.get("emulated"), run.platform["cpu"]  # whose level is its name
+        machine, level = run.platform.get("machine", ""), run.platform["level"]
+        processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu
+        devices = [str(run.platform[name]) for name in _DEVICES if run.platform.get(name)]
+        labels.append(", ".join([processor, *devices, *([] if emulated or level == _NATIVE else [level])]))
+    for version in _VERSIONS:
+        words = [f"{version} {value}" if (value := run.platform.get(version)) else "" for run in runs]
+        pairs = list(zip(labels, words, strict=True))
+        several = [label for label, _ in set(pairs)]
+        labels = [f"{label}, {word}" if word and several.count(label) > 1 else label for label, word in pairs]
+    return distinct(labels, paths)
+
+
+def distinct(labels: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Return the labels; behind those that are alike the names of their files, as short as tells them apart."""
+    often = Counter(labels)
+    for names in ([path.stem for path in paths], [str(path) for path in paths]):
+        pairs = list(zip(labels, names, strict=True))
+        if len(set(pairs)) == len(pairs):
+            return [f"{label} ({name})" if often[label] > 1 else label for label, name in pairs]
+    return list(labels)

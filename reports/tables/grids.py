@@ -45,10 +45,7 @@ def show(parts: Iterable[Part], tablefmt: str = "simple") -> None:
 def text(parts: Iterable[Part], tablefmt: str = "simple", width: int | None = None) -> str:
     """Return parts as a terminal, GitHub or LaTeX takes them.
 
-    Args:
-        parts: what to show.
-        tablefmt: tabulate's name of the tables' style.
-        width: of the terminal, in columns; wider tables are split. None: no limit.
+    `tablefmt` is tabulate's name of the tables' style. Tables that are wider than `width`, in columns, are split.
     """
     texts: list[str] = []
     for part in parts:
@@ -60,10 +57,7 @@ def text(parts: Iterable[Part], tablefmt: str = "simple", width: int | None = No
 
 
 def _tables(grid: Grid, tablefmt: str, width: int | None) -> Iterator[str]:
-    """Yield a grid as one table or as several, each with the first column, so that none is wider than need be.
-
-    One column beside the first may be too wide by itself.
-    """
+    """Yield a grid as one table or as several, each with the first column, so that none is wider than need be."""
     headers = [_broken(head) for head in grid.headers] if tablefmt == "simple" else list(grid.headers)
     rows = [["" if value is None else ", ".join(str(value).split("\n")) for value in row] for row in grid.rows]
     columns = zip(headers, *rows, strict=True)
@@ -74,18 +68,13 @@ def _tables(grid: Grid, tablefmt: str, width: int | None) -> Iterator[str]:
         if len(chosen[-1]) > 1 and width is not None and taken + sizes[column] - _GAP > width:
             chosen.append([0])
         chosen[-1].append(column)
-    for part in chosen:
-        yield _grid_text([[row[at] for at in part] for row in rows], [headers[at] for at in part], tablefmt)
-
-
-def _grid_text(rows: Sequence[Sequence[str]], headers: Sequence[str], tablefmt: str) -> str:
-    """Return one table with its first column to the left, the others to the right."""
     if tablefmt == "github":
         # A bar would end the cell, and names may hold HTML, which GitHub renders.
-        rows = [list(map(_escaped, row)) for row in rows]
-        headers = list(map(_escaped, headers))
-    aligned = ("left", *("right" for _ in headers[1:]))
-    return tabulate(rows, headers=headers, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
+        headers, *rows = ([_escaped(cell) for cell in line] for line in (headers, *rows))
+    for part in chosen:
+        head, *lines = ([line[at] for at in part] for line in (headers, *rows))
+        aligned = ["left", *("right" for _ in part[1:])]
+        yield tabulate(lines, headers=head, tablefmt=tablefmt, colalign=aligned, disable_numparse=True)
 
 
 def _broken(head: str) -> str:

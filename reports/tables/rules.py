@@ -1,12 +1,12 @@
 """What acceptance rules in public use say of kernels: a row each, kernels across, this suite's own verdict above."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, RuleAnswer, RuleReading, Run
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.texts import plain_text
 
 LEGEND = (
     "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
@@ -19,9 +19,13 @@ def rules_tables(run: Run) -> list[Part]:
     asked = [record for record in run.records if answers_of(record)]
     parts: list[Part] = []
     for (backend, fmt, case), records in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
+        told = [(name, answer) for record in records for name, answer in answers_of(record).items()]
+        rows = [["tiebreak", *map(plain_text, records)]]
+        for name in dict.fromkeys(name for name, _ in told):
+            rows.append([name, *(_text(answers_of(record).get(name)) for record in records)])
         headers = ["rule", *(record.kernel for record in records)]
-        parts += [Grid(headers, list(_rows(records)), f"{run.backend_text(backend)}, {fmt}: {case}")]
-        parts += _lacking(records)
+        parts.append(Grid(headers, rows, f"{run.backend_text(backend)}, {fmt}: {case}"))
+        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in told if answer.needs)
     return [*parts, LEGEND] if parts else []
 
 
@@ -30,23 +34,8 @@ def answers_of(record: Record) -> dict[str, RuleAnswer]:
     return dict(record.evidence.get("rules", {}))
 
 
-def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Yield the rows of records of one case: a rule's name, and what it says of each."""
-    yield ["tiebreak", *map(plain_text, records)]
-    for name in dict.fromkeys(name for record in records for name in answers_of(record)):
-        yield [name, *(_text(answers_of(record).get(name)) for record in records)]
-
-
-def _lacking(records: Sequence[Record]) -> list[str]:
-    """Return what rules need that could not tell, a line each."""
-    told = ((name, answer.needs) for record in records for name, answer in answers_of(record).items() if answer.needs)
-    return [f"{name} needs {needs}" for name, needs in dict.fromkeys(told)]
-
-
 def _text(answer: RuleAnswer | None) -> str:
-    if answer is None:
-        return ""
-    return f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
+    return "" if answer is None else f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
 
 
 def rules_text(answers: Mapping[str, RuleAnswer]) -> str:

@@ -9,29 +9,23 @@ from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import OUTCOMES, Record, Run, record_id
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.marks import LEGEND, cell_text
-from tiebreak.reports.tables.plans import explanation_text
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.tables.texts import LEGEND, cell_text, explanation_text
 from tiebreak.reports.tables.training import training_tables
+from tiebreak.reports.terminal import runnable
 
 _NAMED = 3  # of cells that ended alike; the table shows them all
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
 def tables(run: Run) -> list[Part]:
-    """Return the tables of a run, one a backend, format and kind of experiment, with legends; training runs last.
-
-    Args:
-        run: its records in the order that cases shall have.
-    """
+    """Return the tables of a run, one a backend, format and kind of experiment, with legends; training runs last."""
     parts: list[Part] = []
     places = kernel_places([run])
     calls = (record for record in run.records if record.experiment not in run.pooled)
     for kind, of_kind in grouped(calls, lambda record: record.experiment).items():
         alike = grouped(of_kind, lambda record: (record.backend, record.format)).values()
         parts += [_grid(run, records, places) for records in alike]
-        about = run.experiments.get(kind)
-        parts += [about.legend] if about is not None else []
+        parts += [run.experiments[kind].legend] if kind in run.experiments else []
     parts += training_tables([run])
     return [*parts, LEGEND] if parts else []
 
@@ -52,9 +46,7 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
 def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
     """Return an entry for every cell that does not pass: what fell, why, and how to rerun it; then what is excused.
 
-    Args:
-        records: of a run.
-        command: makes of a record's command what the reader is told to run.
+    `command` makes of a record's command what the reader is told to run.
     """
     entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
@@ -82,11 +74,9 @@ def counted(number: int, word: str) -> str:
 
 def counts(records: Sequence[Record], excused_as: str = "excused") -> str:
     """Return how many cells there are of each outcome; those that are excused count as that alone."""
-    outcomes = Counter(record.outcome for record in records if record.excused is None)
-    parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in OUTCOMES if outcomes[name]]
-    if excused := sum(record.excused is not None for record in records):
-        parts.append(f"{excused} {excused_as}")
-    return ": ".join([counted(len(records), "cell"), *([", ".join(parts)] if parts else [])])
+    outcomes = Counter(record.outcome if record.excused is None else excused_as for record in records)
+    parts = [f"{outcomes[name]} {name.replace('_', ' ')}" for name in (*OUTCOMES, excused_as) if outcomes[name]]
+    return f"{counted(len(records), 'cell')}{': ' if parts else ''}{', '.join(parts)}"
 
 
 def summary(run: Run) -> str:

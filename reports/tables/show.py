@@ -13,29 +13,28 @@ from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import figures
 from tiebreak.reports.records import files, selection, store
-from tiebreak.reports.records.order import case_places
+from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run
 from tiebreak.reports.sweeps import tables as sweep_tables
 from tiebreak.reports.sweeps.store import Sweep
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.marks import shown_text
+from tiebreak.reports.tables.texts import shown_text
 from tiebreak.reports.tables.training import training_grids, training_tables
 
 _D = TypeVar("_D", Run, Audits, Sweep)
 FORMATS = ("simple", "github", "csv", "json", "latex")
+_NAMED = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "experiment", "outcome",
+          "verdict")  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `show`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(
-        prog="tiebreak show",
-        description="The table of one run, audit or sweep; of several files, their short training runs over the seeds.",
-    )
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="records of a run, an audit, or a sweep's folder"
-    )
+    about = "The table of one run, audit or sweep; of several files, their short training runs over the seeds."
+    parser = Parser(prog="tiebreak show", description=about)
+    files_help = "records of a run, an audit, or a sweep's folder"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=files_help)
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
     parser.add_argument("--only", choices=OUTCOMES, help="show cells with this outcome alone")
@@ -47,9 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     match files.read(options.files[0]):
         case Run() as run:
             (chosen,) = selection.narrowed([run], options, options.only)
-            place = case_places([run])
-            chosen = replace(chosen, records=tuple(sorted(chosen.records, key=lambda record: place[record.case])))
-            _show(options.format, chosen, csv_grid, lambda run: _run_parts(run, options.format))
+            cases = list(cases_of([run]))
+            ordered = tuple(sorted(chosen.records, key=lambda record: cases.index(record.case)))
+            also = [tables.summary(chosen), "\n".join(tables.fallen(ordered))] if options.format == "simple" else []
+            chosen = replace(chosen, records=ordered)
+            _show(options.format, chosen, csv_grid, lambda run: [*tables.tables(run), *also])
         case Sweep(settings, runs):
             wanted = _kernels(options, "a sweep", settings.kernels)
             kernels = tuple(name for name in settings.kernels if name in wanted)
@@ -65,15 +66,20 @@ def main(arguments: Sequence[str]) -> int:
 def _show(tablefmt: str, data: _D, as_csv: Callable[[_D], Grid], as_parts: Callable[[_D], Sequence[Part]]) -> None:
     if tablefmt in ("json", "csv"):
         print(store.as_text(data) if tablefmt == "json" else grids.csv_text(as_csv(data)), end="")
-    else:
-        grids.show(as_parts(data), tablefmt)
+        return
+    grids.show(as_parts(data), tablefmt)
 
 
 def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
     """Training runs of several seeds as one table, lowest to highest, and as a figure."""
     if options.format in ("csv", "json"):
         raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
-    _check_one_platform(runs, options.files)
+    for run, path in zip(runs, options.files, strict=True):
+        for name in ("cpu", "level"):  # ranges of a mixture would be those of platforms, not of seeds
+            first, other = runs[0].platform[name], run.platform[name]
+            if first != other:
+                there = f"{other!r}, {first!r} in {options.files[0]}"
+                raise UsageError(f"{path}: platform.{name} is {there}; compare puts them side by side")
     pooled = [
         replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled)) for run in runs
     ]
@@ -86,17 +92,6 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
         print(f"figure: {options.figure}")
 
 
-def _check_one_platform(runs: Sequence[Run], paths: Sequence[Path]) -> None:
-    """Refuse a mixture: its ranges would be those of platforms, not of seeds."""
-    for run, path in zip(runs, paths, strict=True):
-        for name in ("cpu", "level"):
-            first, other = runs[0].platform[name], run.platform[name]
-            if first != other:
-                raise UsageError(
-                    f"{path}: platform.{name} is {other!r}, {first!r} in {paths[0]}; compare puts them side by side"
-                )
-
-
 def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Collection[str]:
     """Return the kernels that are shown of what no other filter narrows."""
     for flag in ("backend", "cases", "only"):
@@ -105,21 +100,10 @@ def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Co
     return known if options.kernels is None else selection.pick("kernels", "kernel", options.kernels, known)
 
 
-def _run_parts(run: Run, tablefmt: str) -> list[Part]:
-    """Return the tables of a run; for the terminal also the counts and what fell."""
-    also = [tables.summary(run), "\n".join(tables.fallen(run.records))] if tablefmt == "simple" else []
-    return [*tables.tables(run), *also]
-
-
 def csv_grid(run: Run) -> Grid:
     """Return a row a record: every measure and check that the run describes; what there is not is empty."""
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
     return grids.of_dicts([_row(record, run, estimated) for record in run.records], ["id"])
-
-
-_NAMED = (
-    "id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "experiment", "outcome", "verdict",
-)  # fmt: skip
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import CaseRecord, Record, Run
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.marks import EXCUSED, mark_of, marked, plain_text
+from tiebreak.reports.tables.texts import EXCUSED, mark_of, marked, plain_text
 
 _WORST_FIRST = (records.FELL, records.CRASHED, records.TIMED_OUT, records.INCONCLUSIVE, EXCUSED, records.MEASURED,
                 records.HELD, records.SKIPPED)  # fmt: skip
@@ -40,8 +40,7 @@ class TrainingGrid:
 
     def values(self, kernel: str, case: str) -> list[float]:
         """Return the headline of every seed that has a number, lowest first."""
-        numbers = (self._value(record) for record in self.cells.get((kernel, case), []))
-        return sorted(value for value in numbers if value < math.inf)
+        return sorted(value for each in self.cells.get((kernel, case), []) if (value := self._value(each)) < math.inf)
 
     def _value(self, record: Record) -> float:
         number = record.number(self.described[record.case].headline or "")
@@ -69,11 +68,7 @@ class TrainingGrid:
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
-    """Return training runs, or what other experiments pool their seeds, of one run or several of different seeds.
-
-    Returns:
-        A grid a kind of experiment and backend, in the order of the records.
-    """
+    """Return the training runs of one run or of several seeds, a grid a kind of experiment and backend."""
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
     return [

@@ -32,7 +32,7 @@ def test_what_rounds_is_as_expected(target: str) -> None:
     audits = list(
         audited([TARGETS[target]], [compilation for compilation in sources() if compilation.name in IN_TURN[target]])
     )
-    assert sum(audit.skipped is None for audit in audits) > 1
+    assert any(audit.skipped is None for audit in audits)
     of_them = [audit for audit in expected.audits if audit.target == target and audit.kernel in IN_TURN[target]]
     assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {compiler()}"
 

@@ -4,7 +4,7 @@ The leaves are walked: a field that records get is edited without a word here.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -91,3 +91,13 @@ def edited(plain: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     else:
         at[path[-1]] = value
     return made
+
+
+def unnoticed(
+    plain: dict[str, Any], paths: Iterable[Path], chance: Random, passes: Callable[[dict[str, Any]], bool]
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the edits of single leaves, where and to what, with which a file passes."""
+    for path in paths:
+        for value in edits(found(plain, path), alike(plain, path), chance):
+            if passes(edited(plain, path, value)):
+                yield path, value

@@ -20,8 +20,6 @@ from tiebreak.defects.declared import (
 )
 from tiebreak.defects.kernel import SOUND, Attention, Request, Sums, Switch, truncated
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
@@ -72,7 +70,7 @@ def users(function: Callable[[], Attention], name: str, **options: str) -> Kerne
     """
     made = function()
     given: dict[str, Any] = {"takes": "value_dim hidden_nan", **made.options, **options}
-    return users_kernel(name, Caller(made, convention(made, KernelOptions(backward=made.backward, **given))))
+    return users_kernel(name, made, KernelOptions(backward=made.backward, **given))
 
 
 def twin(name: str) -> Kernel:

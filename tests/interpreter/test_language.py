@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.errors import OutOfBoundsError
+from tiebreak.backends.interpreter.memory import OutOfBoundsError
 
 Launch = Callable[..., None]
 N = 32

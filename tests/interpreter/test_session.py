@@ -17,8 +17,8 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from tiebreak.backends.interpreter.assumptions import EXACT
-from tiebreak.backends.interpreter.errors import UnfaithfulError
 from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.kernels.kernel import CannotRunError
 
 Launch = Callable[..., None]
 N = 16
@@ -105,11 +105,11 @@ def _odd_type(X: Any, Y: Any, N: tl.constexpr) -> None:
     [
         (_assembly, r"inline assembly can't be interpreted: ex2\.approx\.ftz\.f32"),
         (_library, "the library function tanh can't be interpreted"),
-        (_odd_type, "float8e4b15 is not interpreted"),
+        (_odd_type, "the type fp8e4b15 is not interpreted"),
     ],
 )
 def test_what_is_a_cards_own_is_refused_by_its_name(function: Any, message: str, launch: Launch) -> None:
-    with pytest.raises(UnfaithfulError, match=message):
+    with pytest.raises(CannotRunError, match=message):
         launch(function, torch.ones(N), torch.zeros(N), N=N)
 
 

@@ -11,14 +11,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from packaging.version import Version
 from torch import Tensor
-
-from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.kernels.formats import BF16, Rounding
 
 Launch = Callable[..., None]
 N = 16
+LOG2_E = 1.4426950408889634
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -54,10 +51,9 @@ def _largest(X: Any, Y: Any, N: tl.constexpr) -> None:
     tl.store(Y + index, tl.maximum(tl.load(X + index), tl.load(Y + index)))
 
 
-def _less(X: Any, Y: Any, N: tl.constexpr) -> None:
+def _less(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
     index = tl.arange(0, N)
-    x = tl.load(X + index)
-    tl.store(Y + index, tl.where(x < tl.load(Y + index), 1.0, 0.0).to(tl.bfloat16))
+    tl.store(Z + index, tl.where(tl.load(X + index) < tl.load(Y + index), 1.0, 0.0).to(tl.bfloat16))
 
 
 def _to_8_bits(X: Any, Y: Any, N: tl.constexpr) -> None:
@@ -74,79 +70,43 @@ def _added(Y: Any, N: tl.constexpr) -> None:
     tl.atomic_add(Y + tl.arange(0, N) * 0, tl.full([N], 1.0, tl.bfloat16))
 
 
-def test_the_cast_to_bf16_truncates(launch: Launch) -> None:
-    """Triton issue 11584."""
-    x = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, -1.0 - 2.0**-8 - 2.0**-9] * 8)
-    theirs, ours = torch.zeros(2, N, dtype=torch.bfloat16)
-    _upstream(_cast, x, theirs, N=N)
-    assert torch.equal(theirs.float(), round_to(x, BF16, Rounding.TOWARD_ZERO))
-    launch(_cast, x, ours, N=N)
-    assert torch.equal(ours.float(), round_to(x, BF16))
+X, Y = torch.randn(2, N, generator=torch.Generator().manual_seed(2)).bfloat16()
+A, B = torch.randn(2, N, N, generator=torch.Generator().manual_seed(1)).bfloat16()
+BESIDE_A_TIE = torch.tensor([1.0 + 2.0**-8 + 2.0**-9, -1.0 - 2.0**-8 - 2.0**-9] * 8)
+LARGE = torch.tensor([1.0625, 1.1875, 500.0, 1000.0] * 4)
+# What upstream does; a kernel, its arguments around the output, and what that should be.
+WRONG: dict[str, tuple[Callable[..., None], tuple[Tensor, ...], tuple[object, ...], Tensor]] = {
+    "casts to bf16 truncate (triton issue 11584)": (_cast, (BESIDE_A_TIE,), (), BESIDE_A_TIE.bfloat16()),
+    "products are those of raw bits (11584)": (_product, (A, B), (), (A.double() @ B.double()).float()),
+    "sums are those of integers": (_sum, (X,), (), X + X),
+    "negations are those of integers": (_negated, (X,), (), -X),
+    "comparisons are those of integers": (_less, (X, Y), (), (X < Y).bfloat16()),
+    "casts to 8 bits round half up and do not saturate": (
+        _to_8_bits, (LARGE,), (), torch.tensor([1.0, 1.25, 448.0, 448.0] * 4).to(torch.float8_e4m3fn)
+    ),
+    # A compiled kernel gets it in fp32, and multiplies there.
+    "a number among the arguments is one of fp64": (
+        _scaled, (torch.ones(N),), (1.1,), torch.full((N,), float(np.float32(1.1) * np.float32(LOG2_E)))
+    ),
+    "atomics of bf16 are missing": (_added, (), (), torch.full((1,), float(N)).bfloat16()),
+}  # fmt: skip
 
 
-def test_products_of_bf16_are_those_of_raw_bits(launch: Launch) -> None:
-    """Triton issue 11584."""
-    a, b = torch.randn(2, N, N, generator=torch.Generator().manual_seed(1)).bfloat16()
-    theirs, ours = torch.zeros(2, N, N)
-    _upstream(_product, a, b, theirs, N=N)
-    assert (
-        torch.allclose(theirs, a.view(torch.int16).float() @ b.view(torch.int16).float(), rtol=1e-2)
-        or (theirs - a.float() @ b.float()).abs().max() > 1e3
-    )
-    launch(_product, a, b, ours, N=N)
-    assert torch.equal(ours, (a.double() @ b.double()).float())
-
-
-ELEMENTWISE = [
-    (_sum, lambda x, y: x + x),
-    (_negated, lambda x, y: -x),
-    (_largest, torch.maximum),
-    (_less, lambda x, y: (x < y).to(torch.bfloat16)),
-]
-
-
-@pytest.mark.parametrize(("function", "right"), ELEMENTWISE, ids=["sum", "negation", "maximum", "comparison"])
-def test_arithmetic_of_bf16_is_that_of_integers(
-    function: Callable[..., None], right: Callable[[Tensor, Tensor], Tensor], launch: Launch
-) -> None:
-    x, y = torch.randn(2, N, generator=torch.Generator().manual_seed(2)).bfloat16()
-    theirs, ours = y.clone(), y.clone()
-    _upstream(function, x, theirs, N=N)
-    # Before Triton 3.9 the language itself takes a maximum in fp32.
-    assert torch.equal(theirs, right(x, y)) == (function is _largest and Version(triton.__version__) < Version("3.9"))
-    launch(function, x, ours, N=N)
-    assert torch.equal(ours, right(x, y))
-
-
-def test_casts_to_8_bits_round_half_up_and_do_not_saturate(launch: Launch) -> None:
-    x = torch.tensor([1.0625, 1.1875, 500.0, 1000.0] * 4)
-    theirs, ours = torch.zeros(2, N).to(torch.float8_e4m3fn)
-    _upstream(_to_8_bits, x, theirs, N=N)
-    assert theirs.float()[0] == 1.125  # a tie, whose even neighbour is 1
-    assert not torch.equal(theirs.float()[2:4], torch.tensor([448.0, 448.0]))
-    launch(_to_8_bits, x, ours, N=N)
-    assert ours.float()[:4].tolist() == [1.0, 1.25, 448.0, 448.0]
-
-
-def test_a_number_among_the_arguments_is_one_of_fp64(launch: Launch) -> None:
-    """A compiled kernel gets it in fp32, and multiplies there."""
-    scale = 1.1
-    x, (theirs, ours) = torch.ones(N), torch.zeros(2, N)
-    in_fp32 = float(np.float32(scale) * np.float32(1.4426950408889634))
-    in_fp64 = float(np.float32(scale * 1.4426950408889634))
-    assert in_fp32 != in_fp64
-    _upstream(_scaled, x, theirs, scale, N=N)
-    assert theirs[0].item() == in_fp64
-    launch(_scaled, x, ours, scale, N=N)
-    assert ours[0].item() == in_fp32
-
-
-def test_atomics_of_bf16_are_missing_or_wrong(launch: Launch) -> None:
-    ours, theirs = torch.zeros(2, 1, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", WRONG)
+def test_upstream_is_wrong_where_the_builder_differs(name: str, launch: Launch) -> None:
+    function, before, after, right = WRONG[name]
+    theirs, ours = torch.zeros_like(right), torch.zeros_like(right)
     try:
-        _upstream(_added, theirs, N=N)
+        _upstream(function, *before, theirs, *after, N=N)
     except Exception:
-        theirs.fill_(torch.nan)
-    assert theirs.item() != N
-    launch(_added, ours, N=N)
-    assert ours.item() == N
+        theirs = torch.full_like(right, torch.nan)
+    assert not torch.equal(theirs.float(), right.float())
+    launch(function, *before, ours, *after, N=N)
+    assert torch.equal(ours.float(), right.float())
+
+
+def test_a_maximum_of_bf16_is_right_here(launch: Launch) -> None:
+    """Before Triton 3.9 the language itself takes it in fp32, and upstream's is right too."""
+    ours = Y.clone()
+    launch(_largest, X, ours, N=N)
+    assert torch.equal(ours, torch.maximum(X, Y))

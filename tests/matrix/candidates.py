@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.probes import of_products
+from tiebreak.backends.probes import plan_changes
 from tiebreak.kernels.algorithms import FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE, Block
@@ -61,7 +61,7 @@ _EIGHT_BITS = (
 @cache
 def on_device(backend: Backend) -> Mapping[str, Declaration]:
     """As `candidates`, on a backend: where its products do what plans don't say by themselves, such plans too."""
-    return candidates(() if backend.predicts else of_products(backend.arithmetic, backend.device))
+    return candidates(() if backend.predicts else plan_changes(backend.arithmetic, backend.device))
 
 
 @cache
@@ -71,7 +71,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
 
     Args:
-        products: what those of a device do in 16 bits, as `tiebreak.backends.probes.of_products` has it.
+        products: what those of a device do in 16 bits, as `tiebreak.backends.probes.plan_changes` has it.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))

@@ -66,7 +66,7 @@ class Gatekeeper:
         """Judge the run; the collector has put it together before."""
         run = self.collector.run
         if run is not None:
-            self._summarise(report.summary_of_run(run, [verdict.text for verdict in self.collector.verdicts(run)]))
+            self._summarise(report.summary_of_run(run, list(map(str, self.collector.verdicts(run)))))
             self._annotate(run, None)
         if self.path is None or session.config.getoption("collectonly"):
             return

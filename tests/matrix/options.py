@@ -71,7 +71,7 @@ OPTIONS = {option.name: option for option in (
     Option("kernels", "NAMES",
            "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it"),
     Option("kernel", "TARGET",
-           "add your own kernel: FILE.py:FUNCTION, package.module:function, or a TOML file that declares kernels; a"
+           "add your own kernel: FILE.py:FUNCTION, package.module:function or an adapter; a"
            " function of (q, k, v, *, causal, scale) in (batch, heads, N, d) that returns O (docs/your-kernel.md says"
            " what else it may be); may be given several times; they run alone unless --kernels names others",
            repeats=True),

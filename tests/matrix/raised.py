@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tiebreak.kernels.external.errors import place_of
 from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 
 

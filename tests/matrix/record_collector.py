@@ -318,7 +318,7 @@ class RecordCollector:
     def report(self, run: records.Run, width: int | None) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
         table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
-        judged = [verdict.text for verdict in self.verdicts(run)]
+        judged = list(map(str, self.verdicts(run)))
         return list(filter(None, [*judged, table, fallen, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -9,7 +9,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS, COMMONLY
 from tiebreak.cases.added_features import ADDED, added_features
 from tiebreak.cases.case import JOINED
-from tiebreak.kernels.external import KernelTarget, LoadError, distinct_names, external_kernels
+from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
@@ -188,9 +188,10 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
         raise SelectionError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
-    targets = (KernelTarget(target, selection.declare, selection.plan) for target in selection.kernel)
     try:
-        kernels = distinct_names([kernel for target in targets for kernel in external_kernels(target)])
+        kernels = distinct_names(
+            [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
+        )
     except LoadError as error:
         raise SelectionError(str(error)) from error
     return [(backend, kernel) for backend in devices for kernel in kernels]

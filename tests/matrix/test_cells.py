@@ -12,7 +12,7 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import CRASHED, NO_TIME, SKIPPED
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.terminal import runnable
 
 
 def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.FixtureRequest) -> None:

@@ -1,7 +1,7 @@
 """A small call that shows whether a kernel can do what nobody has said of it."""
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.interpreter.errors import OutOfBoundsError
+from tiebreak.backends.interpreter.memory import OutOfBoundsError
 from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose

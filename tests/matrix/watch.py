@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiebreak.kernels.external.clock import CLOCK
-from tiebreak.kernels.external.errors import is_users
+from tiebreak.kernels.external.isolation import CLOCK
+from tiebreak.kernels.external.loading import is_users
 from tiebreak.matrix.budget import WITHOUT, Budget
 from tiebreak.matrix.experiment import Cell, time_limit
 

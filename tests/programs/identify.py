@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiebreak.backends.backend import Backend
-from tiebreak.kernels.external.errors import LoadError
-from tiebreak.kernels.external.kernels import KernelTarget, external_kernels
+from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.identification.asking import Asked
@@ -100,11 +100,7 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
 
 def _kernels(options: argparse.Namespace) -> list[Kernel]:
     try:
-        return [
-            kernel
-            for target in options.targets
-            for kernel in external_kernels(KernelTarget(target, tuple(options.declare)))
-        ]
+        return [external_kernel(target, flags=options.declare) for target in options.targets]
     except LoadError as error:
         raise UsageError(str(error)) from error
 

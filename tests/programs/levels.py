@@ -123,21 +123,8 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
     return [level for level in levels if level.name in chosen]
 
 
-def _with_cells(arguments: Sequence[str]) -> list[str]:
-    """pytest's arguments; the matrix, with a worker a core, where they say nothing of these."""
-    workers = [] if any(word.startswith(("-n", "--numprocesses")) for word in arguments) else ["-n", "auto"]
-    paths = any(not word.startswith("-") and Path(word.partition("::")[0]).exists() for word in arguments)
-    return [*workers, *(() if paths else CELLS), *arguments]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module.
-
-    Args:
-        arguments: its arguments, those of the process by default.
-
-    Returns:
-        The exit code.
+    """The command line of this module: arguments, those of the process by default, to an exit code.
 
     Raises:
         UsageError: an unknown level, or what is needed to emulate another architecture can't be had.
@@ -152,9 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(map(_title, levels)))
         return 0
+    # The matrix, with a worker a core, where pytest's arguments say nothing of these.
+    workers = [] if any(word.startswith(("-n", "--numprocesses")) for word in for_pytest) else ["-n", "auto"]
+    paths = any(not word.startswith("-") and Path(word.partition("::")[0]).exists() for word in for_pytest)
+    for_pytest = [*workers, *(() if paths else CELLS), *for_pytest]
     try:
         python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
-        return run(levels, _with_cells(for_pytest), python, options.out)
+        return run(levels, for_pytest, python, options.out)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
@@ -17,7 +16,7 @@ from tiebreak.matrix.questions import invariance, usage
 from tiebreak.matrix.questions.session import Question
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching, unknown
+from tiebreak.reports.names import pick
 
 _Listed = Case | Snippet | Question
 _INDENT = "  "
@@ -27,7 +26,6 @@ _INPUT = "; a failure input"
 
 def cases(arguments: Sequence[str]) -> int:
     """The verb `cases`; see `tiebreak.reports.cli.main`."""
-    parser = _parser("cases", "Inputs and short training runs that kernels are put through.", "NAME")
     groups: dict[str, Iterable[_Listed]] = {
         **GROUPS,
         GROUP: SNIPPETS.values(),
@@ -35,13 +33,14 @@ def cases(arguments: Sequence[str]) -> int:
         f"{invariance.GROUP}: where --experiments or --cases names it": invariance.QUESTIONS,
     }
     known = {case.name: case for group in groups.values() for case in group}
-    names = parser.parse_args(arguments).names
-    if names:
-        chosen = [match for name in names for match in _named(name, known)]
-        print("\n\n".join("\n".join(described(known[name])) for name in dict.fromkeys(chosen)))
+    about = "Inputs and short training runs that kernels are put through."
+    if chosen := _chosen("case", about, arguments, known):
+        print("\n\n".join("\n".join(described(known[name])) for name in chosen))
         return HELD
+    failing = {name for name, case in known.items() if isinstance(case, Case) and case.failure}
+    marks = {name: _FAILURE if name in failing else " " for name in known}
     _print(
-        {about: {case.name: _line(case) for case in group} for about, group in groups.items()},
+        {about: {each.name: f"{marks[each.name]} {each.about}" for each in group} for about, group in groups.items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
     return HELD
@@ -49,10 +48,15 @@ def cases(arguments: Sequence[str]) -> int:
 
 def kernels(arguments: Sequence[str]) -> int:
     """The verb `kernels`; see `tiebreak.reports.cli.main`."""
-    _parser("kernels", "The kernels of a default run, by backend, and adapters that --kernel takes.").parse_args(
-        arguments
-    )
-    groups = {_heading(backend): dict(_kernels_of(backend)) for backend in BACKENDS.values()}
+    about = "The kernels of a default run, by backend, and adapters that --kernel takes."
+    Parser(prog="tiebreak list kernels", description=about).parse_args(arguments)
+    groups: dict[str, dict[str, str]] = {}
+    for backend in BACKENDS.values():
+        reason, heading = backend.unavailable(), f"{backend.name}: {backend.about}"
+        declared = {} if reason else {kernel.name: kernel.declaration for kernel in backend.kernels()}
+        groups[f"{heading}; can't run here: {reason}" if reason else heading] = {
+            name: f"is {it.label}" if it is not None and it.label != name else "" for name, it in declared.items()
+        }
     groups["adapters: attention of packages, by --kernel NAME or tiebreak check NAME"] = dict.fromkeys(ADAPTERS, "")
     _print(groups, "--kernels takes any rule@plan too (`tiebreak list plans`), --kernel one of your own.")
     return HELD
@@ -60,15 +64,14 @@ def kernels(arguments: Sequence[str]) -> int:
 
 def plans(arguments: Sequence[str]) -> int:
     """The verb `plans`; see `tiebreak.reports.cli.main`."""
-    _parser("plans", "Rounding plans and shift rules: --plan and --kernels take rule@plan.").parse_args(arguments)
+    about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
+    Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
+    plans = {name: _of_plan(plan) for name, plan in PLANS.items()}
+    rules = {name: _of_rule(rule) for name, rule in SHIFT_RULES.items()}
     _print(
         {
-            "plans: what is in a narrow format; all else is in fp32": {
-                name: _of_plan(plan) for name, plan in PLANS.items()
-            },
-            "rules: the shift of a row whose maximum is r_m": {
-                name: _of_rule(rule) for name, rule in SHIFT_RULES.items()
-            },
+            "plans: what is in a narrow format; all else is in fp32": plans,
+            "rules: the shift of a row whose maximum is r_m": rules,
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
@@ -77,32 +80,24 @@ def plans(arguments: Sequence[str]) -> int:
 
 def vendors(arguments: Sequence[str]) -> int:
     """The verb `vendors`; see `tiebreak.reports.cli.main`."""
-    parser = _parser("vendors", "What vendors' kernels round, by their sources, as --plan takes it.", "NAME")
-    names = parser.parse_args(arguments).names or list(VENDOR_PLANS)
-    chosen = dict.fromkeys(match for name in names for match in _named(name, VENDOR_PLANS, "vendor"))
-    for at, plan in enumerate(VENDOR_PLANS[name] for name in chosen):
+    about = "What vendors' kernels round, by their sources, as --plan takes it."
+    told = []
+    for plan in (VENDOR_PLANS[name] for name in _chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
         rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})"), ("note", plan.note)]
-        print("\n" * bool(at) + "\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
+        told.append("\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
+    print("\n\n".join(told))
     return HELD
 
 
-def _parser(verb: str, about: str, names: str | None = None) -> Parser:
-    parser = Parser(prog=f"tiebreak list {verb}", description=about)
-    if names is not None:
-        parser.add_argument("names", nargs="*", metavar=names, help="tell all of these alone; globs allowed")
-    return parser
-
-
-def _named(name: str, known: Collection[str], kind: str = "case") -> list[str]:
-    """The cases, or what else is listed, that a name, or a glob, stands for.
-
-    Raises:
-        UsageError: none.
-    """
-    names = matching(name, known)
-    if not names:
-        raise UsageError(unknown(kind, name, known, f"`tiebreak list {kind}s` names"))
-    return names
+def _chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the known names that a command line's names and globs stand for; UsageError says that one has none."""
+    parser = Parser(prog=f"tiebreak list {kind}s", description=about)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")
+    names = parser.parse_args(arguments).names
+    try:
+        return pick(kind, ",".join(names), known, f"`tiebreak list {kind}s` names") if names else []
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
@@ -115,10 +110,6 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
     print(legend)
 
 
-def _line(case: _Listed) -> str:
-    return f"{_FAILURE} {case.about}" if isinstance(case, Case) and case.failure else f"  {case.about}"
-
-
 def described(case: _Listed) -> Iterator[str]:
     """All there is to say of a case, a line each."""
     rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
@@ -127,9 +118,8 @@ def described(case: _Listed) -> Iterator[str]:
         rows += [("claim", _claimed(claim)) for claim in case.claims]
     elif isinstance(case, Snippet):
         rows.append(("steps", str(case.steps)))
-        rows += [
-            ("claim", f"{', '.join(sorted(claim.variants))}: {claim.text} ({claim.source})") for claim in case.claims
-        ]
+        claims = ((", ".join(sorted(claim.variants)), claim) for claim in case.claims)
+        rows += [("claim", f"{variants}: {claim.text} ({claim.source})") for variants, claim in claims]
     if not isinstance(case, Question) and case.unclaimed:
         rows.append(("of others", f"nothing is claimed: {case.unclaimed}"))
     return _described(case.name, rows)
@@ -146,19 +136,6 @@ def _claimed(claim: Claim) -> str:
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
     formats = ", ".join(sorted(claim.formats))
     return f"{claim.expectation.name}: rule {rules}, plan {plans}{tiles}, in {formats} ({claim.source})"
-
-
-def _heading(backend: Backend) -> str:
-    reason = backend.unavailable()
-    return f"{backend.name}: {backend.about}" + ("" if reason is None else f"; can't run here: {reason}")
-
-
-def _kernels_of(backend: Backend) -> Iterator[tuple[str, str]]:
-    """Name and plan; nothing of a backend whose kernels only the device can list."""
-    if backend.unavailable() is None:
-        for kernel in backend.kernels():
-            declared = "" if kernel.declaration is None else kernel.declaration.label
-            yield kernel.name, f"is {declared}" if declared not in ("", kernel.name) else ""
 
 
 def _of_plan(plan: RoundingPlan) -> str:

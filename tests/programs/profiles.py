@@ -13,9 +13,17 @@ from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.selection import cells_of
 from tiebreak.matrix.settings import Settings
-from tiebreak.reports.statement.folder import Profile
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.statement import Profile
 
 _MAIN = ("standard", "flash@paper", "flash@fused", "stabilized@paper", "dithered@fused", "fair")
+
+
+def _absent(*_: object) -> NoReturn:
+    raise NotImplementedError("a kernel that is not here")
+
+
+ABSENT = Kernel("", _absent, None)  # stands in for a user's, or another machine's
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,14 @@ PROFILES: Mapping[str, Selector] = {
 
 @cache
 def profile(name: str) -> Profile:
-    """The profile of that name, one of `PROFILES`."""
-    asks = PROFILES[name]
-    experiments = [
-        experiment
-        for kind in kinds().values()
-        for experiment in kind.offered(None, cases_named=False)
-        if experiment.tags & asks.tags
-    ]
-    settings = Settings()
+    """The profile of that name: of kernels that are not the suite's, the cases of one with a backward pass."""
+    asks, settings = PROFILES[name], Settings()
+    offered = [experiment for kind in kinds().values() for experiment in kind.offered(None, cases_named=False)]
+    experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
+    inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
+    users = SelectionContext(
+        [(CPU, replace(ABSENT, external=True))], [CPU], kernels_named=True, cases_named=False, fmt=BF16
+    )
     return Profile(
         name,
         asks.about,
@@ -58,8 +65,8 @@ def profile(name: str) -> Profile:
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
         {backend.name: _of_the_suite(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
-        _of_other_kernels(experiments),
-        _of_users(experiments),
+        {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
+        tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,
         asks.recomputed,
     )
@@ -70,31 +77,9 @@ def _of_the_suite(
 ) -> dict[str, tuple[str, ...]]:
     """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
-    pairs = [(bare, kernel) for kernel in bare.kernels()]
-    asked = SelectionContext(pairs, [bare], kernels_named=False, cases_named=False, fmt=BF16)
-    cases: dict[str, tuple[str, ...]] = {}
-    for cell in cells_of(experiments, asked):
-        if kernels is None or cell.kernel.name in kernels:
-            cases[cell.kernel.name] = (*cases.get(cell.kernel.name, ()), cell.experiment.name)
-    return cases
-
-
-def _of_other_kernels(experiments: Sequence[Experiment]) -> dict[str, tuple[str, ...]]:
-    """By kind of input, the cases that a kernel with a backward pass has in a default run."""
-    cases: dict[str, tuple[str, ...]] = {}
-    for experiment in experiments:
-        kind = experiment.input_kind(BF16)
-        if kind is not None:
-            cases[kind] = (*cases.get(kind, ()), experiment.name)
-    return cases
-
-
-def _of_users(experiments: Sequence[Experiment]) -> tuple[str, ...]:
-    """The cases that a user's kernel with a backward pass has in a default run."""
-
-    def absent(*_: object) -> NoReturn:
-        raise NotImplementedError
-
-    pairs = [(CPU, Kernel("a user's", absent, None, external=True))]
-    asked = SelectionContext(pairs, [CPU], kernels_named=True, cases_named=False, fmt=BF16)
-    return tuple(each.name for each in experiments if each.input_kind(BF16) is not None and each.pairs(asked))
+    asked = SelectionContext(
+        [(bare, kernel) for kernel in bare.kernels()], [bare], kernels_named=False, cases_named=False, fmt=BF16
+    )
+    chosen = (cell for cell in cells_of(experiments, asked) if kernels is None or cell.kernel.name in kernels)
+    cells = grouped(chosen, lambda cell: cell.kernel.name)
+    return {kernel: tuple(cell.experiment.name for cell in own) for kernel, own in cells.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching, unknown
+from tiebreak.reports.names import pick
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.rules import answers_of, rules_tables
@@ -14,10 +14,8 @@ from tiebreak.reports.tables.rules import answers_of, rules_tables
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `rules`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(
-        prog="tiebreak rules",
-        description="Acceptance rules in public use, with their sources; of records made with --rules, what they say.",
-    )
+    about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
+    parser = Parser(prog="tiebreak rules", description=about)
     parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="of the table")
     selection.add_options(parser)
@@ -26,26 +24,21 @@ def main(arguments: Sequence[str]) -> int:
     if not files:
         if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
             raise UsageError(f"--{given}: it narrows what a file of records says; name one")
-        print("\n\n".join("\n".join(_lines(name, RULES[name])) for name in _named(options.what)))
+        try:
+            names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        print("\n\n".join("\n".join(_lines(name, RULES[name])) for name in names))
         return HELD
     if len(options.what) > 1:
         raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
     run = store.read(files[0])
     if not any(map(answers_of, run.records)):
-        raise UsageError(
-            f"{files[0]}: no rule was asked of its cells; run the matrix, or `tiebreak check`, with --rules"
-        )
+        cure = "run the matrix, or `tiebreak check`, with --rules"
+        raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
     (chosen,) = selection.narrowed([run], options)
     grids.show(rules_tables(chosen), options.format)
     return HELD
-
-
-def _named(names: Sequence[str]) -> list[str]:
-    for name in names:
-        if not matching(name, RULES):
-            raise UsageError(unknown("rule", name, RULES, "`tiebreak rules` lists"))
-    chosen = [match for name in names for match in matching(name, RULES)] or list(RULES)
-    return list(dict.fromkeys(chosen))
 
 
 def _lines(name: str, rule: Rule) -> Iterator[str]:

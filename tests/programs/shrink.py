@@ -85,9 +85,10 @@ def _parser() -> argparse.ArgumentParser:
 def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
     """The kernel, which is refused what a script can't write, and how a script writes it."""
     try:
-        kernel, script_call = external_kernel(spec, None), ScriptCall.from_target(spec)
+        kernel = external_kernel(spec)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    script_call = ScriptCall.from_kernel(kernel)
     return replace(
         kernel, missing_requirement=lambda inputs: kernel.missing_requirement(inputs) or script_call.refusal(inputs)
     ), script_call

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -18,18 +17,17 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.profiles import PROFILES, profile
 from tiebreak.programs.verification import Judged, judged, recomputed, sample
+from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.settings import Expected
 from tiebreak.reports.names import first_few, unknown
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import SKIPPED, Run
-from tiebreak.reports.statement import findings
-from tiebreak.reports.statement import folder as statements
-from tiebreak.reports.statement import summary as summaries
-from tiebreak.reports.statement.folder import FILE, SUMMARIES, Profile, Statement, Waiver, waived
-from tiebreak.reports.tables.run import counted
+from tiebreak.reports.statement import FILE, SUMMARY, WAIVED, Profile, Statement
+from tiebreak.reports.tables.run import counted, counts
 
-_COPY = re.compile(r"records-[0-9]+\.json")  # name of a copy of a file of records
+_OURS = re.compile(rf"{re.escape(FILE)}|{re.escape(SUMMARY)}|records-[0-9]+\.json")  # names of a statement's files
 _NAMED = 4  # kernels that a line names
 
 
@@ -40,16 +38,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def state(arguments: Sequence[str]) -> int:
-    """Write a statement.
-
-    Returns:
-        0 if every cell holds or is waived, 1 if the statement says that it fell.
-    """
-    parser = Parser(
-        prog="tiebreak statement",
-        description="A folder to hand in: records, digests, waivers, a summary.",
-        epilog="tiebreak statement --verify DIR: whether one holds; --verify --help says more",
-    )
+    """Write a statement; the exit code is 1 if the statement says that it fell."""
+    about = "A folder to hand in: records, digests, waivers, a summary."
+    more = "tiebreak statement --verify DIR: whether one holds; --verify --help says more"
+    parser = Parser(prog="tiebreak statement", description=about, epilog=more)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of one platform's runs")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     profiles = "; ".join(f"{name}: {selector.about}" for name, selector in PROFILES.items())
@@ -60,18 +52,14 @@ def state(arguments: Sequence[str]) -> int:
     asked = _profile(options.profile)
     waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
     runs = _write(options.files, options.output, asked, waivers)
-    records = waived(runs, waivers)
-    result = summaries.result(records)
-    print(f"statement: {options.output}: profile {asked.name}, {summaries.counts(records)}: {result}")
+    records = statements.waived(runs, waivers)
+    result = statements.result(records)
+    print(f"statement: {options.output}: profile {asked.name}, {counts(records, WAIVED)}: {result}")
     return HELD if result == "held" else FELL
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Say whether a statement holds.
-
-    Returns:
-        0 if nothing is wrong with the statement, 1 otherwise.
-    """
+    """Say whether a statement holds; the exit code is 1 if something is wrong with it."""
     parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
     parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
@@ -83,8 +71,7 @@ def verify(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
     statement = store.load(options.folder / FILE, Statement)
-    asked = wanted or _profile(statement.profile, FILE)
-    day = options.as_of or date.today()
+    asked, day = wanted or _profile(statement.profile, FILE), options.as_of or date.today()
     found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
@@ -103,16 +90,13 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
 
 
-def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Waiver]) -> list[Run]:
-    """Write a statement of files of records, whole or not at all, and return their runs.
-
-    Raises:
-        UsageError: the records are no statement of the profile, a waiver does not hold today, or there is something
-            else in the folder than an older statement.
-        tiebreak.reports.records.store.UnreadableRecordsError: a file can't be read.
-        tiebreak.reports.records.store.UnwritableFolderError: the folder can't be written.
-    """
-    _check_free(folder)
+def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
+    """Write a statement, whole or not at all, and return its runs; UsageError where they are no statement."""
+    there = {path.name for path in folder.iterdir()} if folder.is_dir() and not folder.is_symlink() else set[str]()
+    if there and not (FILE in there and all(map(_OURS.fullmatch, there))):
+        raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"-o {folder}: not a folder; name one that is new or empty")
     contents = [store.content_of(path) for path in files]
     read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
@@ -123,22 +107,22 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
         raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
     statement = statements.statement_of(copies, asked, waivers)
-    pages = summary_pages(statement, list(runs.values()), asked)
-    _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), **pages})
+    summary = statements.summary(statement, list(runs.values()), asked)
+    _write_whole(folder, {**copies, FILE: store.as_text(statement).encode(), SUMMARY: summary.encode()})
     return list(runs.values())
 
 
 def _judged(
-    runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Waiver], today: date
+    runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected], today: date
 ) -> tuple[list[Judged], list[str]]:
     """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
-    found = list(findings.faults_of_runs(runs, asked))
+    found = list(statements.faults_of_runs(runs, asked))
     known: list[Judged] = []
     for name, run in runs.items():
         own, texts = judged(run, asked)
         known += own
         found += [f"{name}: {text}" for text in texts]
-    found += findings.faults_of_waivers(list(runs.values()), waivers, checks(), today)
+    found += statements.faults_of_waivers(list(runs.values()), waivers, checks(), today)
     return known, found
 
 
@@ -152,25 +136,6 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
         words += [word for value in given for word in (f"--{name}", value)]
     words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--save", "run"]
     return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
-
-
-def summary_pages(statement: Statement, runs: Sequence[Run], asked: Profile) -> dict[str, bytes]:
-    """The summary of a statement as its folder has it, by the names of the files."""
-    return {name: text.encode() for name, text in zip(SUMMARIES, summaries.pages(statement, runs, asked), strict=True)}
-
-
-def _check_free(folder: Path) -> None:
-    """Refuse a folder that has something else in it than an older statement."""
-    if folder.is_dir() and not folder.is_symlink():
-        there = {path.name for path in folder.iterdir()}
-        if there and not (FILE in there and all(_ours(name) for name in there)):
-            raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
-    elif folder.exists() or folder.is_symlink():
-        raise UsageError(f"-o {folder}: not a folder; name one that is new or empty")
-
-
-def _ours(name: str) -> bool:
-    return name in (FILE, *SUMMARIES) or _COPY.fullmatch(name) is not None
 
 
 def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -193,64 +158,67 @@ def _write_whole(folder: Path, contents: Mapping[str, bytes]) -> None:
 def _problems(
     folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with a statement; if nothing is, what was checked and what nobody can check.
-
-    What makes all else senseless stands alone. `problems_of_records` has the arguments.
-    """
+    """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
     if statement.profile_hash != asked.hash:
-        return [
-            f"{FILE}: of profile {statement.profile}, {statement.profile_hash[:16]}; profile {asked.name} of this"
-            f" tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
-        ], []
+        ours, theirs = asked.hash[:16], statement.profile_hash[:16]
+        told = f"profile {asked.name} of this tiebreak is {ours}: verify with the release that it was made with"
+        return [f"{FILE}: of profile {statement.profile}, {theirs}; {told}"], []
     there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
     found = list(_file_faults(statement, there))
     runs: dict[str, Run] = {}
-    for name in [file.name for file in statement.files if _COPY.fullmatch(file.name) and file.name in there]:
+    for name in [file.name for file in statement.files if _is_records(file.name) and file.name in there]:
         try:
             runs[name] = store.parse(there[name], folder / name)
         except store.UnreadableRecordsError as error:
             found.append(str(error))
     if len(runs) < len(statement.files) or not runs:
         return found or [f"{FILE}: files: none"], []
-    pages = summary_pages(statement, list(runs.values()), asked)
-    found += [f"{name}: not what the records come to" for name, page in pages.items() if there.get(name, page) != page]
-    in_records, told = problems_of_records(runs, statement.waivers, asked, today, size, seed)
-    return found + in_records, told
+    summary = statements.summary(statement, list(runs.values()), asked).encode()
+    found += [f"{SUMMARY}: not what the records come to"] if there.get(SUMMARY, summary) != summary else []
+    in_records, checked = problems_of_records(runs, statement.waivers, asked, today, size, seed)
+    return found + in_records, checked
 
 
 def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
-    """Files that are not as the statement lists them."""
+    """Yield files that are not as the statement lists them."""
     listed = {file.name: file.sha256 for file in statement.files}
     if len(listed) < len(statement.files):
         yield f"{FILE}: files: one is listed twice"
-    yield from (f"{name}: not a file of the statement" for name in sorted(there.keys() - {FILE, *SUMMARIES, *listed}))
-    for name in (*SUMMARIES, *listed):
-        if not _ours(name):
+    yield from (f"{name}: not a file of the statement" for name in sorted(there.keys() - {FILE, SUMMARY, *listed}))
+    if SUMMARY not in there:
+        yield f"{SUMMARY}: missing"
+    for name, sha256 in listed.items():
+        if not _is_records(name):
             yield f"{FILE}: files: {name!r} is no name of a file of records"
         elif name not in there:
             yield f"{name}: missing"
-        elif name in listed and statements.digest(there[name]) != listed[name]:
+        elif statements.digest(there[name]) != sha256:
             yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
 
 
+def _is_records(name: str) -> bool:
+    return name not in (FILE, SUMMARY) and _OURS.fullmatch(name) is not None
+
+
 def problems_of_records(
-    runs: Mapping[str, Run], waivers: Sequence[Waiver], asked: Profile, today: date, size: int | None, seed: int
+    runs: Mapping[str, Run], waivers: Sequence[Expected], asked: Profile, today: date, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
 
     Args:
         runs: by the names of their files.
-        waivers: what excuses cells.
+        waivers: what excuses cells, which have to hold on that day.
         asked: the profile that it has to be of.
-        today: the day on which waivers have to hold.
+        today: the day.
         size: how many records to recompute; None: as many as the profile asks for.
         seed: another one recomputes others.
     """
     known, found = _judged(runs, asked, waivers, today)
-    found += findings.unwaived(list(runs.values()), waivers)
-    needed = asked.recomputed if findings.has_suite(list(runs.values()), asked) else 0
+    fallen = [record for record in statements.waived(runs.values(), waivers) if record.fails]
+    found += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in fallen]
+    needed = asked.recomputed if statements.asked_of_suite(runs.values(), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)
     if len(chosen) < needed:
         found.append(f"{counted(len(chosen), 'cell')} recomputed; profile {asked.name} asks for {needed}")
@@ -276,5 +244,5 @@ def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Pro
         (skipped, "why {} skipped: of the kernels {}"),
     ):
         if cells:
-            names = Counter(each.record.kernel for each in cells)
-            yield f"NOT checked: {what.format(counted(len(cells), 'cell'), first_few(list(names), _NAMED))}"
+            names = list(dict.fromkeys(each.record.kernel for each in cells))
+            yield f"NOT checked: {what.format(counted(len(cells), 'cell'), first_few(names, _NAMED))}"

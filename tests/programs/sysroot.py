@@ -21,7 +21,6 @@ from pathlib import Path
 from tiebreak.backends.platform import QEMU
 from tiebreak.reports.errors import UsageError
 
-_PINS = "{}.txt"  # of an architecture, beside this file
 _DEB, _WHEEL = "deb", "wheel"  # kinds of pins
 _DEBIAN_ARCHITECTURE = {"aarch64": "arm64"}
 _SUITE = "bookworm"  # of Debian: its Python is 3.11, the oldest that the suite takes
@@ -30,7 +29,6 @@ _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _PYTHON = "usr/bin/python3.11"
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 _ROOMS = ("backends", "cases", "kernels", "laboratory", "matrix", "programs", "reports")  # those of a wheel
-_UNPACKED = 5  # times the size of what is downloaded
 # What tools write of causes, before what they conclude from them: pip finds no version where the registry is silent.
 _CAUSES = ("No space left", "connection broken by", "^E:", "^ERROR:")
 _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu-user-static-aarch64 (Fedora)"
@@ -47,33 +45,11 @@ class Pin:
     size: int  # of the file, in bytes
 
 
-@dataclass(frozen=True)
-class Emulator:
-    """QEMU's user mode for one architecture."""
-
-    path: str  # of the program
-    version: str  # as it tells it
-
-
 def pins(architecture: str) -> list[Pin]:
     """What is downloaded for an architecture."""
-    text = Path(__file__).with_name(_PINS.format(architecture)).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(f"{architecture}.txt").read_text(encoding="utf-8")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Pin(kind, name, version, digest, int(size)) for kind, name, version, digest, size in lines]
-
-
-def emulator(architecture: str) -> Emulator:
-    """The QEMU on the PATH.
-
-    Raises:
-        UsageError: there is none.
-    """
-    names = [f"qemu-{architecture}-static", f"qemu-{architecture}"]
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        raise UsageError(f"no {' or '.join(names)} on the PATH: {_GET_QEMU}")
-    told = re.search(r"version (\d+(?:\.\d+)*)", _output([path, "--version"]))
-    return Emulator(path, told[1] if told else "of unknown version")
 
 
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
@@ -90,7 +66,10 @@ def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str],
     Raises:
         UsageError: QEMU or a tool is missing, no room, a registry does not answer, a broken download.
     """
-    qemu = emulator(architecture)
+    names = [f"qemu-{architecture}-static", f"qemu-{architecture}"]
+    qemu = next(filter(None, map(shutil.which, names)), None)
+    if qemu is None:
+        raise UsageError(f"no {' or '.join(names)} on the PATH: {_GET_QEMU}")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiebreak" / architecture
     pinned = pins(architecture)
     try:
@@ -108,64 +87,33 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
     """The folder with all these unpacked. It gets its name when it is whole: a stop leaves none that is half there."""
     kind = pinned[0].kind
     folder = home / f"{kind}s-{hashlib.sha256(''.join(pin.sha256 for pin in pinned).encode()).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    downloads = home / "downloads"
-    downloads.mkdir(parents=True, exist_ok=True)
-    size = sum(pin.size for pin in pinned)
-    if shutil.disk_usage(home).free < (1 + _UNPACKED) * size:
-        raise UsageError(f"{home}: not enough room: {_megabytes((1 + _UNPACKED) * size)} are needed")
-    tell(f"{home}: {len(pinned)} {kind}s, {_megabytes(size)} to download, {_megabytes(_UNPACKED * size)} unpacked")
-    files = []
-    with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
-        if kind == _DEB:
-            command, pinning = [*_apt(Path(partial, "apt"), _DEBIAN_ARCHITECTURE[architecture]), "download"], "="
-        else:
-            options = ("--quiet", "--no-deps", "--retries=1", "--timeout=20", *_for(architecture))
-            command, pinning = [*_pip("download"), *options, "--dest=."], "=="
-        for number, pin in enumerate(pinned, 1):
-            tell(f"{number:3} of {len(pinned)}  {pin.name} {pin.version}  {_megabytes(pin.size)}")
-            files.append(_fetched(pin, downloads, [*command, f"{pin.name}{pinning}{pin.version}"]))
-        root = Path(partial, "root")
-        root.mkdir()
-        _unpack(kind, files, root, architecture)
-        root.rename(folder)
-    for file in files:
-        shutil.rmtree(file.parent)
+    if not folder.is_dir():
+        home.mkdir(parents=True, exist_ok=True)
+        tell(f"{home}: {len(pinned)} {kind}s, {sum(pin.size for pin in pinned) / 1e6:.1f} MB to download")
+        with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
+            root = Path(partial, "root")
+            root.mkdir()
+            (_unpack_debs if kind == _DEB else _unpack_wheels)(architecture, pinned, Path(partial), root)
+            root.rename(folder)
     return folder
 
 
-def _fetched(pin: Pin, downloads: Path, command: Sequence[str]) -> Path:
-    """The file of a pin, in a folder of its own, downloaded unless a run before this one has."""
-    folder = downloads / pin.sha256[:16]
-    if not folder.is_dir():
-        with tempfile.TemporaryDirectory(prefix="partial-", dir=downloads) as partial:
-            into = Path(partial, "whole")
-            into.mkdir()
-            _output(command, into)
-            (file,) = into.iterdir()
-            with file.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-            if digest != pin.sha256:
-                raise UsageError(f"{file.name}: broken: its SHA-256 is {digest}, not {pin.sha256}; try again")
-            into.rename(folder)
-    return next(folder.iterdir())
-
-
-def _apt(state: Path, architecture: str) -> list[str]:
-    """apt-get with lists and a cache of its own, which know nothing of this machine's packages; its index is renewed.
+def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
+    """By an apt-get with lists and a cache of its own, which know nothing of this machine's packages.
 
     Debian signs its index, and apt-get holds index and package to it.
     """
     if shutil.which("apt-get") is None or not _KEYS.exists():
         raise UsageError(f"no apt-get with {_KEYS} here: give --sysroot, the root of a system that has Python 3.11")
+    state, debs = work / "apt", work / "debs"
     for name in ("lists/partial", "cache/archives/partial"):
         (state / name).mkdir(parents=True)
+    debs.mkdir()
     (state / "status").touch()
     (state / "sources.list").write_text(f"deb [signed-by={_KEYS}] {_MIRROR} {_SUITE} main\n", encoding="utf-8")
     settings = {
-        "APT::Architecture": architecture,
-        "APT::Architectures::": architecture,
+        "APT::Architecture": _DEBIAN_ARCHITECTURE[architecture],
+        "APT::Architectures::": _DEBIAN_ARCHITECTURE[architecture],
         "APT::Sandbox::User": "root",
         "Acquire::Retries": "1",
         "Acquire::http::Timeout": "20",
@@ -178,61 +126,59 @@ def _apt(state: Path, architecture: str) -> list[str]:
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in settings.items())]
     _output([*apt, "-oAPT::Update::Error-Mode=any", "update"])
-    return apt
+    _output([*apt, "download", *(f"{pin.name}={pin.version}" for pin in pinned)], debs)
+    files = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in debs.iterdir()}
+    for pin in pinned:
+        if pin.sha256 not in files:
+            raise UsageError(f"{pin.name} {pin.version}: broken: no download has the SHA-256 {pin.sha256}; try again")
+        _output(["dpkg", "-x", str(files[pin.sha256]), str(root)])
 
 
-def _pip(verb: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pip", verb, "--disable-pip-version-check")
+def _unpack_wheels(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
+    """By pip, which holds each to its digest, and keeps downloads in a cache of its own."""
+    requirements = work / "requirements.txt"
+    lines = (f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pinned)
+    requirements.write_text("".join(lines), encoding="utf-8")
+    machine = ["--implementation=cp", "--python-version=3.11", *(f"--platform={tag}_{architecture}" for tag in _TAGS)]
+    usual = ["--quiet", "--disable-pip-version-check", "--retries=1", "--timeout=20", "--root-user-action=ignore"]
+    alone = ["--no-deps", "--no-compile", "--require-hashes", "--only-binary=:all:", f"--target={root}"]
+    _output([sys.executable, "-m", "pip", "install", *usual, *alone, *machine, f"--requirement={requirements}"])
 
 
-def _for(architecture: str) -> list[str]:
-    """What pip is told of another machine."""
-    platforms = [f"--platform={tag}_{architecture}" for tag in _TAGS]
-    return ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11", *platforms]
-
-
-def _unpack(kind: str, files: Sequence[Path], root: Path, architecture: str) -> None:
-    if kind == _DEB:
-        for file in files:
-            _output(["dpkg", "-x", str(file), str(root)])
-        return
-    offline = ("--quiet", "--no-deps", "--no-index", "--no-compile", "--root-user-action=ignore", f"--target={root}")
-    _output([*_pip("install"), *offline, *_for(architecture), *map(str, files)])
-
-
-def _launcher(home: Path, qemu: Emulator, root: Path, site: Path) -> Path:
+def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
     """Write what runs Python, and links to this tiebreak, whatever it is installed as, for that Python to import."""
     spec = importlib.util.find_spec("tiebreak")
     assert spec is not None
     assert spec.origin is not None
-    init = Path(spec.origin).resolve()
-    folder = home / f"suite-{hashlib.sha256(f'{init} {root} {qemu}'.encode()).hexdigest()[:12]}"
+    init, told = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
+    version = told[1] if told else "of unknown version"
+    folder = home / f"suite-{hashlib.sha256(f'{init} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
     script = folder / "python"
-    if not script.exists():
-        with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
-            whole = Path(partial, "whole")
-            (whole / "tiebreak").mkdir(parents=True)
-            (whole / "tiebreak" / init.name).symlink_to(init)
-            for room in _ROOMS:
-                found = importlib.util.find_spec(f"tiebreak.{room}")
-                if found is not None and found.submodule_search_locations:
-                    (whole / "tiebreak" / room).symlink_to(Path(found.submodule_search_locations[0]).resolve())
-            distribution = importlib.metadata.distribution("tiebreak")
-            metadata = f"tiebreak-{distribution.version}.dist-info"
-            (whole / metadata).symlink_to(Path(str(distribution.locate_file(metadata))).resolve())
-            environment = {
-                "PYTHONHOME": root / "usr",
-                "PYTHONPATH": f"{folder}{os.pathsep}{site}",
-                "PYTHONDONTWRITEBYTECODE": "",  # an import of torch takes half a minute, with bytecode a quarter
-                QEMU: qemu.version,
-            }
-            settings = (word for name, value in environment.items() for word in ("-E", f"{name}={value}"))
-            command = shlex.join([qemu.path, "-L", str(root), *settings])
-            # Python finds itself by the name it is called by: what it starts as sys.executable runs under QEMU too.
-            text = f'#!/bin/sh\nexec {command} -0 {shlex.quote(str(script))} {shlex.quote(str(root / _PYTHON))} "$@"\n'
-            (whole / script.name).write_text(text, encoding="utf-8")
-            (whole / script.name).chmod(0o755)
-            whole.rename(folder)
+    if script.exists():
+        return script
+    with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
+        whole = Path(partial, "whole")
+        (whole / "tiebreak").mkdir(parents=True)
+        (whole / "tiebreak" / init.name).symlink_to(init)
+        for room in _ROOMS:
+            found = importlib.util.find_spec(f"tiebreak.{room}")
+            if found is not None and found.submodule_search_locations:
+                (whole / "tiebreak" / room).symlink_to(Path(found.submodule_search_locations[0]).resolve())
+        distribution = importlib.metadata.distribution("tiebreak")
+        metadata = f"tiebreak-{distribution.version}.dist-info"
+        (whole / metadata).symlink_to(Path(str(distribution.locate_file(metadata))).resolve())
+        environment = {
+            "PYTHONHOME": root / "usr",
+            "PYTHONPATH": f"{folder}{os.pathsep}{site}",
+            "PYTHONDONTWRITEBYTECODE": "",  # an import of torch takes half a minute, with bytecode a quarter
+            QEMU: version,
+        }
+        settings = (word for name, value in environment.items() for word in ("-E", f"{name}={value}"))
+        # Python finds itself by the name it is called by: what it starts as sys.executable runs under QEMU too.
+        command = shlex.join([qemu, "-L", str(root), *settings, "-0", str(script), str(root / _PYTHON)])
+        (whole / script.name).write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
+        (whole / script.name).chmod(0o755)
+        whole.rename(folder)
     return script
 
 
@@ -253,7 +199,3 @@ def _output(command: Sequence[str], folder: Path | None = None) -> str:
         why = next(causes, lines[-1] if lines else "no word of why")
         raise UsageError(f"{tool} failed: {why}") from error
     return done.stdout
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"

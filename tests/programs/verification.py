@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from random import Random
 from types import SimpleNamespace
-from typing import NoReturn, cast
+from typing import cast
 
 from msgspec import structs
 
@@ -38,10 +39,10 @@ from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.programs.profiles import ABSENT
 from tiebreak.reports.gate.consistency import contradictions, differing
-from tiebreak.reports.names import unknown
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
-from tiebreak.reports.statement.folder import Profile, is_users
+from tiebreak.reports.statement import Profile, is_users
 
 _IDENTITY = ("id", "case_version", "seed", "plan", "command")  # of a record: what follows from its cell
 _CLONE = frozenset({"", ".", "..", "tests", "matrix"})  # parts of the path by which pytest finds the cells in a clone
@@ -77,12 +78,7 @@ class Judged:
 
 
 def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
-    """Find the cells of a run's records, and what is wrong with it, a line each.
-
-    Args:
-        run: of the release that judges it.
-        asked: the profile, which says seed and heads.
-    """
+    """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
     settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
     known: list[Judged] = []
     found: list[str] = []
@@ -106,15 +102,11 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """The cell of a record; `kernels` are those of the run so far: the first record of one says what it declares.
-
-    Raises:
-        ValueError: there is no such cell; one line with the field.
-    """
+    """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
     if record.backend not in BACKENDS:
-        raise ValueError(f"backend: {unknown('backend', record.backend, BACKENDS, '')}")
+        raise ValueError(f"backend: unknown backend {record.backend!r}")
     if record.experiment not in kinds():
-        raise ValueError(f"experiment: {unknown('kind of experiment', record.experiment, kinds(), '')}")
+        raise ValueError(f"experiment: unknown kind of experiment {record.experiment!r}")
     fmt = next((fmt for fmt in TORCH_DTYPES if fmt.name == record.format), None)
     if fmt is None:
         raise ValueError(f"format: {record.format}: no kernel is run in it")
@@ -138,17 +130,15 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
     """Return the kernel of a record; a user's, or another machine's, is stood in for by what it declares."""
-    words = record.command.split()
+    words, own = record.command.split(), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
         begins = words.index("--kernel")
         ends = next((at for at, word in enumerate(words) if at > begins and word in _AFTER_KERNEL), len(words))
         origin = words[begins:ends]
-    try:
-        named = kinds()[record.experiment].kernels(backend).get(record.kernel)
-        own = Kernel("", _absent, None) if origin else named or backend.kernel(record.kernel)
-    except ValueError:
-        own = Kernel("", _absent, None)
+    else:
+        with suppress(ValueError):
+            own = kinds()[record.experiment].kernels(backend).get(record.kernel) or backend.kernel(record.kernel)
     if own.composed:
         return own
     declared = own.declaration
@@ -157,28 +147,24 @@ def _kernel(record: Record, backend: Backend) -> Kernel:
     return replace(own, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
 
 
-def _absent(*_: object) -> NoReturn:
-    raise NotImplementedError("a kernel that is not here")
-
-
 def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
-    """What a run says of itself, and neither its records nor the suite do."""
+    """Yield what a run says of itself, and neither its records nor the suite do."""
     where = known[0].settings.matrix if known else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
         yield f"command: pytest {' '.join(where)}: not where the cells are"
-    brought = any(map(is_users, run.records))
-    if bool(run.options.get("kernel")) is not brought:
-        yield f"options.kernel: {run.options.get('kernel')}, and {'a' if brought else 'no'} record is of such a kernel"
+    named, brought = run.options.get("kernel"), any(map(is_users, run.records))
+    if bool(named) is not brought:
+        yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
     if len(known) == len(run.records):  # else it can't be described
         own = described(run, {each.record.id: each.cell for each in known})
         for table in ("measures", "checks", "cases", "experiments"):
-            ours, theirs = getattr(own, table), getattr(run, table)
-            names = [name for name in ours if ours[name] != theirs.get(name)]
-            yield from (f"{table}.{name}: not as the suite describes it" for name in names)
+            for name, about in getattr(own, table).items():
+                if about != getattr(run, table).get(name):
+                    yield f"{table}.{name}: not as the suite describes it"
 
 
 def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
-    """What a record says, and neither its cell nor its own numbers do."""
+    """Yield what a record says, and neither its cell nor its own numbers do."""
     record, cell, settings = judged.record, judged.cell, judged.settings
     blank = blank_record(cell, settings, record.outcome)
     for name in _IDENTITY:
@@ -205,19 +191,18 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
 
 
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
-    """Where the numbers of a call do not go together."""
-    record = judged.record
+    """Yield where the numbers of a call do not go together."""
+    record, fmt = judged.record, judged.cell.fmt
     needed = {measure.name for measure in core.MEASURES} | (_OF_PREDICTION if judged.predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
     drawn = [_at_once(case, judged.settings) << look for look in range(LOOKS)]
     if record.heads not in drawn:
         yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
-    elif record.number("elements") != record.heads * _elements(case, judged.cell.fmt):
+    elif record.number("elements") != record.heads * _elements(case, fmt):
         yield f"measures.elements: {record.number('elements')}, and {record.heads} heads have others"
-    if judged.predicted and not record.number(NONFINITE):
-        bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
-        if abs(bias - foretold - apart) > _NOISE:
-            yield "measures: bias less predicted_bias is not prediction_difference"
+    bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
+    if judged.predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
+        yield "measures: bias less predicted_bias is not prediction_difference"
 
 
 def _at_once(case: Case, settings: Settings) -> int:
@@ -232,7 +217,7 @@ def _elements(case: Case, fmt: Format) -> int:
 
 
 def _answer_faults(record: Record, result: Result) -> Iterator[str]:
-    """Where a record is not what its own numbers come to."""
+    """Yield where a record is not what its own numbers come to."""
     for name in ("verdict", "tied", "in_training", "shown", "heads"):
         if getattr(record, name) != getattr(result, name):
             yield f"{name}: {getattr(record, name)}, and its measures come to {getattr(result, name)}"
@@ -257,6 +242,12 @@ def _call_result(judged: Judged, case: Case) -> Result:
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
     backward, kept = record.answers.get(GRADIENTS.name), record.answers.get(contract.CHECK.name)
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
+    prediction = None
+    if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
+        met = (
+            record.met(PREDICTION) if nonfinite else predicted(_interval(record.measures.get("prediction_difference")))
+        )
+        prediction = Predicted(declared.label, met, "")
     return Result(
         measures=measures,
         shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),
@@ -264,7 +255,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
         tied=tied,
         in_training=in_training,
         claims=tuple(_claims(judged, case)),
-        prediction=_prediction(record, declared.label) if judged.predicted and declared is not None else None,
+        prediction=prediction,
         backward_error=backward.why if backward is not None and raised else None,
         repeatable=None if cell.backend.repeats(cell.kernel) else record.met(REPEATABLE.name) is True,
         failure=case.failure,
@@ -297,14 +288,8 @@ def _errors(record: Record) -> Errors:
     """What claims ask of errors, from the numbers of a record; NaN where it has none."""
     numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
     # Of the sizes claims ask for their ratio, and whether that of O is 0.
-    numbers |= {name: _number(record, "gain") for name in ("gain", "output_size")}
+    numbers |= dict.fromkeys(("gain", "output_size"), _number(record, "gain"))
     return cast(Errors, SimpleNamespace(**numbers, bias=_interval(record.measures.get("bias"))))
-
-
-def _prediction(record: Record, plan: str) -> Predicted:
-    # How many elements of the prediction are lost is not recorded.
-    lost, apart = bool(record.number(NONFINITE)), _interval(record.measures.get("prediction_difference"))
-    return Predicted(plan, record.met(PREDICTION) if lost else predicted(apart), "")
 
 
 def _number(record: Record, name: str) -> float:
@@ -325,13 +310,9 @@ def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
 
 
 def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
-    """Run the cell of a record again on the emulation, and tell where that comes to something else, a line each.
+    """Run the cell of a record that is `recomputable` again on the emulation; yield where that comes to something else.
 
     Of a device's cell it comes to what the plan predicts; where all bits are equal, to all that was measured of O.
-
-    Args:
-        judged: one that is `recomputable`, and in which nothing else is wrong.
-        bench: shares inputs with other records.
     """
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:

@@ -19,7 +19,7 @@ CASES = {name: CaseRecord("ties", failure=True, group="ties") for name in TIES} 
 
 
 def told(*runs: Run) -> tuple[str, ...]:
-    return findings(runs, [f"platform {number}" for number in range(1, len(runs) + 1)])
+    return tuple(findings(runs, [f"platform {number}" for number in range(1, len(runs) + 1)]))
 
 
 def biased(kernel: str, cases: Sequence[str], bias: float = 0.2, **fields: Any) -> list[Record]:
@@ -62,7 +62,7 @@ def test_most_biased_come_first_then_those_named_for_a_plan_and_the_rest_share_a
     assert lines[3] == "Biased, too: `flash@paper`, `flash@fused`."
 
 
-def test_platforms_that_differ_are_both_said() -> None:
+def test_platforms_that_differ_are_both_said(fair: list[Record]) -> None:
     first = run(*biased("a", TIES), *biased("a", TIES[:2], backend="emulation"), cases=CASES)
     second = run(*biased("a", TIES[:3]), record("a", TIES[3], plan=None), cases=CASES)
     assert told(first, second)[:3] == (
@@ -70,20 +70,14 @@ def test_platforms_that_differ_are_both_said() -> None:
         "`a` on cpu: biased on 3 of 4 failure inputs (platform 2).",
         "`a` on emulation: biased on 2 of 2 failure inputs (platform 1).",
     )
-
-
-def test_a_kernel_that_is_biased_on_one_platform_is_not_fair(fair: list[Record]) -> None:
     one, other = run(*fair, cases=CASES), run(*fair[1:], *biased("fair", TIES[:1]), cases=CASES)
     assert any(line.startswith("Fair, ") for line in told(one))
     for order in ((one, other), (other, one)):
-        assert not any(line.startswith("Fair, ") for line in told(*order))
+        assert not any(line.startswith("Fair, ") for line in told(*order)), "it is biased on one of them"
 
 
-def test_a_run_of_skips_alone_has_not_held() -> None:
+def test_what_did_not_run_is_said_and_an_interrupted_run_before_all_else() -> None:
     assert told(run(skip("a"), skip("b"))) == ("No cell ran: all were skipped.",)
-
-
-def test_an_interrupted_run_says_so_before_all_else() -> None:
     lines = told(run(record(), complete=False, not_run=("x", "y"), running=("z",)))
     assert lines[0] == "The run on `platform 1` was interrupted: 3 cells did not finish."
 

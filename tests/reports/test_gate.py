@@ -1,4 +1,6 @@
+import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.cases.verdicts import judge as judge_interval
 from tiebreak.defects.made_up import Call, fallen, record, run, skip, trained
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.expected import PLAN, Expected
+from tiebreak.reports.gate.expected import PLAN
 from tiebreak.reports.gate.gate import gate, update
-from tiebreak.reports.gate.settings import Limits, limits
+from tiebreak.reports.gate.settings import Expected, Limits, limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import (
     CLAIM,
@@ -25,7 +27,7 @@ from tiebreak.reports.records.record import (
     Shown,
     verdict_of,
 )
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.terminal import runnable
 
 
 def measured(**measures: Any) -> dict[str, Any]:
@@ -62,11 +64,9 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
     ("old", "new", "message"),
     [
         ({}, {"verdict": "biased"}, "verdict biased, unbiased in the baseline"),
-        ({}, {"verdict": "inconclusive"}, "verdict inconclusive, unbiased in the baseline"),
         ({}, {"verdict": None}, "verdict none, unbiased in the baseline"),
         ({"verdict": "biased"}, {"verdict": "nonfinite"}, "verdict nonfinite, biased in the baseline"),
         (NARROW, bias(0.0321, 0.001), "bias +0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
-        (NARROW, bias(-0.0321, 0.001), "bias -0.0321 ±0.0010 ulp, +0.0100 ±0.0010"),
         (BIASED, {"verdict": "biased", **bias(5.0, 4.9)}, "bias +5.0000 ±4.9000 not told, +0.2"),
         (NARROW, bias(0.01, 0.021), "bias +0.0100 ±0.0210 not told, +0.0100 ±0.0010 in"),
         ({}, measured(max_ulps=2.6), "max_ulps 2.6 ulp, 1.5 in the baseline"),
@@ -82,18 +82,12 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
         (measured(nonfinite=5), measured(nonfinite=6), "nonfinite 6 of 65536 elements, 5 of 65536"),
         (measured(nonfinite=5), measured(nonfinite=5, elements=512), "nonfinite 5 of 512 elements"),
         ({}, {"verdict": "unbiased", "shown": SHOWN, **bias(None, None)}, "NaN or missing: bias, interval of bias; a"),
-        ({}, {"verdict": "unbiased", **bias(0.01, None)}, "NaN or missing: interval of bias; a number"),
         ({}, measured(max_ulps=None, gain=None), "NaN or missing: max_ulps, gain; a number"),
-        ({}, measured(dq_relative_error=None), "NaN or missing: dq_relative_error; a number"),
         ({}, measured(delta_bias=1e-5), "NaN or missing: interval of delta_bias; a number"),
         ({}, answered("extra", False, "more", "why", outcome="fell"), "fell, held in the baseline: why"),
-        ({}, {"outcome": "inconclusive"}, "inconclusive, held in the baseline"),
         ({"outcome": "fell"}, {"outcome": "timed_out"}, "timed_out, fell in the baseline"),
         ({}, answered(CLAIM), "claim no longer asked: unbiased, in the baseline"),
         ({}, answered(CLAIM, True, "any", "", "us"), "claim: asks any, unbiased in the baseline"),
-        ({}, answered(CLAIM, None, "unbiased", "few heads", "us"), "claim no longer met: few heads"),
-        ({}, answered(PREDICTION), "prediction no longer asked: what flash@paper predicts"),
-        ({}, answered(PREDICTION, False, "what it predicts", "off"), "prediction no longer met: off"),
         ({}, {"case_version": 2}, "not comparable: case_version 2, 1 in the baseline"),
     ],
 )
@@ -103,18 +97,14 @@ def test_what_makes_the_gate_fall(old: Any, new: Any, message: str) -> None:
     assert comparison[0][1].startswith(message)
 
 
-def test_a_pass_that_its_own_answers_contradict_falls() -> None:
+def test_a_pass_that_its_own_answers_contradict_or_without_a_result_falls() -> None:
     """Though the baseline has the same answers: nothing in it got worse."""
     missed = answered(CLAIM, False, "unbiased", "+0.2", "us")
     assert judge(record(outcome="fell", **missed), record(outcome="fell", **missed)) == []
     comparison = judge(record(**missed), record(**missed))
     assert comparison == [(True, "says held, and its answers come to fell: was the file edited?")]
-
-
-def test_a_pass_without_a_result_falls() -> None:
     ((worse, text),) = judge(record(), replace(record(), shown=None, measures={}))
-    assert worse
-    assert text.startswith("NaN or missing: bias, ")
+    assert (worse, text.startswith("NaN or missing: bias, ")) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +170,6 @@ def test_a_skip_is_no_pass() -> None:
     assert judge(skip(), skip()) == []
 
 
-def test_a_cell_that_vanished_is_no_pass() -> None:
-    comparison = gate(run(record(), record(case="gone")), run(record()), Limits())
-    assert not comparison.held
-    assert [(change.record.case, change.text) for change in comparison.worse] == [
-        ("gone", "vanished: the new run lacks it")
-    ]
-
-
 def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so() -> None:
     baseline = run(record(case="tied[k=2]"), record(case="tied[k=3]"), record(case="other"))
     cases, calls = (
@@ -195,7 +177,8 @@ def test_a_narrowed_run_is_judged_by_its_own_cells_and_says_so() -> None:
         Narrowing(("--experiments call",), "experiment", ("call",)),
     )
     outcome = gate(baseline, run(record(case="tied[k=2]"), narrowing=(cases, calls)), Limits())
-    assert [change.record.case for change in outcome.worse] == ["tied[k=3]"]
+    gone = [(change.record.case, change.text) for change in outcome.worse]
+    assert gone == [("tied[k=3]", "vanished: the new run lacks it")]
     assert "1 cell of the baseline NOT compared: outside --cases tied* --experiments call" in outcome.notes
 
 
@@ -213,27 +196,18 @@ def test_a_new_cell_is_told_and_has_to_hold() -> None:
     assert [change.text for change in fallen.worse] == ["not in the baseline, and fell"]
 
 
-def test_a_baseline_of_another_platform_is_refused_unless_across() -> None:
-    other = run(record(), platform={"cpu": "Another"})
-    with pytest.raises(UsageError, match=r"platform\.cpu: 'Made-up 9000' in the baseline, 'Another' in the new run"):
-        gate(run(record()), other, Limits())
-    assert gate(run(record()), other, Limits(), across=True).held
-
-
-def test_other_software_is_told_not_refused() -> None:
-    for torch, told in (("2.14.0", "2.14.0"), (None, "not known")):
-        comparison = gate(run(record()), run(record(), platform={"torch": torch, "cores": 64}), Limits())
-        assert comparison.held
-        assert comparison.notes == (f"torch 2.13.0 in the baseline, {told} in the new run",)
-
-
-def test_a_changed_fingerprint_is_told_not_refused() -> None:
-    kept = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
+def test_other_software_and_another_fingerprint_are_told_not_refused() -> None:
+    probes = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
+    before = run(record(), platform={"fingerprint": probes})
     flushed = {"cpu": {"matmul_subnormals": "flushed"}}
-    before = run(record(), platform={"fingerprint": kept})
-    comparison = gate(before, run(record(), platform={"fingerprint": flushed}), Limits())
-    assert comparison.held
-    assert comparison.notes == ("cpu, matmul_subnormals: kept in the baseline, flushed in the new run",)
+    for torch, told in (("2.14.0", "2.14.0"), (None, "not known")):
+        new = run(record(), platform={"torch": torch, "cores": 64, "fingerprint": flushed})
+        comparison = gate(before, new, Limits())
+        assert comparison.held
+        assert comparison.notes == (
+            f"torch 2.13.0 in the baseline, {told} in the new run",
+            "cpu, matmul_subnormals: kept in the baseline, flushed in the new run",
+        )
 
 
 def test_across_compares_all_but_bits() -> None:
@@ -267,15 +241,20 @@ def test_across_a_kernel_may_declare_another_plan_with_a_claim_of_its_own() -> N
     assert judge(record(), record(**unmet), across=True)[0][0]
 
 
-@pytest.mark.parametrize("name", ["seed", "heads"])
-def test_other_inputs_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"options\.{name}: {run().options[name]} in the baseline, 7 in the new run"):
-        gate(run(), run(options={name: "7"}), Limits(), across=True)
-
-
-def test_an_interrupted_baseline_is_refused() -> None:
-    with pytest.raises(UsageError, match="complete: the baseline's run was interrupted"):
-        gate(run(complete=False), run(), Limits())
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (run(), run(options={"seed": "7"}), "options.seed: 1 in the baseline, 7 in the new run"),
+        (run(), run(options={"heads": "7"}), "options.heads: 256 in the baseline, 7 in the new run"),
+        (run(complete=False), run(), "complete: the baseline's run was interrupted"),
+        (run(), run(platform={"cpu": "Another"}), "platform.cpu: 'Made-up 9000' in the baseline, 'Another' in the"),
+    ],
+)
+def test_what_tells_nothing_about_a_run_is_refused(old: Run, new: Run, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        gate(old, new, Limits())
+    if "platform" in message:
+        gate(old, new, Limits(), across=True)
 
 
 def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path) -> None:
@@ -293,9 +272,7 @@ def test_limits_come_from_the_flag_over_the_file_over_the_default(tmp_path: Path
     assert held_to("max_ulps:8") == (0.5, 8.0, 0.1)
 
 
-@pytest.mark.parametrize(
-    "flag", ["bias", "bias:", "bias:x", "bais:1", "bias:-1", "bias:nan", "max_ulps:inf", "max_ulps:1:2"]
-)
+@pytest.mark.parametrize("flag", ["bias", "bias:x", "bais:1", "bias:-1", "bias:nan", "max_ulps:inf", "max_ulps:1:2"])
 def test_bad_limits_are_refused(flag: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^--fail: [^\n]*$"):
         limits(flag, tmp_path).check({"bias": BIAS, "max_ulps": LARGEST})
@@ -303,16 +280,7 @@ def test_bad_limits_are_refused(flag: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "[",
-        "tool = 1",
-        "[tool]\ntiebreak = 1",
-        "[tool.tiebreak]\nfial = 1",
-        "[tool.tiebreak]\nfail = 1",
-        "[tool.tiebreak.fail]\nbias = true",
-        "[tool.tiebreak.fail]\nbias = nan",
-        "[tool.tiebreak.fail]\nx = 1",
-    ],
+    ["[", "tool = 1", "[tool.tiebreak]\nfial = 1", "[tool.tiebreak.fail]\nbias = nan", "[tool.tiebreak.fail]\nx = 1"],
 )
 def test_a_bad_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
@@ -366,12 +334,10 @@ def test_a_cell_that_crashed_and_holds_now_is_better() -> None:
         assert judge(skip(outcome=outcome), record()) == [(False, f"held, {outcome} in the baseline")]
 
 
-def test_a_check_that_the_baseline_does_not_meet_may_not_be_dropped() -> None:
+def test_checks_of_one_run_alone() -> None:
+    """One that the baseline does not meet may not be dropped, and a new one has to hold."""
     dropped = judge(fallen(), record(answers={CLAIM: None}))
     assert (True, "claim no longer asked: unbiased, in the baseline") in dropped
-
-
-def test_a_new_check_has_to_hold() -> None:
     fell = record(**answered("brand_new", False, "something", "not so"), outcome="fell")
     assert judge(record(), fell) == [(True, "fell, held in the baseline: not so")]
 
@@ -384,8 +350,7 @@ def test_an_excuse_hides_nothing_from_the_baseline() -> None:
 
 
 def test_an_excuse_will_do_for_a_cell_that_the_baseline_has_not_run() -> None:
-    fresh = gate(run(record()), run(record(), fallen(case="new", excused="known")), Limits())
-    assert fresh.held
+    assert gate(run(record()), run(record(), fallen(case="new", excused="known")), Limits()).held
     assert not any(worse for worse, _ in judge(skip(), fallen(excused="known")))
 
 
@@ -458,19 +423,8 @@ def test_another_declared_plan_is_worse_until_it_is_accepted() -> None:
         gate(old, old, Limits(), expected=[entry])
 
 
-def test_the_command_reads_which_plans_are_accepted(tiebreak: Call) -> None:
-    old, new = run(record()), run(record(plan=None, digest="q"))
-    assert tiebreak("gate", old, new).code == 1
-    Path("pyproject.toml").write_text(
-        '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "plan"\nreason = "undeclared"\n'
-        '[[tool.tiebreak.expected]]\ncells = "cpu-*"\ncheck = "of_no_cell_here"\nreason = "another file\'s"\n'
-    )
-    assert [tiebreak("gate", old, each).code for each in (new, old)] == [0, 2]
-
-
 def test_a_verdict_is_recomputed_as_the_suite_judges() -> None:
     described = {"bias": MeasureRecord("a bias", margin=MARGIN_ULPS)}
-    for mean in (-0.2, -0.05, -0.01, 0.0, 0.01, 0.05, 0.2, 5.0):
-        for width in (0.0, 0.01, 0.04, 0.05, 0.3, 1e9):
-            made = record(measures={"bias": Estimate(mean, width)})
-            assert verdict_of(made, described) == judge_interval(Interval(mean, width)).value
+    for mean, width in product((-0.2, -0.05, -0.01, 0.0, 0.01, 0.05, 0.2, 5.0), (0.0, 0.01, 0.04, 0.05, 0.3, 1e9)):
+        made = record(measures={"bias": Estimate(mean, width)})
+        assert verdict_of(made, described) == judge_interval(Interval(mean, width)).value

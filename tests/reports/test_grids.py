@@ -19,7 +19,7 @@ def test_a_terminal_has_names_broken_in_headings_and_lines_of_a_cell_joined() ->
     assert shown[8:] == ["", "a <note>", "of two lines"]
 
 
-@pytest.mark.parametrize("width", [10, 40, 80])
+@pytest.mark.parametrize("width", [10, 80])
 def test_a_table_wider_than_the_terminal_is_split_and_every_part_has_the_first_column(width: int) -> None:
     grid = Grid(["name", *(f"kernel{number}" for number in range(9))], [["row", *map(str, range(9))]])
     lines = text([grid], width=width).splitlines()

@@ -18,11 +18,6 @@ def test_published_intervals(count: int, of: int, low: float, high: float) -> No
     assert [round(end, 4) for end in wilson(count, of)] == [low, high]
 
 
-def test_it_is_the_same_from_the_other_side() -> None:
-    low, high = wilson(3, 20)
-    assert wilson(17, 20) == pytest.approx((1 - high, 1 - low))
-
-
 @pytest.mark.parametrize(("count", "of"), [(0, 0), (-1, 3), (4, 3)])
 def test_no_share_is_refused(count: int, of: int) -> None:
     with pytest.raises(ValueError, match=f"{count} of {of}"):

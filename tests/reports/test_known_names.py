@@ -5,7 +5,7 @@ Every name that the suite has is looked for: where a string of a program is noth
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,6 @@ from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.records import record
 
 FOLDER = Path(tiebreak.reports.__file__).parent
-#: (file, name): the day on which it was let in, and why. Empty is how it should be.
-EXCEPTIONS: Mapping[tuple[str, str], str] = {}
 _NESTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -49,21 +47,16 @@ def strings(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def findings(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Names in the programs of a folder: file, name, and what it is told as."""
+def findings(folder: Path) -> Iterator[str]:
+    """Names in the programs of a folder, as they are told."""
     names = known()
     for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.js"))):
         where = path.relative_to(folder).as_posix()
-        yield from ((where, text, f"{where}:{line}: {names[text]} {text!r}")
-                        for line, text in strings(path) if text in names)  # fmt: skip
+        yield from (f"{where}:{line}: {names[text]} {text!r}" for line, text in strings(path) if text in names)
 
 
 def test_no_program_of_reports_has_a_name_of_the_others() -> None:
-    assert [told for where, name, told in findings(FOLDER) if (where, name) not in EXCEPTIONS] == []
-
-
-def test_an_exception_is_one() -> None:
-    assert EXCEPTIONS.keys() <= {(where, name) for where, name, _ in findings(FOLDER)}
+    assert list(findings(FOLDER)) == []
 
 
 @pytest.mark.parametrize(

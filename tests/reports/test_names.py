@@ -35,8 +35,5 @@ def test_an_unknown_name_is_told_what_may_be_meant_and_never_all_of_many(name: s
 def test_few_names_are_listed_where_none_is_alike() -> None:
     assert unknown("backend", "qq", ["cpu", "cuda"], LISTED) == "unknown backend 'qq': known are cpu, cuda"
     assert unknown("backend", "gpu", ["cpu", "cuda"], LISTED) == "unknown backend 'gpu': did you mean cpu?"
-
-
-def test_an_empty_list_is_told_the_names_or_where_they_are() -> None:
     assert none_named("backend", ["cpu", "cuda"], LISTED) == "no backend named: known are cpu, cuda"
     assert none_named("case", CASES, LISTED) == "no case named: `tiebreak list cases` names them"

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from tiebreak.defects.made_up import record, run
+from tiebreak.defects.mutations import GONE, edited, leaves
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.gate import gate
@@ -22,8 +23,7 @@ from tiebreak.reports.records.record import OUTCOMES, Estimate, FitRecord, Recor
 from tiebreak.reports.records.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
 from tiebreak.reports.schemas import FILES, schema_of
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.compare import parts
-from tiebreak.reports.tables.comparison import Agreement, compare, platform_labels
+from tiebreak.reports.tables.compare import Agreement, compare, parts, platform_labels
 from tiebreak.reports.tables.show import csv_grid
 
 
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_again_and_fits_the_schema(
 
 def test_a_number_that_is_none_stays_none_and_an_integer_an_integer() -> None:
     measures = {"bias": Estimate.of(float("nan"), float("inf")), "gain": None, "elements": 65536, "rms_ulps": 0.5}
-    fits = {"flash@paper": FitRecord.measured(0.5, float("nan"), 0.1)}
+    fits = {"flash@paper": FitRecord(None, 0.1, 0.5)}
     made = record(measures=measures, evidence={"fits": fits, "other": [{"x": 1}]})
     assert decode(encode(made), Record) == made
     text = encode(made)
@@ -91,10 +91,8 @@ def test_the_schema_of_records_says_what_values_there_are() -> None:
     ("version", "cure"),
     [
         ("6", "make the file anew, or read it with the tiebreak that made it"),
-        (str(SCHEMA + 1), "update tiebreak"),
         ("1" * 5000, "update tiebreak"),
         ('"7"', "make the file anew"),
-        ("true", "make the file anew"),
     ],
 )
 def test_another_schema_is_refused_with_what_to_do(version: str, cure: str, tmp_path: Path) -> None:
@@ -107,13 +105,11 @@ def test_another_schema_is_refused_with_what_to_do(version: str, cure: str, tmp_
     ("content", "message"),
     [
         ("", "empty"),
-        (" \n", "empty"),
         ('{"schema": 7, "records": [{"id": "a', "not JSON (Input data was truncated)"),
         ('{"schema": 7, "options": {"a": ' + "[" * 100_000, "nested too deeply"),
         ("[1]", "Expected `object`, got `array`"),
         ("{}", "schema: missing is not 7"),
         ('{"schema": NaN}', "not JSON (JSON is malformed: invalid character"),
-        ('{"schema": 7, "platform": {"a": -Infinity}}', "not JSON (JSON is malformed: invalid character"),
         ('{"schema": 7, "run": "\\ud800"}', "not JSON"),
         ("\udcff", "not JSON"),
     ],
@@ -129,19 +125,17 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["platform"], ..., "Object missing required field `platform`"),
         (["platform", "cpu"], ..., "platform.cpu: Expected `str`, got `null`"),
         (["platform", "fingerprint"], [], "platform.fingerprint: Expected `object`, got `array`"),
-        (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint.cpu.a: Expected `int | float | str`"),
+        (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint[...][...]: Expected `int | "),
         (["records", 0, "verdict"], "fine", "records[0].verdict: Expected `str` matching regex '^(unbiased|"),
         (["records", 0, "outcome"], "held\n", "records[0].outcome: Expected `str` matching regex '^(held|"),
         (["records", 0, "colour"], "red", "records[0]: Object contains unknown field `colour`"),
         (["records", 0, "heads"], -1, "records[0].heads: Expected `int` >= 0"),
-        (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures.bias.half_width: Expected `floa"),
-        (["records", 0, "measures", "gain"], 10**400, "records[0].measures.gain: Expected `int` <= 922337203685477580"),
-        (["records", 0, "measures", "a.b[0]"], {"mean": "x"}, "records[0].measures.a.b[0]"),
-        (["records", 0, "evidence"], {"trace": {"error": [0]}}, "records[0]: evidence.trace: Object missing required "),
-        (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0]: evidence.fits.x: Expected `object`, got `int`"),
-        (["measures", "bias", "worse"], "up", "measures.bias.worse: Expected `str` matching regex '^(more|less|farthe"),
+        (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures[...].half_width: Expected"),
+        (["records", 0, "measures", "gain"], 10**400, "records[0].measures[...]: Expected `int` <= 922337203685477580"),
+        (["records", 0, "measures", "a.b[0]"], {"mean": "x"}, "records[0].measures[...].mean: Expected"),
+        (["records", 0, "evidence"], {"fits": {"x": 1}}, "records[0]: evidence.fits[...]: Expected `object`"),
+        (["measures", "bias", "worse"], "up", "measures[...].worse: Expected `str` matching regex '^(more|les"),
         (["measures", "bias"], ..., "records[0]: bias: not described in measures"),
-        (["checks", "claim"], ..., "records[0]: claim: not described in checks"),
         (["cases"], {}, "records[0]: random: not described in cases"),
         (["experiments"], {}, "records[0]: call: not described in experiments"),
         (["records", 0, "id"], "x\n\x1b[31m", ""),
@@ -162,17 +156,11 @@ def test_a_field_of_the_wrong_kind_is_named(
         store.read(path)  # any string is a name; what shows it keeps control characters from the terminal
 
 
-def test_a_number_beyond_all_bounds_is_refused(tmp_path: Path, keep: Callable[..., Path]) -> None:
-    path = keep(run(), "a")
-    text = path.read_text(encoding="utf-8")
-    assert '"gain": 1.0' in text
-    path.write_text(text.replace('"gain": 1.0', '"gain": 1e999'))
-    assert refusal(path) == "records[0].measures.gain: Number out of range"
-
-
-def test_two_records_of_one_cell_are_refused(keep: Any) -> None:
+def test_two_records_of_one_cell_and_a_number_beyond_all_bounds_are_refused(keep: Any) -> None:
     path = keep(run(record(), record()), "a")
     assert refusal(path) == "records[1].id: a second record of cpu-flash@paper-random-bf16"
+    path.write_text(path.read_text(encoding="utf-8").replace('"gain": 1.0', '"gain": 1e999'))
+    assert refusal(path) == "records[0].measures[...]: Number out of range"
 
 
 def test_the_same_run_twice_is_refused(keep: Callable[..., Path], tmp_path: Path) -> None:
@@ -229,48 +217,23 @@ VALUES = ["null", "true", "-1", "0", "2", "0.5", "1e999", "-1e999", "1" * 400, "
 MARK = "\ufffe"
 
 
-def mutate(content: bytes, chance: random.Random) -> bytes:
-    """One to three mutations of bytes or of the tree."""
-    for _ in range(chance.randint(1, 3)):
-        content = chance.choice((scratch, graft, graft))(content, chance)
-    return content
-
-
-def scratch(content: bytes, chance: random.Random) -> bytes:
-    """Put bytes of elsewhere where others were, or cut the end off."""
+def mutate(plain: dict[str, Any], paths: Sequence[tuple[str | int, ...]], chance: random.Random) -> bytes:
+    """Put one or two values where others were, or take them away; of some, cut the end off, or move a part."""
+    path, value = chance.choice(paths), chance.choice([MARK, MARK, MARK, GONE])
+    text = json.dumps(edited(plain, path, value), ensure_ascii=False).replace(f'"{MARK}"', chance.choice(VALUES))
+    content = text.encode(errors="replace")
+    if chance.random() < 0.7:
+        return content
     start, at, end = sorted(chance.randrange(len(content) + 1) for _ in range(3))
     return content[:at] + (content[start : start + 80] + content[end:] if chance.random() < 0.7 else b"")
 
 
-def graft(content: bytes, chance: random.Random) -> bytes:
-    """Put a value where another was, take one away, or add one."""
-    try:
-        at = plain = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
-    while isinstance(at, dict | list) and at:
-        key = chance.choice(list(at) if isinstance(at, dict) else range(len(at)))
-        if chance.random() < 0.3 or not isinstance(at[key], dict | list):
-            if chance.random() < 0.2:
-                del at[key]
-            elif chance.random() < 0.1 and isinstance(at, dict):
-                at[chance.choice(["extra", "\x1b", ""])] = MARK
-            else:
-                at[key] = MARK
-            break
-        at = at[key]
-    return json.dumps(plain, ensure_ascii=False).replace(f'"{MARK}"', chance.choice(VALUES)).encode(errors="replace")
-
-
-# Not hypothesis' examples: of a mutation's seed it can draw and shrink nothing, and that takes as long as the reading.
-@pytest.mark.parametrize("thousand", range(3))
-def test_the_reader_raises_nothing_but_its_own_error(
-    thousand: int, telling: Run, validator: jsonschema.Draft202012Validator
-) -> None:
-    content = store.as_text(telling).encode()
-    for seed in range(1000 * thousand, 1000 * thousand + 1000):
+def test_the_reader_raises_nothing_but_its_own_error(telling: Run, validator: jsonschema.Draft202012Validator) -> None:
+    plain = json.loads(store.as_text(telling))
+    paths = list(leaves(plain))
+    for seed in range(2000):
         try:
-            read_mutated(content, random.Random(seed), validator)
+            read_mutated(mutate(plain, paths, random.Random(seed)), random.Random(seed), validator)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -279,12 +242,12 @@ def test_the_reader_raises_nothing_but_its_own_error(
 def read_mutated(content: bytes, chance: random.Random, validator: jsonschema.Draft202012Validator) -> None:
     run, message = None, "fuzzed.json: "
     try:
-        run = store.parse(mutate(content, chance), Path("fuzzed.json"))
+        run = store.parse(content, Path("fuzzed.json"))
     except UnreadableRecordsError as error:
         message = str(error)
     assert message.startswith("fuzzed.json: ")
     assert message.isprintable()
-    if run and chance.random() < 0.2:  # the validator is slow
+    if run and chance.random() < 0.1:  # the validator is slow
         validator.validate(json.loads(store.as_text(run)))
     if run and chance.random() < 0.1:  # and so are tables
         shown_everywhere(run)

@@ -17,7 +17,7 @@ from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Estimate, Run, Value
-from tiebreak.reports.tables.comparison import Agreement, compare
+from tiebreak.reports.tables.compare import Agreement, compare
 from tiebreak.studies.pages import PageTable, table
 
 FOLDER = CHECKOUT / "reports" / "platforms"

@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.reports.records.record import SKIPPED, UNEXPLAINED, Record, Run
 from tiebreak.reports.records.store import read
-from tiebreak.reports.tables.marks import plain_text
-from tiebreak.reports.tables.plans import percent
+from tiebreak.reports.tables.texts import percent, plain_text
 from tiebreak.reports.verdict import Verdict, verdicts
 from tiebreak.studies.pages import table
 from tiebreak.studies.study import Study

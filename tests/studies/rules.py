@@ -13,8 +13,8 @@ from tiebreak.matrix.acceptance import said
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.records.record import RuleAnswer, Shown
-from tiebreak.reports.tables.marks import shown_text
 from tiebreak.reports.tables.rules import share_text
+from tiebreak.reports.tables.texts import shown_text
 from tiebreak.studies.pages import PageTable, table
 
 SEED, HEADS = 1, 1024

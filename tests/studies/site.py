@@ -25,7 +25,7 @@ from tiebreak.reports.page.svg import Figure, Series, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import kernel_places
 from tiebreak.reports.records.record import Record
-from tiebreak.reports.tables.marks import plain_text
+from tiebreak.reports.tables.texts import plain_text
 
 _COPIED = ("backends", "cases", "docs", "examples", "kernels", "reports", "tests", "*.md", "action.yml")
 _BASELINE = CHECKOUT / "reports" / "baselines" / "emulation.json"

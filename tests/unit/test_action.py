@@ -6,9 +6,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -31,8 +30,7 @@ def attention(q, k, v, *, scale):
 NARROW = "--cases no_tail --heads 16 -n 0"
 
 
-@dataclass
-class Ran:
+class Ran(NamedTuple):
     """What one step came to."""
 
     code: int

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.claims import UNBIASED, claim
@@ -23,7 +22,6 @@ from tiebreak.kernels.triton.launch import refusal
 
 ARITHMETIC = EmulatedArithmetic()
 CASES = {case.name: case for case in SCRIPTED}
-SAFE = SHIFT_RULES["safe"]
 
 
 def _halved(
@@ -56,23 +54,13 @@ def test_what_tables_and_claims_call_it(algorithm: Algorithm, rule: str, label: 
 
 def test_a_third_one_runs_wherever_declared_kernels_run() -> None:
     inputs = CASES["random_causal"].make(1, 0, 16, BF16)
-    third, flash = (Declaration(algorithm, FUSED, SAFE) for algorithm in (THIRD, FLASH_ATTENTION))
+    third, flash = (Declaration(algorithm, FUSED, SHIFT_RULES["safe"]) for algorithm in (THIRD, FLASH_ATTENTION))
     expected = run_declared(flash, inputs, ARITHMETIC, False).o / 2
     assert torch.equal(run_declared(third, inputs, ARITHMETIC, False).o, expected)
-    assert torch.equal(_in_a_model(inputs, third), expected)
-
-
-def _in_a_model(inputs: AttentionInputs, declaration: Declaration) -> Tensor:
-    heads = (HeadKernel(declaration),) * inputs.q.shape[1]
-    return attend(inputs.q, inputs.k, inputs.v, heads, Call(ARITHMETIC, 0, 0, (), inputs.q))
-
-
-def test_a_composed_kernel_takes_what_its_algorithm_takes() -> None:
-    kernel = composed("third", Declaration(THIRD, FUSED, SAFE))
-    assert kernel.refusal(CASES["random_causal"].make(1, 0, 16, BF16)) is None
-    assert kernel.refusal(CASES["padded"].make(1, 0, 16, BF16)) == "third takes no key padding mask"
-
-
-def test_the_triton_kernels_say_that_they_do_not_have_it() -> None:
-    reason = refusal(CASES["random"].make(1, 0, 16, BF16), Declaration(THIRD, FUSED, SAFE), interpreted=True)
+    heads = (HeadKernel(third),) * inputs.q.shape[1]
+    assert torch.equal(attend(inputs.q, inputs.k, inputs.v, heads, Call(ARITHMETIC, 0, 0, (), inputs.q)), expected)
+    # A composed kernel takes what its algorithm takes; the Triton kernels say that they do not have it.
+    assert composed("third", third).refusal(inputs) is None
+    assert composed("third", third).refusal(CASES["padded"].make(1, 0, 16, BF16)) == "third takes no key padding mask"
+    reason = refusal(inputs, third, interpreted=True)
     assert reason == "the Triton kernels have no algorithm third: they have flash, standard"

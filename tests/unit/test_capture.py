@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,31 +180,26 @@ class TestTheModel:
 
 
 class TestWhatIsKept:
-    @pytest.mark.parametrize("key_heads", [4, 2])
-    def test_is_what_the_kernel_was_given_and_gave(self, tmp_path: Path, key_heads: int) -> None:
+    def test_is_what_the_kernel_was_given_and_gave(self, tmp_path: Path) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        model = model_of(lambda: Layer(attend, key_heads))
+        model = model_of(lambda: Layer(attend, key_heads=2))
         layer = model.layers[0]
         assert isinstance(layer, Layer)
         with started(model, tmp_path, heads=5) as captured:
             train(model, captured, steps=1)
         tensors, metadata = read(captured.written[0])
         assert metadata["causal"] == "true"
-        groups = HEADS // key_heads
         (call,), (gradient,) = layer.calls, layer.gradients
         for at, (entry, head) in enumerate(tensors["layer0.heads"].tolist()):
-            for name, whole, size in zip(
-                ("q", "k", "v", "o", "do"), (*call, gradient), (groups, 1, 1, groups, groups), strict=True
-            ):
+            for name, whole, size in zip(("q", "k", "v", "o", "do"), (*call, gradient), (2, 1, 1, 2, 2), strict=True):
                 assert torch.equal(tensors[f"layer0.{name}"][at], whole[entry, head * size : (head + 1) * size]), name
         assert len(tensors["layer0.heads"]) == 5
-        inputs = inputs_of(tmp_path)
-        assert inputs.groups == groups
+        assert inputs_of(tmp_path).groups == 2
         assert error_of(tmp_path, captured) < 0.01
 
-    @pytest.mark.parametrize(("ratio", "scale"), [(1.0, None), (8.0, None), (0.5, None), (1.1, 1.1 * 8**-0.5)])
+    @pytest.mark.parametrize(("ratio", "scale"), [(8.0, None), (0.5, None), (1.1, 1.1 * 8**-0.5)])
     def test_another_scale_is_folded_if_that_is_exact_and_told_if_not(
         self, tmp_path: Path, ratio: float, scale: float | None
     ) -> None:
@@ -224,13 +219,11 @@ class TestWhatIsKept:
             assert inputs.q.shape[2] == inputs.k.shape[2] == 10
             assert error_of(tmp_path / name, captured) < 0.01
 
-    @pytest.mark.parametrize("mask", [True, -torch.inf, torch.finfo(torch.bfloat16).min, 0.0])
+    @pytest.mark.parametrize("mask", [True, torch.finfo(torch.bfloat16).min, 0.0])
     def test_a_mask_that_says_causal_is_a_causal_flag(self, tmp_path: Path, mask: float) -> None:
         visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         hidden = torch.zeros(1, 1, TOKENS, TOKENS).bfloat16().masked_fill(~visible, mask)
-        passed = visible if mask is True else hidden
-
-        caught(tmp_path, attending(attn_mask=passed))
+        caught(tmp_path, attending(attn_mask=visible if mask is True else hidden))
         assert inputs_of(tmp_path).causal is (mask != 0.0)
 
     @pytest.mark.parametrize(
@@ -266,15 +259,7 @@ class TestTelling:
         assert "layer1.q" not in tensors
         assert metadata["layer0.repeated"] == "1"
 
-    def test_the_largest_logit_is_that_of_the_rows_that_were_looked_at(self, tmp_path: Path) -> None:
-        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: plain(q * 64, k, v)), heads=100, tokens=16)
-        inputs = inputs_of(tmp_path)
-        hidden = inputs.hidden()
-        assert hidden is not None
-        largest = reference(inputs).s.masked_fill(hidden, -torch.inf).max().item()
-        assert float(read(captured.written[0])[1]["layer0.largest"]) == pytest.approx(largest, rel=1e-5)
-
-    def test_delta_of_a_kernel_whose_output_is_too_large_is_biased(
+    def test_the_largest_logit_and_deltas_bias_are_those_of_the_rows_that_were_looked_at(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def too_large(*args: Any, **kwargs: Any) -> Tensor:
@@ -282,9 +267,13 @@ class TestTelling:
 
         too_large.__name__ = imported_by_name.__name__
         monkeypatch.setattr(torch.nn.functional, imported_by_name.__name__, too_large)
-        captured = caught(tmp_path, Layer, heads=100, tokens=16)
+        captured = caught(tmp_path, lambda: Layer(lambda q, k, v: plain(q * 8, k, v)), heads=100, tokens=16)
         ((tensors, metadata), inputs) = read(captured.written[0]), inputs_of(tmp_path)
-        delta = (reference(inputs).o * inputs.do).sum(-1)[0]
+        hidden, ref = inputs.hidden(), reference(inputs)
+        assert hidden is not None
+        largest = ref.s.masked_fill(hidden, -torch.inf).max().item()
+        assert float(metadata["layer0.largest"]) == pytest.approx(largest, rel=1e-5)
+        delta = (ref.o * inputs.do).sum(-1)[0]
         wrong = (tensors["layer0.o"].flatten(0, 1).double() * inputs.do).sum(-1)[0] - delta
         expected = (wrong.sum(-1) / delta.abs().sum(-1)).mean().item()
         assert float(metadata["layer0.delta_bias"]) == pytest.approx(expected, rel=1e-3)
@@ -315,7 +304,7 @@ class TestTheFolder:
 
     def test_what_does_not_fit_gives_up_heads_or_waits_for_its_turn(self, tmp_path: Path) -> None:
         captured = caught(tmp_path / "budget", Layer, budget_mb=0.013)
-        assert len(read(captured.written[0])[0]["layer0.heads"]) == 1
+        assert len(read(captured.written[0])[0]["layer0.heads"]) == 2
         captured = caught(tmp_path / "memory", Layer, Layer, Layer, steps=3, memory_mb=0.01)
         assert [next(iter(read(path)[0]))[:6] for path in captured.written] == ["layer0", "layer1", "layer2"]
 
@@ -356,26 +345,17 @@ class TestTheFolder:
 class TestOtherWaysToCall:
     @pytest.mark.parametrize("heads_first", [True, False])
     def test_a_module_that_is_named(self, tmp_path: Path, heads_first: bool) -> None:
+        def ordered(x: Tensor) -> Tensor:
+            return x if heads_first else x.transpose(1, 2)
+
         class Core(nn.Module):
             def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                q, k, v = ((x if heads_first else x.transpose(1, 2)) for x in (query, key, value))
-                s = (q @ k.mT) * 8**-0.5
-                o = s.softmax(-1) @ v
-                return o if heads_first else o.transpose(1, 2)
+                q, k, v = map(ordered, (query, key, value))
+                return ordered(((q @ k.mT) * 8**-0.5).softmax(-1) @ v)
 
         core = Core()
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            arguments = (q, k, v) if heads_first else (x.transpose(1, 2) for x in (q, k, v))
-            o: Tensor = core(*arguments)
-            return o if heads_first else o.transpose(1, 2)
-
-        def layer() -> Layer:
-            made = Layer(attend)
-            made.core = core
-            return made
-
-        model = model_of(layer)
+        model = model_of(lambda: Layer(lambda q, k, v: ordered(core(*map(ordered, (q, k, v))))))
+        model.layers[0].core = core
         how = AttentionModule(causal=False, heads_first=heads_first)
         with started(model, tmp_path, modules={"layers.*.core": how}) as captured:
             train(model, captured, steps=1)
@@ -454,22 +434,12 @@ class TestOtherWaysToCall:
         assert error_of(tmp_path, captured) < 0.01
 
 
-@contextlib.contextmanager
-def _refused(message: str) -> Iterator[None]:
-    with pytest.raises(CaptureError, match=message) as error:
-        yield
-    assert "\n" not in str(error.value)
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            *(
-                ({name: 0}, f"^{name}=0: expected a positive number$")
-                for name in ("every", "heads", "layers", "tokens")
-            ),
-            *(({name: 0}, f"^{name}=0: expected a positive number$") for name in ("budget_mb", "memory_mb")),
+            *(({name: 0}, f"^{name}=0: expected a positive number$") for name in ("every", "memory_mb")),
+            ({"start": -1}, r"^start=-1: expected a step's number, 0 or more$"),
             ({"modules": {"none.*": HOW}}, r"^modules='none\.\*': the model has no module of that name"),
             ({"modules": {"layers.0": HOW}}, r"^modules='layers\.0': layers\.0\.forward takes x, not q, k and v"),
             ({}, r"^layers\.0 is compiled, which hides its calls; give capture the model before torch\.compile$"),
@@ -479,15 +449,13 @@ class TestRefusals:
         model = model_of(Layer)
         if not options:
             model.layers[0]._compiled_call_impl = print  # as Module.compile leaves it
-        with _refused(message), started(model, tmp_path, **options):
+        with pytest.raises(CaptureError, match=message), started(model, tmp_path, **options):
             pass
 
     def test_a_budget_too_small_for_one_head(self, tmp_path: Path) -> None:
         model = model_of(Layer)
-        with (
-            _refused(r"^budget_mb: one head of layers\.0 takes 0\.00 MB, and the budget is 0\.01 MB.*raise it$"),
-            started(model, tmp_path, budget_mb=0.0085) as captured,
-        ):
+        message = r"^budget_mb: one head of layers\.0 takes 0\.00 MB, and the budget is 0\.01 MB.*raise it$"
+        with pytest.raises(CaptureError, match=message), started(model, tmp_path, budget_mb=0.0085) as captured:
             train(model, captured, steps=1)
         assert list(tmp_path.iterdir()) == []
 
@@ -495,10 +463,10 @@ class TestRefusals:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "file").write_text("")
-        with _refused(r"^capture: cannot write to .*file/inside: .+"):
+        with pytest.raises(CaptureError, match=r"^capture: cannot write to .*file/inside: .+$"):
             started(model_of(Layer), tmp_path / "file" / "inside").__enter__()
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-        with _refused("^capture writes safetensors files: pip install safetensors$"):
+        with pytest.raises(CaptureError, match=r"^capture writes safetensors files: pip install safetensors$"):
             started(model_of(Layer), tmp_path / "new").__enter__()
         assert not (tmp_path / "new").exists()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases import captured
-from tiebreak.cases.captured import CapturedError, captured_cases, layer_checksum
+from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Verdict, judge
@@ -95,25 +95,21 @@ class TestCases:
             *("[step=2.rank=9.layer=0]", "[step=2.rank=10.layer=0]", "[step=9.layer=0]"),
             *("[step=10.layer=2]", "[step=10.layer=10]"),
         ]
-        assert not set("-,") & set("".join(names))  # the dash of ids, the comma of lists
 
-    @pytest.mark.parametrize("heads", [1, 5, 8, 24, 100])
+    @pytest.mark.parametrize("heads", [1, 5, 100])
     def test_batches_are_all_heads_once_with_their_keys(self, tmp_path: Path, heads: int) -> None:
         layer = normal((3, 8, 4, 16), key_heads=2)
         case = only_case(tmp_path, layer)
         batches: list[AttentionInputs] = []
         while case.has(len(batches), heads):
             batches.append(case.make(1, len(batches), heads, BF16))
-        sizes = [batch.q.shape[1] for batch in batches]
-        assert all(size <= max(heads, 4) for size in sizes)
-        assert len(set(sizes[:-1])) <= 1
+        assert all(batch.q.shape[1] <= max(heads, 4) for batch in batches)
         for part, ours in layer.items():
             assert torch.equal(torch.cat([getattr(batch, part)[0] for batch in batches]), ours.float().flatten(0, 1))
         outputs = torch.cat([reference(batch).o[0] for batch in batches])
         assert torch.equal(outputs, reference(as_inputs(layer)).o.flatten(0, 1))
 
-    @pytest.mark.parametrize("metadata", [CAUSAL, FULL], ids=["causal", "full"])
-    @pytest.mark.parametrize("keys", [96, 130])
+    @pytest.mark.parametrize(("metadata", "keys"), [(CAUSAL, 96), (CAUSAL, 130), (FULL, 130)])
     def test_the_rows_used_are_what_they_were(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: Mapping[str, str], keys: int
     ) -> None:
@@ -151,22 +147,6 @@ class TestMetadata:
         expected = (layer["q"].double() @ layer["k"].double().mT * 0.5).softmax(-1) @ layer["v"].double()
         torch.testing.assert_close(reference(second).o, expected)
 
-    @pytest.mark.parametrize("edited", ["q", "k", "v", "do", "o", "causal", "scale"])
-    def test_a_layer_that_was_changed_is_refused(self, tmp_path: Path, edited: str) -> None:
-        layer = normal((1, 2, 4, 8)) | {"o": torch.zeros(1, 2, 4, 8)}
-        metadata = {"causal": "false", "scale": "0.5", "layer0.crc32": layer_checksum(layer, False, 0.5)}
-        path = keep(tmp_path, {"0": layer}, metadata=metadata)
-        (case,) = captured_cases(tmp_path)
-        assert case.make(1, 0, 2, BF16).scale == 0.5
-        if edited in layer:
-            layer[edited].view(-1)[-1] += 1
-        other = {"causal": "true"} if edited == "causal" else {"scale": "0.25"} if edited == "scale" else {}
-        keep(tmp_path, {"0": layer}, metadata=metadata | other)
-        (case,) = captured_cases(tmp_path)
-        captured._load.cache_clear()
-        with pytest.raises(CapturedError, match=rf"^{path}: layer0 is not what was captured: its checksum differs; "):
-            case.make(1, 0, 2, BF16)
-
 
 class TestVersion:
     def test_is_of_all_values_and_the_mask_alone(self, tmp_path: Path) -> None:
@@ -196,7 +176,7 @@ def truncating(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> 
 
 
 class TestLooks:
-    @pytest.mark.parametrize(("heads", "in_all"), [(16, 40), (32, 40), (256, 40), (1, 8)])
+    @pytest.mark.parametrize(("heads", "in_all"), [(16, 40), (256, 40), (1, 8)])
     def test_heads_are_counted_once_and_as_many_as_there_are(self, tmp_path: Path, heads: int, in_all: int) -> None:
         # One row of two elements a head: nothing settles.
         case = only_case(tmp_path, normal((10, 4, 1, 2), keys=8))
@@ -303,7 +283,7 @@ class TestRuns:
         assert kept().options["captured"] == "./"
         assert re.search(r"--captured \.", fair.command)
         _, again = fair.command.split(" tiebreak.matrix ")
-        matrix(*shlex.split(again), "--save", "again", "-n", "1")  # by a worker
+        matrix(*shlex.split(again), "--save", "again", "-n", "0")
         assert kept("again").records == (fair,)
         # With --cases both are named.
         keep(pytester.path, {"0": _poisoned(torch.nan), "1": wide})
@@ -348,27 +328,25 @@ BAD_LAYERS: Mapping[str, tuple[Tensors, str]] = {
     "other format": (_as(torch.float64), r"layer3\.q F64, .*expected one of BF16, F16, F32 for all four, or.*"),
     "3 dimensions": (_with(q=_zeros(2, 4, 8)), r"layer3\.q \(2, 4, 8\), .*\(batch, heads, .*"),
     "empty": (normal((1, 2, 0, 8)), r"layer3\.q \(1, 2, 0, 8\), .*none of them 0$"),
-    "dO of another shape": (_with(do=_zeros(1, 2, 5, 8)), r"layer3\.q .*dO \(1, 2, 5, 8\) .*"),
-    "v of another shape": (_with(v=_zeros(1, 2, 5, 8)), r"layer3\.q .*do not fit$"),
     "heads": (
         _with(k=_zeros(1, 3, 4, 8), v=_zeros(1, 3, 4, 8)),
         r"layer3\.q .*2 query heads are no multiple of 3 key heads$",
     ),
     "more queries than keys": (normal((1, 2, 4, 8), keys=3), r"layer3\.q .*more queries than keys.*"),
-    "NaN": (_poisoned(torch.nan), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
     "Inf": (_poisoned(torch.inf), r"layer3\.v holds NaN or Inf; leave .*--cases$"),
     "beyond the format": (_as(torch.float32, 1e38), r"layer3\.q holds values beyond fp16; .*"),
 }
 BAD_METADATA: Mapping[str, tuple[Mapping[str, str], str]] = {
     "no mask": ({"step": "7"}, "metadata causal is missing; expected true or false$"),
     "mask": ({"causal": "yes"}, "metadata causal is yes; expected true or false$"),
-    "checksum": (
-        {**FULL, "layer3.crc32": "00000000"},
-        r"layer3 is not what was captured: its checksum differs; capture it anew.*",
+    "order": (
+        {**FULL, "layer3.made": "true", "layer3.order": "nhbd"},
+        "metadata layer3.order is nhbd; expected one of bhnd, bnhd, bhdn",
     ),
+    "padding": ({**FULL, "layer3.made": "true"}, r"layer3.key_padding \[2, 4\]; expected \[4\], a number a key"),
     **{
         f"scale {scale}": ({**FULL, "scale": scale}, f"metadata scale is {scale}; expected a positive number")
-        for scale in ("0", "-1", "nan", "inf", "one")
+        for scale in ("0", "inf", "one")
     },
 }
 
@@ -389,19 +367,21 @@ class TestBadFiles:
 
     @pytest.mark.parametrize(("metadata", "message"), BAD_METADATA.values(), ids=BAD_METADATA)
     def test_metadata(self, tmp_path: Path, metadata: Mapping[str, str], message: str) -> None:
-        keep(tmp_path, {"3": normal((1, 2, 4, 8))}, metadata=metadata)
+        padding = torch.ones(2, 4, dtype=torch.uint8)  # nothing but a made layer's is looked at
+        keep(tmp_path, {"3": normal((1, 2, 4, 8)) | {"key_padding": padding}}, metadata=metadata)
         self.refused(tmp_path, message)
 
-    @pytest.mark.parametrize("content", [None, b"", b"not at all", b"cut"], ids=["folder", "empty", "text", "cut"])
-    def test_what_is_no_safetensors_file(self, tmp_path: Path, content: bytes | None) -> None:
-        path = tmp_path / "inputs-1.safetensors"
-        if content is None:
-            path.mkdir()
-        elif content == b"cut":
-            path.write_bytes(keep(tmp_path, {"3": normal((1, 2, 4, 8))}, step="1").read_bytes()[:-1])
-        else:
-            path.write_bytes(content)
+    def test_what_is_no_safetensors_file_and_no_safetensors(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = keep(tmp_path, {"3": normal((1, 2, 4, 8))}, step="1")
+        path.write_bytes(path.read_bytes()[:-1])
         self.refused(tmp_path, "inputs-1.safetensors: cannot be read as safetensors: .+")
+        path.unlink()
+        path.mkdir()
+        self.refused(tmp_path, "inputs-1.safetensors: cannot be read as safetensors: .+")
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        self.refused(tmp_path, "--captured reads safetensors files: pip install safetensors$")
 
     def test_a_folder_without_layers_or_files_or_none(self, tmp_path: Path) -> None:
         self.refused(tmp_path, r"--captured .*: no file in it is called inputs-STEP\.safetensors.*")
@@ -414,21 +394,11 @@ class TestBadFiles:
         [
             (_poisoned(torch.nan), r"Exit: inputs-000007.safetensors: layer3\.v holds NaN or Inf; .*"),
             (_as(torch.float16), r"--dtype bf16: captured\[step=000007\.layer=3\] is in fp16; add that, or .*"),
-            (None, "--captured reads safetensors files: pip install safetensors$"),
         ],
-        ids=["NaN", "format", "no safetensors"],
+        ids=["NaN", "format"],
     )
-    def test_the_command_line(
-        self,
-        matrix: MatrixRun,
-        pytester: pytest.Pytester,
-        monkeypatch: pytest.MonkeyPatch,
-        layer: Tensors | None,
-        message: str,
-    ) -> None:
-        keep(pytester.path, {"3": layer or normal((1, 2, 4, 8))})
-        if layer is None:
-            monkeypatch.setitem(sys.modules, "safetensors", None)
+    def test_the_command_line(self, matrix: MatrixRun, pytester: pytest.Pytester, layer: Tensors, message: str) -> None:
+        keep(pytester.path, {"3": layer})
         before = sorted(pytester.path.rglob("*"))
         result = matrix("--captured", ".", "--backend", "emulation", "--kernels", "standard")
         assert result.ret == 2
@@ -450,37 +420,13 @@ def test_the_documented_example_is_a_case(pytester: pytest.Pytester) -> None:
     assert bool((inputs.do != 0).any())
 
 
-class TestMade:
-    """A layer that says it is made; what comes back of one is the fuzz's to test."""
-
-    MADE: Mapping[str, str] = {"causal": "true", "layer0.made": "true"}
-
-    @pytest.mark.parametrize(
-        ("metadata", "padding", "message"),
-        [
-            ({"layer0.order": "nhbd"}, None, "metadata layer0.order is nhbd; expected one of bhnd, bnhd, bhdn"),
-            ({}, torch.ones(2, 4, dtype=torch.uint8), r"layer0.key_padding \[2, 4\]; expected \[4\], a number a key"),
-        ],
-        ids=["order", "padding"],
-    )
-    def test_what_it_says_has_to_fit(
-        self, tmp_path: Path, metadata: Mapping[str, str], padding: Tensor | None, message: str
-    ) -> None:
-        layer = normal((1, 2, 4, 8)) | ({} if padding is None else {"key_padding": padding})
-        with pytest.raises(CapturedError, match=message):
-            only_case(tmp_path, layer, {**self.MADE, **metadata})
-
-    def test_only_such_a_layer_may_hold_nan_and_rows_without_a_key(self, tmp_path: Path) -> None:
-        layer = normal((1, 2, 4, 8), keys=2)
-        layer["v"][0, 0, 0, 0] = torch.nan
-        case = only_case(tmp_path / "made", layer, self.MADE)
-        assert case.gradients
-        assert BLIND_ROWS in case.make(1, 0, 256, BF16).asks()
-        with pytest.raises(CapturedError, match="leaves the first of more queries than keys without a key"):
-            only_case(tmp_path / "queries", layer, CAUSAL)
-        with pytest.raises(CapturedError, match="holds NaN or Inf"):
-            only_case(tmp_path / "nan", layer, FULL).make(1, 0, 256, BF16)
-        first, second = (
-            only_case(tmp_path / order, layer, {**self.MADE, "layer0.order": order}) for order in ("bhnd", "bnhd")
-        )
-        assert first.version != second.version
+def test_only_a_made_layer_may_hold_nan_and_rows_without_a_key(tmp_path: Path) -> None:
+    """What comes back of one is the fuzz's to test."""
+    made = {"causal": "true", "layer0.made": "true"}
+    layer = normal((1, 2, 4, 8), keys=2)
+    layer["v"][0, 0, 0, 0] = torch.nan
+    case = only_case(tmp_path / "made", layer, made)
+    assert case.gradients
+    assert BLIND_ROWS in case.make(1, 0, 256, BF16).asks()
+    other = only_case(tmp_path / "other", layer, {**made, "layer0.order": "bnhd"})
+    assert other.version != case.version

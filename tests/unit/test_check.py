@@ -303,7 +303,7 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
     assert summary.headline == f"mine on cpu, bf16: {fails} of 3 failure inputs, 1 not known"
     assert (summary.biased + summary.nonfinite, summary.inputs) == (failing, 3)
     assert summary.unknown == 1
-    text = summary.text
+    text = str(summary)
     assert f"fix         {fix}" in text
     assert summary.severity == BIASED
     assert "NaN         large NaN" in text
@@ -330,8 +330,8 @@ def test_a_declared_plan_is_told_with_what_came_of_its_prediction(
     )
     cases = {cell.case: CaseRecord("", failure=True) for cell in records}
     (summary,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=EXPERIMENTS, plans=PLANS))
-    assert f"fix         {fix}" in summary.text
-    assert f"rounding    {rounding}" in summary.text
+    assert f"fix         {fix}" in str(summary)
+    assert f"rounding    {rounding}" in str(summary)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_the_backward_pass_whose_bits_the_gradients_have_is_named(shares: tuple[
     cases = dict.fromkeys("ab", CaseRecord(""))
     experiments = {"call": ExperimentRecord("")}
     (verdict,) = verdicts(Run({}, {}, records=records, cases=cases, experiments=experiments))
-    assert f"backward    {told}" in verdict.text
+    assert f"backward    {told}" in str(verdict)
 
 
 NEVER = "not measured: no input was run backward"
@@ -406,7 +406,7 @@ def test_what_training_takes_of_a_bias_stands_below_the_headline(
     (verdict,) = verdicts(Run({}, {}, records=(tie, *trained), cases=cases, experiments=EXPERIMENTS))
     assert (verdict.findings[0].name, verdict.findings[0].text) == ("in training", message)
     assert verdict.in_training == contained
-    assert ("autograd has no gradients of what it returns" in verdict.text) == message.endswith("no backward pass")
+    assert ("autograd has no gradients of what it returns" in str(verdict)) == message.endswith("no backward pass")
 
 
 def test_a_budget_names_what_it_left_out_and_fails_nothing() -> None:
@@ -508,7 +508,7 @@ def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
     assert (again.ok, again.seed, again.cells) == (False, 1, {"fell": 1, "held": 1, "skipped": 1})
     assert [(cell.cell, cell.outcome) for cell in again.fell] == [("cpu-attention-tied_maxima[k=2]-bf16", "fell")]
     assert "--cases 'tied_maxima[k=2]'" in again.fell[0].command
-    assert "  fell        claim in tied_maxima[k=2]" in again.text.splitlines()
+    assert "  fell        claim in tied_maxima[k=2]" in str(again).splitlines()
     assert again.command.startswith("tiebreak check mine.py:attention --fair --cases ")
 
 

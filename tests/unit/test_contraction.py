@@ -20,10 +20,8 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, run_declared
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_CONTRACTED, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
-from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.kernels.triton.config import Config
 
 EMULATED, NATIVE = EmulatedArithmetic(), TorchArithmetic()
 CASES = {case.name: case for case in SCRIPTED}
@@ -55,7 +53,7 @@ def by_rationals(x: Tensor, factor: float, addend: Tensor) -> Tensor:
     return torch.tensor([exact_fma(a, factor, b) for a, b in zip(x.tolist(), addend.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("apart", [0, 3, 20, 50, 90], ids=lambda apart: f"2^{apart}_apart")
+@pytest.mark.parametrize("apart", [0, 20, 90], ids=lambda apart: f"2^{apart}_apart")
 def test_a_fused_multiply_add_is_rounded_once(apart: int) -> None:
     rng = np.random.default_rng(apart)
     factor = fp32(rng, 1, (-3, 3)).item()
@@ -67,23 +65,17 @@ def test_where_products_nearly_cancel_every_bit_is_kept() -> None:
     """As at a row's maximum: what is left of S c less the rounded m c is the rounding error of m c."""
     rng = np.random.default_rng(1)
     x, factor = fp32(rng, 500, (-2, 12)), np.float32(0.125 * math.log2(math.e)).item()
-    rounded = x * factor
-    fused = fma(x, factor, -rounded)
-    assert torch.equal(fused, by_rationals(x, factor, -rounded))
+    fused = fma(x, factor, -(x * factor))
+    assert torch.equal(fused, by_rationals(x, factor, -(x * factor)))
     assert (fused != 0).double().mean() > 0.9
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
-@pytest.mark.parametrize("added", [2.0**-60, -(2.0**-60)], ids=["above", "below"])
-def test_what_fp64_rounds_to_a_tie_is_not_rounded_twice(sign: float, added: float) -> None:
-    x, addend = torch.tensor([sign * TIE]), torch.tensor([added])
-    assert fma(x, TIE, addend).item() == exact_fma(sign * TIE, TIE, added)
-
-
-def test_fp64_alone_would_round_some_twice() -> None:
-    """So the test before can fail."""
-    twice = [float(np.float32(TIE * TIE * sign + added)) for sign in (1.0, -1.0) for added in (2.0**-60, -(2.0**-60))]
-    once = [exact_fma(sign * TIE, TIE, added) for sign in (1.0, -1.0) for added in (2.0**-60, -(2.0**-60))]
+def test_what_fp64_rounds_to_a_tie_is_not_rounded_twice() -> None:
+    places = [(sign, added) for sign in (1.0, -1.0) for added in (2.0**-60, -(2.0**-60))]
+    once = [exact_fma(sign * TIE, TIE, added) for sign, added in places]
+    assert [fma(torch.tensor([sign * TIE]), TIE, torch.tensor([added])).item() for sign, added in places] == once
+    # fp64 alone would round some twice.
+    twice = [float(np.float32(TIE * TIE * sign + added)) for sign, added in places]
     assert sum(a != b for a, b in zip(twice, once, strict=True)) == 2
 
 
@@ -156,32 +148,12 @@ def test_where_s_is_cast_its_scale_comes_before() -> None:
     assert factor == np.float32(math.log2(math.e)).item()
 
 
-@pytest.mark.parametrize("text", ["flash@fp32", "flash_1@fp32", "standard,p_bar=fp32,o=fp32", "lazy@fp32"])
-@pytest.mark.parametrize("base", ["2", "e"])
-@pytest.mark.parametrize("case", ["random_scaled", "random_causal", "wholly_masked"])
-def test_contracted_or_not_it_is_attention(text: str, base: str, case: str) -> None:
-    """Forward, backward and log-sum-exp, masks too; rounded to fp32 in other places."""
-    call = CASES[case].make(1, 0, 16, BF16)
-    declaration = declared(f"{text},base={base}", None if "standard" in text else Block(16, 32))
-    contracted = replace(declaration, plan=replace(declaration.plan, contracted=True))
-    first, plain = (run_declared(variant, call, EMULATED, gradients=True) for variant in (contracted, declaration))
-    assert first.gradients is not None
-    assert plain.gradients is not None
-    assert first.lse is not None
-    assert plain.lse is not None
-    pairs = [(first.o, plain.o), (first.lse, plain.lse)]
-    pairs += [(getattr(first.gradients, name), getattr(plain.gradients, name)) for name in ("dq", "dk", "dv", "delta")]
-    for ours, theirs in pairs:
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("rule", "case"),
     [
         ("fixed_offset", "growing_maximum"),
         ("dithered", "growing_maximum"),
         ("lazy", "growing_maximum"),
-        ("always_scaled", "growing_maximum"),
         ("gamma", "repeated_negative"),
         ("stabilized", "near_tie_inside"),
     ],
@@ -197,44 +169,34 @@ def test_a_shift_rule_does_the_same_to_scores_without_their_scale(rule: str, cas
     assert not torch.equal(sound.o, plain.o)
 
 
-@pytest.mark.parametrize(("top", "same"), [(4.0, True), (5.0, False)])
-def test_nothing_changes_where_s_c_is_exact(top: float, same: bool) -> None:
-    draw = Draw(np.random.Generator(np.random.Philox(1)), Formats.of(BF16), 16)
-    call = scripted(draw, Scores(top=(top, top), gap=(200.0, 210.0)))
-    plain, contracted = (
-        run_declared(declared(text), call, EMULATED, False).o for text in ("fused,base=2", "fused_contracted")
-    )
-    assert torch.equal(plain, contracted) is same
+def test_nothing_changes_where_s_c_is_exact() -> None:
+    for top, same in ((4.0, True), (5.0, False)):
+        draw = Draw(np.random.Generator(np.random.Philox(1)), Formats.of(BF16), 16)
+        call = scripted(draw, Scores(top=(top, top), gap=(200.0, 210.0)))
+        texts = ("fused,base=2", "fused_contracted")
+        plain, contracted = (run_declared(declared(text), call, EMULATED, False).o for text in texts)
+        assert torch.equal(plain, contracted) is same
 
 
-def row_bias(text: str, case: str, seed: int = 1) -> Tensor:
-    call = CASES[case].make(seed, 0, 256, BF16)
-    o = run_declared(declared(text), call, EMULATED, gradients=False).o
-    return signed_error_ulps(o, reference(call).o, BF16).mean(-1)
-
-
-def test_contraction_gives_a_row_a_bias_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("text", "coherence", "bias"), [("fused_contracted", 0.157, 0.022), ("fused,base=2", 0.035, 0.004)]
+)
+def test_contraction_gives_a_row_a_bias_of_its_own(text: str, coherence: float, bias: float) -> None:
     """The figures of the prototype, run on this arithmetic; docs/science.md."""
-    contracted, plain = row_bias("fused_contracted", "no_tail"), row_bias("fused,base=2", "no_tail")
-    assert contracted.abs().mean().item() == pytest.approx(0.157, abs=0.001)
-    assert plain.abs().mean().item() == pytest.approx(0.035, abs=0.001)
-    assert contracted.mean().item() == pytest.approx(0.022, abs=0.001)
-    assert plain.mean().item() == pytest.approx(0.004, abs=0.001)
+    call = CASES["no_tail"].make(1, 0, 256, BF16)
+    o = run_declared(declared(text), call, EMULATED, gradients=False).o
+    of_rows = signed_error_ulps(o, reference(call).o, BF16).mean(-1)
+    assert of_rows.abs().mean().item() == pytest.approx(coherence, abs=0.001)
+    assert of_rows.mean().item() == pytest.approx(bias, abs=0.001)
 
 
-def test_a_device_takes_the_same_argument() -> None:
+def test_a_device_takes_the_same_argument_if_it_has_fp64() -> None:
     x, addend = torch.linspace(-40.0, 40.0, 1001), torch.full((1001,), -7.3)
-    for base_two in (True, False):
-        native = NATIVE.exp_of_fma(x, 0.3, addend, Exponential(base_two))
-        # An exponential of torch's errs by an ulp or so.
-        torch.testing.assert_close(
-            native, EMULATED.exp_of_fma(x, 0.3, addend, Exponential(base_two)), rtol=3e-7, atol=0
-        )
-
-
-def test_a_device_without_fp64_cannot_run_it() -> None:
+    for base in (Exponential(base_two=True), Exponential()):
+        native, emulated = (each.exp_of_fma(x, 0.3, addend, base) for each in (NATIVE, EMULATED))
+        torch.testing.assert_close(native, emulated, rtol=3e-7, atol=0)  # torch's errs by an ulp or so
     with pytest.raises(CannotRunError, match="fused multiply-add"):
-        TorchArithmetic(has_fp64=False).exp_of_fma(torch.zeros(1), 1.0, torch.zeros(1), Exponential())
+        TorchArithmetic(has_fp64=False).exp_of_fma(x, 1.0, addend, Exponential())
 
 
 @pytest.mark.parametrize(
@@ -248,8 +210,3 @@ def test_a_device_without_fp64_cannot_run_it() -> None:
 def test_a_plan_contracts_only_what_is_there(plan: RoundingPlan, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         replace(plan, contracted=True)
-
-
-def test_the_triton_kernels_refuse_a_contracted_plan() -> None:
-    with pytest.raises(ValueError, match="contraction off"):
-        Config(FUSED_CONTRACTED, SHIFT_RULES["safe"], False, 64, Block(16, 16), query_heads=1)

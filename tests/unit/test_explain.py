@@ -38,7 +38,7 @@ from tiebreak.reports.records.record import (
     PlanRecord,
     Record,
 )
-from tiebreak.reports.tables.plans import explanation_text
+from tiebreak.reports.tables.texts import explanation_text
 
 
 def fit(bits: float | None, mean: float | None = 0.0, half_width: float | None = 0.01) -> FitRecord:
@@ -213,7 +213,7 @@ def test_a_contracted_kernel_is_told_from_one_that_rounds_first(plan: str) -> No
     for case in ("inexact_ties[r=6]", "sink_tie", "tied_p_bar"):
         o = run_forward(parse_declaration(plan), batch(case).inputs, EMULATION.arithmetic).o
         shares = fits(o, batch(case), candidates())
-        fits_by_case[case] = {name: FitRecord.measured(fit.bits, 0.0, 0.01) for name, fit in shares.items()}
+        fits_by_case[case] = {name: FitRecord(0.0, 0.01, fit.bits) for name, fit in shares.items()}
     explanation = only(*(compared(case, each) for case, each in fits_by_case.items()))
     assert explanation_text(explanation) == f"follows {plan.removesuffix(',base=2')} (100.00 % of bits in 3 cells)"
     other = "flash@fused" if plan == "flash@fused_contracted" else "flash@fused_contracted"

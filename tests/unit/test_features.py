@@ -1,4 +1,4 @@
-"""What inputs ask of a kernel, what a kernel takes, and what follows from the two."""
+"""What inputs ask of a kernel, in features and in formats, and what a kernel takes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiebreak.backends.backend import CPU
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import external_kernel
@@ -17,15 +21,22 @@ from tiebreak.kernels.features import (
     FEATURES,
     GROUPED,
     KEY_PADDING,
+    MIXED_FORMATS,
     OBLONG_CAUSAL,
     OWN_SCALE,
     Feature,
 )
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
+from tiebreak.kernels.plans import Cast
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.selection import Selection, cells
 
 ROOT = Path(__file__).parents[2]
+ARITHMETIC = EmulatedArithmetic()
 CASES = {case.name: case for case in SCRIPTED}
 WINDOW = Feature("window", "window of keys")  # stands for a feature that is added one day
 
@@ -47,10 +58,6 @@ def _queries(inputs: AttentionInputs, queries: int) -> AttentionInputs:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-    raise AssertionError("a kernel is asked first")
-
-
-def _nothing_taken(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
     raise AssertionError("a kernel is asked first")
 
 
@@ -87,17 +94,14 @@ def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> N
     assert reasons == {name: f"{name} takes no window of keys" for name in reasons}
 
 
-@pytest.mark.parametrize("case", ["random_grouped", "random_causal", "padded", "wholly_masked"])
-def test_a_kernel_that_says_nothing_of_a_feature_is_refused_it(case: str) -> None:
-    inputs = _inputs(case)
-    reason = Kernel("mine", _nothing_taken, None).refusal(inputs)
-    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
-
-
 def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
-    kernel = Kernel(
-        "mine", _nothing_taken, None, takes=frozenset({CAUSAL}), missing_requirement=lambda inputs: "no such card"
-    )
+    def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
+        raise AssertionError("a kernel is asked first")
+
+    inputs = _inputs("wholly_masked")
+    reason = Kernel("mine", compute, None).refusal(inputs)
+    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
+    kernel = Kernel("mine", compute, None, takes=frozenset({CAUSAL}), missing_requirement=lambda inputs: "no such card")
     assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
     assert kernel.refusal(_inputs("random_causal")) == "no such card"
     assert replace(kernel, missing_requirement=lambda inputs: None).refusal(_inputs("random_causal")) is None
@@ -115,3 +119,72 @@ def test_a_feature_costs_five_files(word: str) -> None:
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if word in path.read_text("utf-8").lower()]
     files = [path for path in files if path.name != "slips.py"]  # mistakes about features, which none needs to have
     assert 0 < len(files) <= 5, files
+
+
+def test_one_format_stands_for_all_but_those_named() -> None:
+    assert Formats.of(BF16, v=FP8_E4M3, output=FP32) == Formats(BF16, v=FP8_E4M3, operands=BF16, output=FP32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'w'"):
+        Formats.of(BF16, w=FP16)
+
+
+def _declared(name: str) -> Declaration:
+    declaration = composed_kernel(name).declaration
+    assert declaration is not None
+    return declaration
+
+
+def _triton(name: str) -> Kernel:
+    return next(kernel for kernel in triton_kernels(interpreted=True) if kernel.name == name)
+
+
+@pytest.mark.parametrize("name", ["flash@fused", "standard", "fair"])
+def test_an_output_in_fp32_is_the_one_before_its_cast(name: str) -> None:
+    inputs, declaration = _inputs("random"), _declared(name)
+    wide = replace(inputs, formats=Formats.of(BF16, output=FP32))
+    uncast = replace(declaration, plan=replace(declaration.plan, o=Cast(FP32)))
+    o = run_declared(declaration, wide, ARITHMETIC, False).o
+    assert torch.equal(o, run_declared(uncast, inputs, ARITHMETIC, False).o)
+    assert not torch.equal(o, o.bfloat16().float())
+
+
+def test_operands_in_another_format_move_p_bar_alone() -> None:
+    inputs, declaration = _inputs("random"), _declared("flash@fused")
+    moved = replace(declaration, plan=replace(declaration.plan, p_bar=Cast(FP16)))
+    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, operands=FP16)), ARITHMETIC, False).o
+    assert torch.equal(o, run_declared(moved, inputs, ARITHMETIC, False).o)
+
+
+@pytest.mark.parametrize("own", [{"output": FP32}, {"operands": FP16}], ids=["output", "operands"])
+def test_formats_of_its_own_are_asked_for(own: dict[str, object]) -> None:
+    inputs = replace(_inputs("random"), formats=Formats.of(BF16, **own))  # type: ignore[arg-type]
+    assert composed_kernel("flash@fused").refusal(inputs) is None
+    assert CPU.kernel("sdpa_flash").refusal(inputs) == f"sdpa_flash takes no {MIXED_FORMATS.words}"
+    assert _triton("triton_flash").refusal(inputs) == f"triton_flash takes no {MIXED_FORMATS.words}"
+
+
+def test_a_v_of_8_bits_is_widened_where_the_plan_does_not_multiply_it() -> None:
+    inputs = _inputs("fp8_ties")
+    assert inputs.formats == Formats.of(BF16, v=FP8_E4M3)
+    assert not inputs.asks()
+    for kernel in (composed_kernel("flash@fused"), CPU.kernel("sdpa_flash"), _triton("triton_flash")):
+        assert kernel.refusal(inputs) is None
+
+
+def test_a_kernel_that_multiplies_a_v_of_8_bits_is_not_for_another() -> None:
+    kernel, message = _triton("triton_fp8"), "plan fused_fp8 multiplies a V in fp8_e4m3, not in bf16: round it first"
+    assert kernel.refusal(_inputs("fp8_ties")) is None
+    assert kernel.refusal(_inputs("tied_maxima[k=2]")) == message
+    with pytest.raises(ValueError, match=message):
+        kernel.compute(_inputs("tied_maxima[k=2]"), ARITHMETIC, False)
+    unsuited = {name: _triton(name).unsuited(Formats.of(BF16)) for name in DECLARATIONS}
+    assert {name for name, reason in unsuited.items() if reason} == {"triton_fp8", "triton_fp8_offset"}
+
+
+def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None:
+    if INTERPRETER.unavailable() is not None:
+        pytest.skip("no interpreter")
+    selected, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
+    calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, Call)]
+    default = {name for name, case in CASES.items() if not case.on_request}
+    assert {case for kernel, case in calls if kernel == "triton_fp8"} == set(EIGHT_BITS)
+    assert {case for kernel, case in calls if kernel == "triton_flash"} == default

@@ -1,4 +1,4 @@
-"""Flash and standard attention: right in every shape and block, rounded where the plan says and only there.
+"""Flash and standard attention, forward and backward: right in every shape and block, rounded where the plan says.
 
 Accuracy is held to fp64. With u = 2^-24, b key blocks and T the largest |S| of a row, the fp32 plan over exact
 accumulators gives, to first order (Higham, Accuracy and Stability of Numerical Algorithms, 3.1),
@@ -8,11 +8,12 @@ accumulators gives, to first order (Higham, Accuracy and Stability of Numerical 
                |m| <= 7T + 1 in every rule (beta of v1, the offset). Each of the b + 1 exponentials rounds once
     O          that error in O-bar and in l, 3 roundings of each a block, the division
 
-of sum_j P_j |V_j|: 2 (3T + 8T + 1 + b + 1) + 6b + 1, which `_roundoffs` rounds up.
+of sum_j P_j |V_j|: 2 (3T + 8T + 1 + b + 1) + 6b + 1, which `roundoffs` rounds up. With E the count of a gradient's
+roundings that `of_gradients` makes, P errs by E u P, dP - delta by at most E u (|dO| |V|^T + rowsum(|dO| P |V|)), and
+so each gradient by 2 E u times itself with every term's magnitude in its place.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -26,14 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.kernels import reference as referring
 from tiebreak.kernels.arithmetic import Noise
-from tiebreak.kernels.flash import Block, backward, flash, standard
+from tiebreak.kernels.flash import Block, Forward, backward, flash, standard
 from tiebreak.kernels.formats import BF16, FP32, Formats, Rounding
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_STOCHASTIC, STANDARD, Cast, RoundingPlan, SumOf
-from tiebreak.kernels.reference import Reference, reference
+from tiebreak.kernels.inputs import AttentionInputs, sum_groups
+from tiebreak.kernels.plans import FP32_PLAN, FUSED, FUSED_STOCHASTIC, STANDARD, Cast, DeltaSource, RoundingPlan
+from tiebreak.kernels.reference import Reference, reference, reference_gradients
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 U = FP32.unit_roundoff
 ARITHMETIC = EmulatedArithmetic()
@@ -61,22 +63,18 @@ SETTINGS = {
     "padded": Setting(visible=(33, 5)),
     "causal_padded": Setting(causal=True, visible=(20, 33)),
     "wholly_masked": Setting(visible=(0, 33)),
-    "grouped": Setting(heads=6, key_heads=2),
-    "grouped_causal": Setting(heads=4, key_heads=1, causal=True),
+    "grouped_causal": Setting(heads=6, key_heads=2, causal=True),
     "fewer_queries": Setting(queries=19, keys=50, d=12),
     "fewer_queries_causal": Setting(queries=19, keys=50, causal=True),
-    "fewer_keys": Setting(queries=50, keys=19),
     "fewer_keys_causal": Setting(queries=50, keys=19, causal=True),  # the first 31 queries see no key
     "one_query": Setting(queries=1, keys=33, causal=True),
 }
-# Key by key, query by query, tiles that divide no length, one for all. 1 x 1 is slow, and tried on two settings.
-BLOCKS = [Block(1000, 1), Block(1, 1000), Block(7, 7), Block(7, 32), Block(32, 7), Block(32, 32), Block(128, 128)]
-
-each_setting = pytest.mark.parametrize("name", SETTINGS)
-each_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.queries}x{block.keys}")
+# Key by key, query by query, tiles that divide no length, one for all.
+BLOCKS = [Block(1000, 1), Block(1, 1000), Block(7, 32), Block(32, 7), Block(128, 128)]
+FEW_BLOCKS = pytest.mark.parametrize("block", [Block(7, 5), EVERYTHING], ids=str)
 
 
-def _inputs(setting: Setting, *, repeats: bool = False, fmt: str = "fp32") -> AttentionInputs:
+def made(setting: Setting, *, repeats: bool = False, fmt: str = "fp32") -> AttentionInputs:
     """Normal q, k, v and dO; with `repeats`, keys come in equal pairs, so that every row's maximum is repeated."""
     generator = torch.Generator().manual_seed(7)
 
@@ -95,81 +93,85 @@ def _inputs(setting: Setting, *, repeats: bool = False, fmt: str = "fp32") -> At
     return AttentionInputs(q, k, v, do, Formats.of(compared), causal=setting.causal, key_padding=padding, noise_seed=11)
 
 
-def _blind(inputs: AttentionInputs) -> Tensor:
+def blind_rows(inputs: AttentionInputs) -> Tensor:
     """Rows that see no key, (batch, heads, queries)."""
     hidden = inputs.hidden()
     shape = inputs.q.shape[:3]
     return torch.zeros(shape, dtype=torch.bool) if hidden is None else hidden.all(-1).expand(shape)
 
 
-def _largest_score(inputs: AttentionInputs, ref: Reference) -> Tensor:
+def largest_score(inputs: AttentionInputs, ref: Reference) -> Tensor:
     """Largest |S| of a row over the keys it sees, (batch, heads, queries, 1)."""
     hidden = inputs.hidden()
     visible = ref.s.abs() if hidden is None else ref.s.abs().masked_fill(hidden, 0.0)
     return visible.amax(-1, keepdim=True)
 
 
-def _roundoffs(inputs: AttentionInputs, ref: Reference, block: Block, row_sum_floor: float = 0.0) -> Tensor:
+def roundoffs(inputs: AttentionInputs, ref: Reference, block: Block, row_sum_floor: float = 0.0) -> Tensor:
     """The module's count of unit roundoffs, (batch, heads, queries, 1).
 
     The authors' code clamps each block's row sum: a block of masked keys then adds that floor to l, which is no less
     than exp(r_m - m) with m = 2 r_m at most.
     """
-    blocks, largest = math.ceil(inputs.k.shape[2] / block.keys), _largest_score(inputs, ref)
+    blocks, largest = math.ceil(inputs.k.shape[2] / block.keys), largest_score(inputs, ref)
     return 22 * largest + 8 * blocks + 6 + blocks * row_sum_floor * torch.exp(largest) / U
 
 
-def _lse(inputs: AttentionInputs, ref: Reference) -> Tensor:
-    hidden = inputs.hidden()
-    s = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
-    return torch.logsumexp(s, -1, keepdim=True)
+def of_gradients(inputs: AttentionInputs, ref: Reference, block: Block) -> float:
+    """Roundings of fp32 on the way to a gradient: in P, twice, in O, and three in each tile."""
+    largest = largest_score(inputs, ref).amax().item()
+    tiles = math.ceil(inputs.k.shape[2] / block.keys) + math.ceil(inputs.q.shape[2] / block.queries)
+    return 2 * (4 * largest + 2) + roundoffs(inputs, ref, block).amax().item() + 3 * tiles + inputs.groups
 
 
-def _sdpa(inputs: AttentionInputs) -> Tensor:
-    """PyTorch's composed implementation in fp64."""
-    hidden = inputs.hidden()
-    q, k, v = inputs.q.double(), inputs.k.double(), inputs.v.double()
-    with sdpa_kernel([SDPBackend.MATH]):
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=None if hidden is None else ~hidden, enable_gqa=inputs.groups > 1
-        )
+def magnitudes(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV with every term's magnitude in its place."""
+    q, do = inputs.q.double().abs(), inputs.do.double().abs()
+    k, v = inputs.expanded_k().double().abs(), inputs.expanded_v().double().abs()
+    ds = ref.p * (do @ v.mT + (do * ref.magnitude).sum(-1, keepdim=True))
+    dq, dk = inputs.scale * (ds @ k), inputs.scale * (ds.mT @ q)
+    return dq, sum_groups(dk, inputs.groups), sum_groups(ref.p.mT @ do, inputs.groups)
 
 
-def _assert_accurate(
-    output: AttentionOutput, inputs: AttentionInputs, block: Block, row_sum_floor: float = 0.0
+def assert_accurate(
+    algorithm: Forward, plan: RoundingPlan, inputs: AttentionInputs, block: Block, rule: ShiftRule = SAFE
 ) -> None:
-    ref = reference(inputs)
-    roundoffs = _roundoffs(inputs, ref, block, row_sum_floor)
+    """O, the log-sum-exp and, with them, all gradients."""
+    ref, output = reference(inputs), algorithm(inputs, plan, rule, ARITHMETIC, block)
+    errors = roundoffs(inputs, ref, block, rule.row_sum_floor)
     assert output.o.shape == inputs.q.shape
-    assert ((output.o.double() - ref.o).abs() <= roundoffs * U * ref.magnitude).all()
+    assert ((output.o.double() - ref.o).abs() <= errors * U * ref.magnitude).all()
+    hidden, blind = inputs.hidden(), blind_rows(inputs)
+    lse = torch.logsumexp(ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf), -1, keepdim=True)
     assert output.lse is not None
-    lse, blind = _lse(inputs, ref), _blind(inputs)
     # The shift's own error is the scores'; l's is O-bar's; the logarithm and the sum each round once.
-    error = (output.lse.double() - lse).abs()[~blind]
-    assert (error <= ((roundoffs + 8 * _largest_score(inputs, ref) + lse.abs() + 8) * U)[~blind]).all()
+    allowed = (errors + 8 * largest_score(inputs, ref) + lse.abs() + 8) * U
+    assert ((output.lse.double() - lse).abs() <= allowed)[~blind].all()
     assert (output.lse[blind] == -torch.inf).all()
+    if rule.row_sum_floor:
+        return
+    gradients, exact = backward(inputs, output, plan, ARITHMETIC, block), reference_gradients(inputs, ref)
+    ours, count = (gradients.dq, gradients.dk, gradients.dv), 2 * of_gradients(inputs, ref, block)
+    for gradient, expected, scale in zip(ours, exact, magnitudes(inputs, ref), strict=True):
+        assert gradient.shape == expected.shape
+        assert ((gradient.double() - expected).abs() <= count * U * scale).all()
 
 
-@pytest.mark.parametrize("name", ["causal_padded", "fewer_queries_causal", "fewer_keys_causal"])
-def test_a_query_sees_the_keys_up_to_its_own_place_from_the_end_that_are_not_padding(name: str) -> None:
-    setting = SETTINGS[name]
-    hidden = _inputs(setting).hidden()
-    assert hidden is not None
-    for entry in range(2):
-        real = setting.visible[entry] if setting.visible else setting.keys
-        for query in range(setting.queries):
-            last = query + setting.keys - setting.queries
-            visible = [key for key in range(setting.keys) if key <= last and key < real]
-            assert (~hidden.expand(2, -1, -1, -1)[entry, 0, query]).nonzero().flatten().tolist() == visible
-
-
-@each_setting
-def test_the_reference_is_pytorchs_attention_in_fp64(name: str) -> None:
-    inputs = _inputs(SETTINGS[name])
-    ref = reference(inputs)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_reference_is_pytorchs_attention_and_its_derivative_in_fp64(name: str) -> None:
+    inputs = made(SETTINGS[name])
+    ref, hidden = reference(inputs), inputs.hidden()
+    leaves = [tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    with sdpa_kernel([SDPBackend.MATH]):
+        mask = None if hidden is None else ~hidden
+        o = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=inputs.groups > 1)
     # Two fp64 evaluations: the module's count at 2^-53 for each, and N + d more for sums that are not exact.
-    roundoffs = 2 * (_roundoffs(inputs, ref, EVERYTHING) + sum(inputs.k.shape[2:]))
-    assert ((ref.o - _sdpa(inputs)).abs() <= roundoffs * 2.0**-53 * ref.magnitude).all()
+    count = 2 * (roundoffs(inputs, ref, EVERYTHING) + sum(inputs.k.shape[2:]))
+    assert ((ref.o - o).abs() <= count * 2.0**-53 * ref.magnitude).all()
+    of_all = 4 * (of_gradients(inputs, ref, EVERYTHING) + 2 * inputs.k.shape[2] + sum(inputs.q.shape[2:]))
+    theirs = torch.autograd.grad(o, leaves, inputs.do.double())
+    for ours, expected, scale in zip(reference_gradients(inputs, ref), theirs, magnitudes(inputs, ref), strict=True):
+        assert ((ours - expected).abs() <= of_all * 2.0**-53 * scale).all()
 
 
 class LargestInFp64(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -184,39 +186,48 @@ class LargestInFp64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(5, 5), (6, 2)])
-def test_the_reference_of_a_long_row_holds_one_head_in_fp64_at_a_time(heads: int, key_heads: int) -> None:
-    """65,536 keys of 64 numbers are 32 MiB of fp64, and a model has dozens of heads."""
-    draws = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(1, h, n, 64, generator=draws) for h, n in ((heads, 1), (key_heads, 2**16), (key_heads, 2**16))
-    )
-    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(FP32))
+def test_the_reference_of_a_long_row_holds_one_head_in_fp64_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """65,536 keys of 64 numbers are 32 MiB of fp64, and a model has dozens of heads. Here 256 keys are many."""
+    inputs = made(Setting(queries=1, keys=256, d=64, heads=6, key_heads=2))
+    whole = reference(inputs)
+    monkeypatch.setattr(referring, "_LARGE", 2**14)
     with LargestInFp64() as largest:  # type: ignore[no-untyped-call]
         ref = reference(inputs)
-    assert largest.elements == 2**16 * 64
-    exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=heads != key_heads)
-    assert torch.allclose(ref.o, exact, rtol=0.0, atol=1e-14)
+    assert largest.elements == 256 * 64
+    assert torch.allclose(ref.o, whole.o, rtol=0.0, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [*product(SETTINGS, BLOCKS), *((name, Block(1, 1)) for name in ("causal_padded", "fewer_keys_causal"))],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "block"), list(product(SETTINGS, BLOCKS)), ids=str)
 def test_flash_in_fp32_is_right(name: str, block: Block) -> None:
-    inputs = _inputs(SETTINGS[name])
-    _assert_accurate(flash(inputs, FP32_PLAN, SAFE, ARITHMETIC, block), inputs, block)
+    assert_accurate(flash, FP32_PLAN, made(SETTINGS[name]), block)
 
 
-@each_block
+@FEW_BLOCKS
 @pytest.mark.parametrize("name", ["plain", "causal_padded", "wholly_masked"])
 @pytest.mark.parametrize("rule", [rule for rule in SHIFT_RULES if rule != "safe"])
 def test_no_shift_rule_changes_what_flash_computes(rule: str, name: str, block: Block) -> None:
-    inputs = _inputs(SETTINGS[name], repeats=True)
-    _assert_accurate(
-        flash(inputs, FP32_PLAN, SHIFT_RULES[rule], ARITHMETIC, block), inputs, block, SHIFT_RULES[rule].row_sum_floor
-    )
+    assert_accurate(flash, FP32_PLAN, made(SETTINGS[name], repeats=True), block, SHIFT_RULES[rule])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_standard_in_fp32_is_right(name: str) -> None:
+    plan = replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32))
+    inputs, ref = made(SETTINGS[name]), reference(made(SETTINGS[name]))
+    assert_accurate(standard, plan, inputs, EVERYTHING)
+    tiled = standard(inputs, plan, SAFE, ARITHMETIC, Block(7, 1)).o.double()
+    assert ((tiled - ref.o).abs() <= roundoffs(inputs, ref, EVERYTHING) * U * ref.magnitude).all()
+
+
+@FEW_BLOCKS
+@pytest.mark.parametrize("source", DeltaSource, ids=lambda source: source.name.lower())
+def test_delta_is_the_same_number_whatever_it_is_computed_from(source: DeltaSource, block: Block) -> None:
+    inputs, plan = made(SETTINGS["grouped_causal"]), replace(FP32_PLAN, delta_from=source)
+    ref, output = reference(inputs), flash(inputs, plan, SAFE, ARITHMETIC, block)
+    delta = backward(inputs, output, plan, ARITHMETIC, block).delta
+    assert delta is not None
+    scale = (inputs.do.double().abs() * ref.magnitude).sum(-1, keepdim=True)
+    # One rounded product a term on top of the count.
+    assert ((delta.double() - ref.delta).abs() <= (2 * of_gradients(inputs, ref, block) + 1) * U * scale).all()
 
 
 @pytest.mark.parametrize(
@@ -235,87 +246,57 @@ def test_lazy_rescaling_follows_from_two_to_the_eighth_on(maxima: tuple[float, .
     v = torch.full_like(k, 3.0)
     padding = torch.tensor([[maximum > -torch.inf for maximum in maxima]])
     inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16), key_padding=padding)
-    plan = replace(FUSED, o=Cast(FP32))
-    o = flash(inputs, plan, SHIFT_RULES["lazy"], ARITHMETIC, Block(1, 1)).o
+    o = flash(inputs, replace(FUSED, o=Cast(FP32)), SHIFT_RULES["lazy"], ARITHMETIC, Block(1, 1)).o
     # By hand: each block's P-bar from the shift it was given, brought to the last shift.
     p_bar, l = 0.0, 0.0
     for maximum, shift in zip(maxima, shifts, strict=True):
-        p = math.exp(maximum - shift)
-        rescale = math.exp(shift - shifts[-1])
+        p, rescale = math.exp(maximum - shift), math.exp(shift - shifts[-1])
         p_bar += rescale * torch.tensor(p).bfloat16().item()
         l += rescale * p
     assert o[..., 0].item() == pytest.approx(3.0 * p_bar / l, rel=8 * U)
 
 
-@pytest.mark.parametrize("queries", [1, 7, 1000])
-@each_setting
-def test_standard_in_fp32_is_right(name: str, queries: int) -> None:
-    inputs = _inputs(SETTINGS[name])
-    output = standard(inputs, replace(STANDARD, p_bar=Cast(FP32), o=Cast(FP32)), SAFE, ARITHMETIC, Block(queries, 1))
-    _assert_accurate(output, inputs, EVERYTHING)
-
-
 def test_a_wholly_masked_row_gives_zero_whatever_is_in_v() -> None:
     """In the reference too, where 0 * Inf would be NaN; found by the fuzz."""
-    inputs = _inputs(SETTINGS["wholly_masked"], fmt="bf16")
+    inputs = made(SETTINGS["wholly_masked"], fmt="bf16")
     v = inputs.v.clone()
     v[..., 0, 0], v[..., 1, 1] = torch.inf, torch.nan
     inputs = replace(inputs, v=v)
-    blind = _blind(inputs)
+    blind = blind_rows(inputs)
     assert blind.any()
     assert (reference(inputs).o[blind] == 0).all()
     for name in ("flash@fused", "standard"):
         assert (EMULATION.run(composed_kernel(name), inputs, gradients=False).o[blind] == 0).all()
 
 
-@each_block
+@FEW_BLOCKS
 @pytest.mark.parametrize("name", ["wholly_masked", "fewer_keys_causal"])
-@pytest.mark.parametrize("kernel", ["flash@fp32", "flash@paper", "stabilized_authors@all_bf16", "fair", "standard"])
+@pytest.mark.parametrize("kernel", ["flash@fp32", "stabilized_authors@all_bf16", "fair", "standard"])
 def test_a_wholly_masked_row_gives_zero_and_gradient_zero(kernel: str, name: str, block: Block) -> None:
-    inputs = _inputs(SETTINGS[name], fmt="bf16")
-    declaration = composed_kernel(kernel).declaration
+    inputs, declaration = made(SETTINGS[name], fmt="bf16"), composed_kernel(kernel).declaration
     assert declaration is not None
-    blind = _blind(inputs)
-    plan, rule = declaration.plan, declaration.shift_rule
-    output = declaration.algorithm.forward(inputs, plan, rule, ARITHMETIC, block)
+    blind, plan = blind_rows(inputs), declaration.plan
+    output = declaration.algorithm.forward(inputs, plan, declaration.shift_rule, ARITHMETIC, block)
     gradients = backward(inputs, output, plan, ARITHMETIC, block)
     assert blind.any()
     assert (output.o[blind] == 0).all()
     assert (gradients.dq[blind] == 0).all()
     assert all(torch.isfinite(x).all() for x in (output.o, gradients.dq, gradients.dk, gradients.dv))
+    if name == "wholly_masked":  # keys that blind rows alone see
+        assert not gradients.dk[0].any()
+        assert not gradients.dv[0].any()
 
 
-def test_keys_that_only_blind_rows_see_get_no_gradient() -> None:
-    inputs = _inputs(SETTINGS["wholly_masked"])
-    output = flash(inputs, FP32_PLAN, SAFE, ARITHMETIC, EVERYTHING)
-    gradients = backward(inputs, output, FP32_PLAN, ARITHMETIC, EVERYTHING)
-    assert (gradients.dk[0] == 0).all()
-    assert (gradients.dv[0] == 0).all()
-
-
-@pytest.mark.parametrize("queries", [1, 7, 32])
-@pytest.mark.parametrize("name", ["odd", "causal", "grouped"])
+@pytest.mark.parametrize("name", ["odd", "causal", "grouped_causal"])
 @pytest.mark.parametrize("kernel", ["flash@fused", "fair"])
-def test_the_bits_of_o_do_not_depend_on_the_query_block(kernel: str, name: str, queries: int) -> None:
-    inputs = _inputs(SETTINGS[name], fmt="bf16")
-    declaration = composed_kernel(kernel).declaration
+def test_the_bits_of_o_do_not_depend_on_the_query_block(kernel: str, name: str) -> None:
+    inputs, declaration = made(SETTINGS[name], fmt="bf16"), composed_kernel(kernel).declaration
     assert declaration is not None
-    tiled, whole = (
+    first, *others = (
         flash(inputs, declaration.plan, declaration.shift_rule, ARITHMETIC, Block(size, 1000)).o
-        for size in (queries, 1000)
+        for size in (1000, 1, 7, 32)
     )
-    assert torch.equal(tiled, whole)
-
-
-@pytest.mark.parametrize("size", [1, 7, 32])
-def test_the_noise_of_a_tile_is_that_part_of_the_wholes(size: int) -> None:
-    noise, shape, device = Noise(5, heads=3), torch.Size([2, 3, 40, 8]), torch.device("cpu")
-    starts = range(0, 40, size)
-    tiles = [torch.Size([2, 3, min(size, 40 - start), 8]) for start in starts]
-    dither = [noise.dither(tile, start, device) for tile, start in zip(tiles, starts, strict=True)]
-    bits = [noise.bits(tile, start, device) for tile, start in zip(tiles, starts, strict=True)]
-    assert torch.equal(torch.cat(dither, 2), noise.dither(shape, 0, device))
-    assert torch.equal(torch.cat(bits, 2), noise.bits(shape, 0, device))
+    assert all(torch.equal(other, first) for other in others)
 
 
 def test_every_row_has_a_dither_and_every_element_has_bits_of_its_own() -> None:
@@ -332,7 +313,7 @@ def test_every_row_has_a_dither_and_every_element_has_bits_of_its_own() -> None:
 def test_the_dither_of_a_row_does_not_depend_on_the_key_block(keys: int) -> None:
     # With the row's maximum at its first key, the shift of every block is the first one's, and P-bar's rounding, which
     # depends on it, is the same to the bit unless a block draws another dither: fp32's sums and division remain.
-    inputs = _inputs(SETTINGS["plain"])
+    inputs = made(SETTINGS["plain"])
     k = inputs.k.clone()
     k[:, :, 0], k[:, :, 1:] = 1.0, inputs.k[:, :, 1:].abs() / 4 - 1.0
     inputs = replace(inputs, q=inputs.q.abs(), k=k)
@@ -344,7 +325,7 @@ def test_the_dither_of_a_row_does_not_depend_on_the_key_block(keys: int) -> None
 
 
 def test_stochastic_rounding_leaves_the_bits_before_it_alone() -> None:
-    inputs = _inputs(SETTINGS["plain"], fmt="bf16")
+    inputs = made(SETTINGS["plain"], fmt="bf16")
     wide = flash(inputs, replace(FUSED, o=Cast(FP32)), SAFE, ARITHMETIC, EVERYTHING)
     rounded = flash(inputs, FUSED_STOCHASTIC, SAFE, ARITHMETIC, EVERYTHING)
     bits = Noise(inputs.noise_seed, 2).bits(wide.o.shape, 0, torch.device("cpu"))
@@ -352,134 +333,33 @@ def test_stochastic_rounding_leaves_the_bits_before_it_alone() -> None:
 
 
 # What narrowing one rounding point of the fp32 plan changes of everything that a kernel returns.
-CHANGES: dict[str, set[str]] = {
-    "scale": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "divisor": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "q": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "qk": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "exp": {"o", "lse", "delta", "dq", "dk", "dv"},  # as shifted
-    "shifted": {"o", "lse", "delta", "dq", "dk", "dv"},  # of the backward pass by the log-sum-exp alone
-    "s": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "p_bar": {"o", "delta", "dq", "dk"},  # l sums P-bar before its cast; dV takes P from the log-sum-exp
-    "pv": {"o", "delta", "dq", "dk"},
-    "o_bar": {"o", "delta", "dq", "dk"},
-    "row_sum": {"o", "lse", "delta", "dq", "dk", "dv"},
-    "o": {"o", "delta", "dq", "dk"},
-    "delta": {"delta", "dq", "dk"},
-    "p": {"dv"},
-    "dp": {"dq", "dk"},
-    "do_over_l": {"dq", "dk", "dv"},
-    "p_of_ds": {"dq", "dk"},
-    "ds": {"dq", "dk"},
-    "scaled_ds": {"dq", "dk"},
-    "scaled_q": {"dk"},  # alpha of dQ stays fp32
-    "scaled_k": {"dq", "dk", "dv"},
-    "sums": {"dq", "dk", "dv"},
-    "group_sums": {"dk", "dv"},
-    "gradients": {"dq", "dk", "dv"},
+CHANGES = {
+    **dict.fromkeys(("scale", "divisor", "q", "qk", "exp", "shifted", "s", "row_sum"), "o lse delta dq dk dv"),
+    # l sums P-bar before its cast; dV takes P from the log-sum-exp.
+    **dict.fromkeys(("p_bar", "pv", "o_bar", "o"), "o delta dq dk"),
+    "delta": "delta dq dk",
+    "p": "dv",
+    **dict.fromkeys(("dp", "p_of_ds", "ds", "scaled_ds"), "dq dk"),
+    "scaled_q": "dk",  # alpha of dQ stays fp32
+    **dict.fromkeys(("do_over_l", "scaled_k", "sums", "gradients"), "dq dk dv"),
+    "group_sums": "dk dv",
 }
 
 
-def _returned(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: EmulatedArithmetic) -> dict[str, Tensor]:
-    output = flash(inputs, plan, SAFE, arithmetic, EVERYTHING)
-    gradients = backward(inputs, output, plan, arithmetic, EVERYTHING)
+def returned(plan: RoundingPlan, inputs: AttentionInputs) -> dict[str, Tensor]:
+    output = flash(inputs, plan, SAFE, ARITHMETIC, EVERYTHING)
+    gradients = backward(inputs, output, plan, ARITHMETIC, EVERYTHING)
     assert output.lse is not None
     assert gradients.delta is not None
     tensors = (output.o, output.lse, gradients.delta, gradients.dq, gradients.dk, gradients.dv)
     return dict(zip(("o", "lse", "delta", "dq", "dk", "dv"), tensors, strict=True))
 
 
-def _narrowed(point: str) -> RoundingPlan:
-    return replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
-
-
-def test_every_rounding_point_is_switched_here() -> None:
-    assert set(CHANGES) == {name for name, _ in FP32_PLAN.casts()}
-
-
-@pytest.mark.parametrize("point", CHANGES)
+@pytest.mark.parametrize("point", [name for name, _ in FP32_PLAN.casts()])
 def test_narrowing_one_rounding_point_changes_what_it_feeds_and_nothing_else(point: str) -> None:
-    inputs = _inputs(replace(SETTINGS["causal"], d=20))  # alpha is no power of two
-    before, after = (_returned(plan, inputs, ARITHMETIC) for plan in (FP32_PLAN, _narrowed(point)))
-    assert {name for name in before if not torch.equal(before[name], after[name])} == CHANGES[point]
-
-
-@pytest.mark.parametrize(
-    ("point", "result"), [("o", "o"), ("delta", "delta"), *(("gradients", name) for name in ("dq", "dk", "dv"))]
-)
-def test_a_narrowed_result_is_the_fp32_one_cast(point: str, result: str) -> None:
-    inputs = _inputs(SETTINGS["grouped_causal"])
-    before, after = (_returned(plan, inputs, ARITHMETIC) for plan in (FP32_PLAN, _narrowed(point)))
-    assert torch.equal(after[result], before[result].bfloat16().float())
-
-
-class _Spy(EmulatedArithmetic):
-    """The emulation, noting what its narrowing casts return."""
-
-    def __init__(self) -> None:
-        self.narrowed: list[Tensor] = []
-
-    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        result = super().cast(x, cast, random)
-        if cast.narrows:
-            self.narrowed.append(result)
-        return result
-
-
-def _exact_intermediates(inputs: AttentionInputs) -> dict[str, Callable[[Reference], Tensor]]:
-    """What each inner rounding point holds in a single tile, in fp64."""
-    v, do = inputs.v.double(), inputs.do.double()
-
-    def p_bar(ref: Reference) -> Tensor:
-        return torch.exp(ref.s - ref.s.amax(-1, keepdim=True))
-
-    def dp(ref: Reference) -> Tensor:
-        del ref
-        return do @ v.transpose(-1, -2)
-
-    return {
-        "s": lambda ref: ref.s,
-        "p_bar": p_bar,
-        "row_sum": lambda ref: p_bar(ref).sum(-1, keepdim=True),
-        "o_bar": lambda ref: p_bar(ref) @ v,
-        "p": lambda ref: ref.p,
-        "dp": dp,
-        "ds": lambda ref: ref.p * (dp(ref) - ref.delta),
-    }
-
-
-@pytest.mark.parametrize("point", ["s", "p_bar", "row_sum", "o_bar", "p", "dp", "ds"])
-def test_an_inner_rounding_point_narrows_the_tensor_that_it_names(point: str) -> None:
-    inputs, spy = _inputs(SETTINGS["plain"]), _Spy()
-    _returned(_narrowed(point), inputs, spy)
-    exact = _exact_intermediates(inputs)[point](reference(inputs))
-    narrowed = [x for x in spy.narrowed if x.shape == exact.shape and not (x == 0).all()]
-    assert narrowed
-    # Half an ulp at most, 2^-8 of the value, on top of what fp32 errs: 2^-8 of that again covers it, except where dP
-    # and delta cancel in dS, whose error is fp32's of its larger terms.
-    slack = 2.0**-16 * exact.abs().amax()
-    for x in narrowed:
-        assert torch.equal(x, x.bfloat16().float())
-        assert ((x.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack).all()
-
-
-def test_row_sum_from_rounded_sums_what_the_product_gets() -> None:
-    inputs = _inputs(SETTINGS["plain"])
-    # Quarters: with 1/sqrt(d) = 1/4 every score, and its distance to the maximum, is exact in fp32.
-    inputs = replace(inputs, q=(4 * inputs.q).round() / 4, k=(4 * inputs.k).round() / 4)
-    s = reference(inputs).s
-    m = s.amax(-1, keepdim=True)
-    p = torch.exp(s - m).float()
-    for of, summed in ((SumOf.UNROUNDED, p), (SumOf.ROUNDED, p.bfloat16())):
-        plan = replace(_narrowed("p_bar"), row_sum_of=of)
-        lse = flash(inputs, plan, SAFE, ARITHMETIC, EVERYTHING).lse
-        assert lse is not None
-        log_l = torch.log(summed.double().sum(-1, keepdim=True))
-        # l, its logarithm (within 2u), the sum of m and it.
-        assert ((lse.double() - (m + log_l)).abs() <= (1 + 2 * log_l.abs() + (m + log_l).abs()) * U).all()
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(0, 1), (1, 0), (-1, 5)])
-def test_an_empty_tile_is_refused(queries: int, keys: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1, not {queries} x {keys}"):
-        Block(queries, keys)
+    inputs = made(replace(SETTINGS["causal"], d=20))  # alpha is no power of two
+    narrowed = replace(FP32_PLAN, **{point: Cast(BF16)})  # type: ignore[arg-type]
+    before, after = (returned(plan, inputs) for plan in (FP32_PLAN, narrowed))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(CHANGES[point].split())
+    for result in {"o": ("o",), "delta": ("delta",), "gradients": ("dq", "dk", "dv")}.get(point, ()):
+        assert torch.equal(after[result], before[result].bfloat16().float())

@@ -44,7 +44,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import FELL, Record
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports.terminal import runnable
 
 FORMATS = {"bf16": BF16, "fp16": FP16}
 FROM_ANYWHERE = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")

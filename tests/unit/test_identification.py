@@ -39,7 +39,7 @@ from tiebreak.matrix.identification.space import (
     text,
 )
 from tiebreak.programs.identify import main
-from tiebreak.reports.tables.plans import explanation_text
+from tiebreak.reports.tables.texts import explanation_text
 
 
 @pytest.fixture(autouse=True)

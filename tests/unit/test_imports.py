@@ -62,12 +62,8 @@ def broken_device(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_torch_alone_falls_over_a_broken_device_package(broken_device: Path) -> None:
-    """Shows that the fixture is what the next test says it is."""
-    assert _python("import torch", broken_device).returncode != 0
-
-
 def test_importing_loads_no_device_package_and_a_broken_one_does_not_matter(broken_device: Path) -> None:
+    assert _python("import torch", broken_device).returncode != 0, "torch alone falls over it"
     done = _python(f"import sys, {', '.join(MODULES)}; print([*{FORBIDDEN!r} & sys.modules.keys()])", broken_device)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -78,16 +74,10 @@ def test_whichever_module_comes_first_keeps_torch_from_loading_device_packages()
     assert done.stdout.split() == ["0"] * len(MODULES), done.stdout + done.stderr
 
 
-def test_importing_the_package_alone_imports_no_torch_and_its_public_names_are_there() -> None:
+def test_importing_the_package_or_reports_alone_imports_no_torch_and_the_public_names_are_there() -> None:
     names = "*(getattr(tiebreak, name).__name__ for name in tiebreak.__all__)"
-    done = _python(f"import sys, tiebreak; print('torch' in sys.modules, {names})")
+    reports = "tiebreak.reports.tables.run, tiebreak.reports.records.store"
+    done = _python(f"import sys, tiebreak, {reports}; print('torch' in sys.modules, {names})")
     assert done.stdout.split() == ["False", "check", "kernel"], done.stderr
     wrong = _python("import tiebreak; tiebreak.kernal")
     assert "AttributeError: module 'tiebreak' has no attribute 'kernal'" in wrong.stderr
-
-
-def test_reports_import_no_torch() -> None:
-    done = _python(
-        "import sys, tiebreak.reports.tables.run, tiebreak.reports.records.store; print('torch' in sys.modules)"
-    )
-    assert done.stdout.strip() == "False", done.stderr

@@ -31,6 +31,11 @@ def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.Ca
     marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
     assert marked == [case.name for case in SCRIPTED if case.failure]
     assert all(any(case.about in line for line in lines) for case in SCRIPTED)
+    heads = [line for line in told(capsys, "list", "cases", "*,random") if line and not line.startswith(" ")]
+    assert heads == ALL, "of all, all is told"
+    assert cli.main(["list", "cases", "none"]) == 2
+    message = "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
+    assert capsys.readouterr() == ("", message)
 
 
 def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,18 +48,6 @@ def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str])
         "biased away from zero: rule as_printed_v1 safe, plan" in line and sink.claims[0].source in line
         for line in of_sink
     )
-
-
-def test_of_many_that_are_named_all_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
-    heads = [line for line in told(capsys, "list", "cases", "*", "random") if line and not line.startswith(" ")]
-    assert heads == ALL
-
-
-def test_an_unknown_case_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "cases", "none"]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err == "tiebreak list cases: unknown case 'none': `tiebreak list cases` names them\n"
 
 
 def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:

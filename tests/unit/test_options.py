@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.external import KernelTarget, external_kernels
+from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
@@ -114,7 +114,7 @@ def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
     mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for what only chose the cell among others: it has its name."""
-    (own,) = external_kernels(KernelTarget(mine, ("layout=bhnd",), "fused"))
+    own = external_kernel(mine, "fused", ("layout=bhnd",))
     own = replace(own, origin=(*own.origin, "--backward", "emulated"))
     monkeypatch.setattr(Call, "options", ("--captured", "here"))
     backend = replace(BACKENDS["interpreter"].assuming("sm_90"), name="interpreter")

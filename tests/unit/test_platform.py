@@ -4,7 +4,7 @@ import os
 import shutil
 import struct
 import subprocess
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,11 +88,12 @@ def test_an_emulated_processor_is_never_the_host(tmp_path: Path, monkeypatch: py
     assert told.level == "aarch64-a64fx"
 
 
-def test_a_processor_of_its_own_is_not_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert platform.emulated(write(tmp_path, {"proc/cpuinfo": ARM})) is None
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert platform.emulated(write(tmp_path, {"proc/cpuinfo": X86})) is None
+@pytest.mark.parametrize(("machine", "text"), [("aarch64", ARM), ("x86_64", X86)])
+def test_a_processor_of_its_own_is_not_emulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, text: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert platform.emulated(write(tmp_path, {"proc/cpuinfo": text})) is None
 
 
 def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,33 +104,19 @@ def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert describe(tmp_path).memory_gib > 0
 
 
-def test_description_of_this_machine() -> None:
-    platform = describe()
-    assert platform.level == levels.current(os.environ)
-    assert platform.torch[0].isdigit()
-    assert platform.aten_cpu_capability
-    with pytest.raises(FrozenInstanceError):
-        platform.cores = 1  # type: ignore[misc]
-
-
-def test_cores_are_those_this_process_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_is_of_this_process_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
-    assert describe().cores == 3
-
-
-def test_as_dict_is_json() -> None:
-    shown = describe().as_dict()
-    assert json.loads(json.dumps(shown)) == shown
-    assert list(shown) == [field.name for field in fields(Platform)]
-
-
-def test_description_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     level = levels.LEVELS[-1]
     for name, value in level.environment.items():
         monkeypatch.setenv(name, value)
-    platform = describe()
-    assert platform.onednn_max_cpu_isa == level.environment["ONEDNN_MAX_CPU_ISA"]
-    assert platform.level == level.name
+    shown = describe().as_dict()
+    assert json.loads(json.dumps(shown)) == shown
+    assert list(shown) == [field.name for field in fields(Platform)]
+    assert shown["onednn_max_cpu_isa"] == level.environment["ONEDNN_MAX_CPU_ISA"]
+    assert shown["level"] == level.name
+    assert shown["cores"] == 3
+    assert shown["torch"][0].isdigit()
+    assert shown["aten_cpu_capability"]
 
 
 def test_memory_is_the_containers(tmp_path: Path) -> None:
@@ -172,21 +159,17 @@ class TestGpu:
         assert json.loads(json.dumps(gpu)) == gpu
 
     @pytest.mark.usefixtures("two_cards")
-    def test_rocm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        names = iter(["gfx942:sramecc+:xnack-", "gfx950"])
+    def test_rocm_and_a_system_that_does_not_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = iter(["gfx942:sramecc+:xnack-", "gfx950"] * 2)
+        properties = lambda device: SimpleNamespace(gcnArchName=next(names))  # noqa: E731
         monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names))
-        )
-        gpu = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
-        assert (gpu["gpu_arch"], gpu["gpu_driver"], gpu["hip"]) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
-
-    @pytest.mark.usefixtures("two_cards")
-    def test_a_system_that_does_not_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
         monkeypatch.setattr("tiebreak.backends.cuda.installed", lambda: None)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
         gpu = describe_gpu(tmp_path)
         assert (gpu["gpu_driver"], gpu["cudnn"], gpu["triton"]) == (None, None, None)
+        gpu = describe_gpu(write(tmp_path, {"sys/module/amdgpu/version": "6.12.12\n"}))
+        assert (gpu["gpu_arch"], gpu["gpu_driver"], gpu["hip"]) == ("gfx942, gfx950", "6.12.12", "6.4.43482")
 
     def test_the_rest_of_the_platform_asks_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("CUDA was asked"))
@@ -196,12 +179,9 @@ class TestGpu:
 
 @pytest.mark.usefixtures("eight_cores")
 class TestWorkerCount:
-    @pytest.mark.parametrize(("available", "expected"), [(60, 8), (9, 4), (1, 1)])
-    def test_memory_bounds_it(self, tmp_path: Path, available: float, expected: int) -> None:
-        assert worker_count(root=write(tmp_path, memory(available))) == expected
-
-    def test_memory_per_worker(self, tmp_path: Path) -> None:
-        assert worker_count(8.0, root=write(tmp_path, memory(60))) == 7
+    @pytest.mark.parametrize(("available", "each", "expected"), [(60, 2.0, 8), (9, 2.0, 4), (1, 2.0, 1), (60, 8.0, 7)])
+    def test_memory_bounds_it(self, tmp_path: Path, available: float, each: float, expected: int) -> None:
+        assert worker_count(each, root=write(tmp_path, memory(available))) == expected
 
     @pytest.mark.parametrize(
         ("group", "files", "expected"),
@@ -263,13 +243,11 @@ def test_commit_of_a_clean_and_a_modified_checkout(checkout: Path, monkeypatch: 
 
 
 @needs_git
-def test_no_commit_from_an_enclosing_repository(checkout: Path) -> None:
+def test_no_commit_without_git_or_a_repository_of_its_own(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(checkout, {"inner/file": ""})
     assert commit(checkout / "inner") is None
-
-
-@needs_git
-def test_no_commit_without_git(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(checkout / "inner", "init", "-q")
+    assert commit(checkout / "inner") is None  # there is none yet
     monkeypatch.setenv("PATH", "")
     assert commit(checkout) is None
 
@@ -303,10 +281,3 @@ def test_a_wheel_is_its_version_and_what_its_files_hold(installed: Path) -> None
 def test_no_wheel_where_the_code_is_not_from_one(installed: Path) -> None:
     assert wheel("made_up", Path(__file__)) is None
     assert wheel("never_installed", installed) is None
-
-
-@needs_git
-def test_no_commit_without_a_repository(tmp_path: Path) -> None:
-    assert commit(tmp_path) is None
-    git(tmp_path, "init", "-q")
-    assert commit(tmp_path) is None

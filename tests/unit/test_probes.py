@@ -1,4 +1,4 @@
-"""The probes tell devices apart by what their arithmetic does."""
+"""The probes tell devices apart by what their arithmetic does; CPU and emulation answer as they should."""
 
 import os
 import subprocess
@@ -7,27 +7,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.backends.emulation.accumulators import ACCUMULATIONS
+from tiebreak.backends.emulation.accumulators import row_total
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.emulation.arm import arm_bf16_matmul
-from tiebreak.backends.emulation.rounding import flushed
-from tiebreak.backends.emulation.x86 import vdpbf16_matmul
+from tiebreak.backends.emulation.instructions import bfmmla_matmul, vdpbf16_matmul
+from tiebreak.backends.emulation.rounding import flushed, round_to
 from tiebreak.backends.platform import cpu_features
-from tiebreak.backends.probes import accumulators_of, fingerprint
-from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16, FP16, Format, Rounding
-from tiebreak.kernels.kernel import run_forward
-from tiebreak.kernels.plans import Accumulator, Cast, Exponential
+from tiebreak.backends.probes import accumulators_of, arithmetic_probes, fingerprint, p_cast, softmax_errors
+from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.formats import BF16, Format, Rounding
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import Declaration, composed
+from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
+from tiebreak.kernels.probe_inputs import tied_p_bar
 from tiebreak.kernels.reference import reference
+from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import candidates, on_device
-from tiebreak.matrix.fits import fits
-from tiebreak.matrix.workbench import SharedBatch
-from tiebreak.reports.records.record import FOLLOWED
+
+HF32 = Format("hf32", exponent_bits=8, mantissa_bits=11)
+EXACT = EmulatedArithmetic()
+Matmul = Callable[[Tensor, Tensor], Tensor]
 
 
 class CastingIn(EmulatedArithmetic):
@@ -40,48 +45,34 @@ class CastingIn(EmulatedArithmetic):
         return super().cast(x, replace(cast, rounding=self.rounding), random)
 
 
-class Narrow(EmulatedArithmetic):
-    """Keeps running sums in the narrow format, flushes subnormal products, and misses exp(0)."""
+class Flushing(EmulatedArithmetic):
+    """Flushes subnormal results, and has an exponential that is 2 to 4 ulps off."""
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        return flushed(super().cast(x, cast, random))
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        return flushed(super().exp(x, exponential)) * (1.0 + 2.0**-22)
+
+
+class AddingBy(EmulatedArithmetic):
+    """Adds up every product by a function, whatever a plan names."""
+
+    def __init__(self, sums: Matmul) -> None:
+        self.sums = sums
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        total = torch.zeros(*a.shape[:-1], b.shape[-1])
-        for index in range(a.shape[-1]):
-            total = self.cast(total + a[..., :, index, None] * b[..., None, index, :], cast)
-        return torch.where(total.abs() < cast.fmt.smallest_normal, torch.zeros_like(total), total)
+        return self.cast(self.sums(a, b), cast)
+
+
+class Narrow(AddingBy):
+    """Keeps running sums in bf16, flushes subnormal products, and misses exp(0)."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda a, b: flushed(_chain(_products(a, b), lambda total: round_to(total, BF16))))
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         return super().exp(x, replace(exponential, correction=(0.5,)))
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
-def test_the_emulation_rounds_as_it_declares(fmt: Format) -> None:
-    assert fingerprint(EmulatedArithmetic(), "cpu", fmt) == {
-        "cast": "even",
-        "matmul": "even",
-        "matmul_sums_in": "fp32 or wider",
-        "bf16_matmul_accumulator": "exact",
-        "matmul_rounds_after": "all terms",
-        "batched_matmul_rounds_after": "all terms",
-        "matmul_subnormals": "kept",
-        "exp_at_zero": 1.0,
-    }
-
-
-@pytest.mark.parametrize(
-    "mode", [mode for mode in Rounding if mode is not Rounding.STOCHASTIC], ids=lambda mode: mode.value
-)
-def test_every_rounding_mode_is_recognised(mode: Rounding) -> None:
-    answers = fingerprint(CastingIn(mode), "cpu")
-    assert answers["cast"] == mode.value
-    assert answers["matmul"] == mode.value
-
-
-def test_a_narrow_device_is_told() -> None:
-    answers = fingerprint(Narrow(), "cpu")
-    assert answers["matmul_sums_in"] == "bf16"
-    assert answers["bf16_matmul_accumulator"] == "none known"
-    assert answers["matmul_subnormals"] == "flushed"
-    assert answers["exp_at_zero"] == 0.75
 
 
 class Adding(EmulatedArithmetic):
@@ -104,11 +95,119 @@ class OnArm(Adding):
         return super().matmul(a, b, replace(cast, every=160 if a.shape[-2] == 128 else 512), accumulator)
 
 
-def test_a_product_that_is_rounded_to_odd_and_block_after_block_is_told() -> None:
-    answers = fingerprint(OnArm(), "cpu")
-    assert answers["matmul_rounds_after"] == "160 terms"
-    assert answers["batched_matmul_rounds_after"] == "512 terms"
-    assert answers["bf16_matmul_accumulator"] == "bfmmla"
+def _products(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Of every term, exact, in fp32."""
+    return [a[..., :, k, None] * b[..., None, k, :] for k in range(a.shape[-1])]
+
+
+def _chain(terms: list[Tensor], finish: Callable[[Tensor], Tensor] = torch.Tensor.clone) -> Tensor:
+    """In fp32, term after term."""
+    return reduce(lambda total, term: finish(total + term), terms, torch.zeros(()))
+
+
+def _tree(a: Tensor, b: Tensor) -> Tensor:
+    return row_total(torch.stack(_products(a, b), -1), Accumulator.AMPERE)[..., 0]
+
+
+def _to_fp32_once(a: Tensor, b: Tensor) -> Tensor:
+    """Away from zero, from fp64."""
+    total = a.double() @ b.double()
+    above = torch.nextafter(total.float(), total.sign().float() * torch.inf)
+    return torch.where(total.abs() > total.float().abs(), above, total.float())
+
+
+def _swapped(terms: list[Tensor]) -> list[Tensor]:
+    """In VDPBF16PS's order."""
+    return [terms[k ^ 1] for k in range(len(terms))]
+
+
+def _in_parts(size: int, matmul: Matmul, a: Tensor, b: Tensor) -> Tensor:
+    """Parts of the terms, each summed by itself, in fp32 one after the other."""
+    return _chain([matmul(a[..., at : at + size], b[..., at : at + size, :]) for at in range(0, a.shape[-1], size)])
+
+
+def _two_terms_swapped(a: Tensor, b: Tensor) -> Tensor:
+    places = torch.arange(a.shape[-1])
+    places[[59, 61]] = places[[61, 59]]
+    return vdpbf16_matmul(a[..., places], b[..., places, :])
+
+
+def test_the_emulation_answers_as_it_is_made() -> None:
+    assert fingerprint(EXACT, "cpu") == {
+        "cast": "even",
+        "matmul": "even",
+        "matmul_sums_in": "fp32 or wider",
+        "bf16_matmul_accumulator": "exact",
+        "matmul_rounds_after": "all terms",
+        "batched_matmul_rounds_after": "all terms",
+        "matmul_subnormals": "kept",
+        "exp_at_zero": 1.0,
+    }
+    assert arithmetic_probes(EXACT, "cpu") == {
+        "fp32_matmul_keeps": 23.0,
+        "matmul_accumulator_keeps": 52.0,  # fp64, as the emulation's exact sum is
+        "matmul_order": "exact",
+        "cast_subnormals": "kept",
+        "exp_subnormals": "kept",
+        "exp_max_ulps": 0.5,
+    }
+
+
+def test_this_cpu_breaks_ties_to_even() -> None:
+    """Of every CPU that torch runs on; whether subnormals are flushed depends on its bf16 instructions."""
+    answers = {**fingerprint(CPU.arithmetic, CPU.device), **arithmetic_probes(CPU.arithmetic, CPU.device)}
+    told = {"cast": "even", "matmul_sums_in": "fp32 or wider", "exp_at_zero": 1.0, "fp32_matmul_keeps": 23.0}
+    assert {name: answers[name] for name in told} == told
+    assert answers["matmul_accumulator_keeps"] in {23.0, 24.0}  # with or without a guard bit
+    assert 0.5 <= float(answers["exp_max_ulps"]) < 2.0
+
+
+@pytest.mark.parametrize(
+    "mode", [mode for mode in Rounding if mode is not Rounding.STOCHASTIC], ids=lambda mode: mode.value
+)
+def test_every_rounding_mode_is_recognised(mode: Rounding) -> None:
+    answers = fingerprint(CastingIn(mode), "cpu")
+    assert (answers["cast"], answers["matmul"]) == (mode.value, mode.value)
+
+
+FOURS = " ".join(f"{size} {size} {size} {size}" for size in range(8, 33, 4))
+
+
+@pytest.mark.parametrize(
+    ("probes", "arithmetic", "told"),
+    [
+        (fingerprint, Narrow(), {
+            "matmul_sums_in": "bf16", "bf16_matmul_accumulator": "none known", "matmul_subnormals": "flushed",
+            "exp_at_zero": 0.75,
+        }),
+        # Rounded to odd, and block after block.
+        (fingerprint, OnArm(), {
+            "matmul_rounds_after": "160 terms", "batched_matmul_rounds_after": "512 terms",
+            "bf16_matmul_accumulator": "bfmmla",
+        }),
+        (arithmetic_probes, Flushing(), {"cast_subnormals": "flushed", "exp_subnormals": "flushed"}),
+        (arithmetic_probes, AddingBy(lambda a, b: (round_to(a, HF32).double() @ round_to(b, HF32).double()).float()),
+         {"fp32_matmul_keeps": 11.0}),
+        (arithmetic_probes, AddingBy(lambda a, b: (a.double() @ round_to(b, HF32).double()).float()),
+         {"fp32_matmul_keeps": 11.0}),
+        (arithmetic_probes, AddingBy(lambda a, b: _chain(_products(a, b))),
+         {"matmul_order": "sequential", "matmul_accumulator_keeps": 23.0}),
+        (arithmetic_probes, AddingBy(_tree), {"matmul_order": "pairwise", "matmul_accumulator_keeps": 23.0}),
+        # Terms 1 to 3 meet term 0 in an exact sum; from then on whole groups of four join, as in a small cube.
+        (arithmetic_probes, AddingBy(partial(_in_parts, 4, lambda a, b: (a.double() @ b.double()).float())),
+         {"matmul_order": f"partial sums of 2 2 2 {FOURS}"}),
+    ],
+    ids=["narrow", "Arm", "flushing", "HF32", "HF32 on the right", "sequential", "pairwise", "in fours"],
+)  # fmt: skip
+def test_what_another_device_does_is_told(
+    probes: Callable[[Arithmetic, str], dict[str, object]], arithmetic: Arithmetic, told: dict[str, object]
+) -> None:
+    answers = probes(arithmetic, "cpu")
+    assert {name: answers[name] for name in told} == told
+
+
+def test_a_rough_exponential_is_told_by_its_ulps() -> None:
+    assert 2.0 <= float(arithmetic_probes(Flushing(), "cpu")["exp_max_ulps"]) <= 4.5
 
 
 @pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.DOWN], ids=lambda mode: mode.value)
@@ -119,67 +218,25 @@ def test_every_accumulator_is_told_from_all_others_however_sums_are_cast(
     assert accumulators_of(Adding(accumulator, mode), "cpu") == (accumulator,)
 
 
-def _to_fp32_once(a: Tensor, b: Tensor) -> Tensor:
-    """Away from zero, from fp64."""
-    total = a.double() @ b.double()
-    above = torch.nextafter(total.float(), total.sign().float() * torch.inf)
-    return torch.where(total.abs() > total.float().abs(), above, total.float())
-
-
-def _products(a: Tensor, b: Tensor) -> list[Tensor]:
-    """Of every term, exact, in fp32."""
-    return [a[..., :, k, None] * b[..., None, k, :] for k in range(a.shape[-1])]
-
-
-def _chain(terms: list[Tensor], flush: Callable[[Tensor], Tensor] = torch.Tensor.clone) -> Tensor:
-    """In fp32, term after term."""
-    return reduce(lambda total, term: flush(total + term), terms, torch.zeros(()))
-
-
-def _swapped(terms: list[Tensor]) -> list[Tensor]:
-    """In VDPBF16PS's order."""
-    return [terms[k ^ 1] for k in range(len(terms))]
-
-
-def _in_halves(matmul: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    return matmul(a[..., :32], b[..., :32, :]) + matmul(a[..., 32:], b[..., 32:, :])
-
-
-def _two_terms_swapped(a: Tensor, b: Tensor) -> Tensor:
-    places = torch.arange(a.shape[-1])
-    places[[59, 61]] = places[[61, 59]]
-    return vdpbf16_matmul(a[..., places], b[..., places, :])
-
-
-UNKNOWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+UNKNOWN: dict[str, Matmul] = {
     "wide, away": _to_fp32_once,
     "fp32, backwards": lambda a, b: _chain(_products(a, b)[::-1]),
-    "fp32, a tree": lambda a, b: ACCUMULATIONS[Accumulator.AMPERE].total(torch.stack(_products(a, b), -1))[..., 0],
+    "fp32, a tree": _tree,
     "vdpbf16, in another order": _two_terms_swapped,
-    "vdpbf16, anew after 32": partial(_in_halves, vdpbf16_matmul),
+    "vdpbf16, anew after 32": partial(_in_parts, 32, vdpbf16_matmul),
     "vdpbf16, subnormals kept": lambda a, b: _chain(_swapped(_products(a, b))),
     "vdpbf16, subnormal operands kept": lambda a, b: _chain(_swapped(_products(a, b)), flushed),
     "vdpbf16, products flushed": lambda a, b: _chain(
         [flushed(term) for term in _swapped(_products(flushed(a), flushed(b)))], flushed
     ),
-    "bfmmla, anew after 32": partial(_in_halves, arm_bf16_matmul),
+    "bfmmla, anew after 32": partial(_in_parts, 32, bfmmla_matmul),
     "exact, operands flushed": lambda a, b: (flushed(a).double() @ flushed(b).double()).float(),
     "exact, results flushed": lambda a, b: flushed((a.double() @ b.double()).float()),
 }
 
 
-class AddingBy(EmulatedArithmetic):
-    """Adds up every product by a function, whatever a plan names."""
-
-    def __init__(self, sums: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.sums = sums
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        return self.cast(self.sums(a, b), cast)
-
-
 @pytest.mark.parametrize("sums", UNKNOWN.values(), ids=UNKNOWN)
-def test_sums_that_no_accumulator_makes_are_none(sums: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_sums_that_no_accumulator_makes_are_none(sums: Matmul) -> None:
     assert accumulators_of(AddingBy(sums), "cpu") == ()
 
 
@@ -188,31 +245,61 @@ def test_a_chain_in_fp32_is_sequential() -> None:
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu_features(), reason="a processor without AVX512_BF16")
-@pytest.mark.parametrize(("limit", "accumulator"), [("AVX512_CORE_BF16", "vdpbf16"), ("AVX512_CORE", "none known")])
-def test_a_processor_is_told_by_the_level_that_onednn_is_on(limit: str, accumulator: str) -> None:
+def test_a_processor_is_told_by_the_level_that_onednn_is_on() -> None:
+    """Without its bf16 instructions none is known; with them, as in this process where no level is set, vdpbf16."""
     probe = "from tiebreak.backends.backend import CPU; print(CPU.fingerprint()['bf16_matmul_accumulator'])"
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": limit}
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
     done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{accumulator}\n"
+    assert done.stdout == "none known\n"
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ and "amx_bf16" not in cpu_features():
+        assert accumulators_of(CPU.arithmetic, CPU.device) == (Accumulator.VDPBF16,)
 
 
 def test_plans_are_tried_that_say_what_a_device_does_to_its_products() -> None:
-    assert on_device(EMULATION) == on_device(replace(CPU, arithmetic=EmulatedArithmetic())) == candidates()
+    assert on_device(EMULATION) == on_device(replace(CPU, arithmetic=EXACT)) == candidates()
     tried = on_device(replace(CPU, arithmetic=OnArm()))
     assert list(tried)[: len(candidates())] == list(candidates())
     eager, paper = "standard,qk=input,s=input,accumulator=bfmmla", "flash@paper,accumulator=bfmmla"
     assert {eager, f"{eager},o_bar=input/512", paper} <= tried.keys()
-    (case,) = (case for case in SCRIPTED if case.name == "faint_tail")
-    batch = SharedBatch(inputs := case.make(1, 0, 32, BF16), reference(inputs))
-    o = run_forward(tried[paper], inputs, EMULATION.arithmetic).o
-    shares = fits(o, batch, {plan: tried[plan] for plan in (paper, "flash@paper")})
-    assert shares[paper].bits == 1.0
-    assert shares["flash@paper"].bits < FOLLOWED
 
 
-def test_this_cpu_breaks_ties_to_even() -> None:
-    """Of every CPU that torch runs on; whether subnormals are flushed depends on its bf16 instructions."""
-    answers = fingerprint(CPU.arithmetic, CPU.device)
-    assert answers["cast"] == "even"
-    assert answers["matmul_sums_in"] == "fp32 or wider"
-    assert answers["exp_at_zero"] == 1.0
+def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic = EXACT) -> Tensor:
+    return composed("p", Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"])).compute(inputs, arithmetic, False).o
+
+
+@pytest.mark.parametrize("row_sum_of", SumOf, ids=lambda which: which.name)
+@pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.TIES_AWAY, Rounding.TOWARD_ZERO], ids=lambda m: m.value)
+def test_the_cast_of_p_shows_in_the_output_alone(mode: Rounding, row_sum_of: SumOf) -> None:
+    plan = replace(FUSED, name="p", p_bar=Cast(BF16, mode), row_sum_of=row_sum_of)
+    assert p_cast(lambda inputs: output(plan, inputs)) == mode.value
+
+
+@pytest.mark.parametrize(("mode", "told"), [(Rounding.TIES_AWAY, "even"), (Rounding.TOWARD_ZERO, "none known")])
+def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, told: str) -> None:
+    assert p_cast(lambda inputs: output(replace(FUSED, name="o", o=Cast(BF16, mode)), inputs)) == told
+
+
+def test_an_exponential_that_misses_the_ties_is_reported() -> None:
+    assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "away", "all of them lie above the tie"
+    assert p_cast(lambda inputs: reference(inputs).o.float()) == "not seen"
+
+
+def test_every_p_is_a_tie_above_a_neighbour_of_the_parity_asked_for() -> None:
+    odd = torch.tensor([[False, True], [True, True]])
+    inputs = tied_p_bar(np.random.Generator(np.random.Philox(3)), odd)
+    p = torch.exp((inputs.q @ inputs.k.transpose(-1, -2) * inputs.scale).double()).float()[..., 1:]
+    lower = torch.floor(p * 256)
+    assert torch.equal(p * 256 - lower, torch.full_like(p, 0.5))
+    assert torch.equal(lower % 2 == 1, odd[..., None, None].expand_as(lower))
+
+
+@pytest.mark.parametrize(("scale", "least", "most"), [(1.0, 0.0, 1e-6), (1.01, 1e-2, 1e9)])
+def test_wrong_row_statistics_show(scale: float, least: float, most: float) -> None:
+    def statistics(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        s = reference(inputs).s
+        row_max = s.amax(-1, keepdim=True)
+        return scale * row_max.float(), torch.exp(s - scale * row_max).sum(-1, keepdim=True).float()
+
+    errors = softmax_errors(statistics).values()
+    assert least <= min(errors)
+    assert max(errors) < most

@@ -19,8 +19,6 @@ from tiebreak.cases.case import Shape, normal_numbers
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import LoadError
 from tiebreak.kernels.external.call import Places
-from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.conventions import convention
 from tiebreak.kernels.external.kernels import UserKernel, users_kernel
 from tiebreak.kernels.external.options import INVARIANT, KernelOptions
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
@@ -54,7 +52,7 @@ from tiebreak.reports.records.record import (
     Record,
     Run,
 )  # fmt: skip
-from tiebreak.reports.tables.changes import worst
+from tiebreak.reports.tables.texts import worst
 from tiebreak.reports.verdict import verdicts
 
 ASKED = {each.name: each for each in (*USAGE.experiments, *INVARIANCE.experiments)}
@@ -63,7 +61,7 @@ VIEWS = (transposed, fused, misaligned, within_nan, before_nan)
 
 
 def users(function: Callable[..., Any], **options: Any) -> UserKernel:
-    return users_kernel("mine", Caller(function, convention(function, KernelOptions(**options))))
+    return users_kernel("mine", function, KernelOptions(**options))
 
 
 def run(kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64) -> Record:

@@ -1,11 +1,7 @@
 """O within the range of V: what no kernel that is right leaves, and what zeros and leaks do not keep to."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.batch import Batch
@@ -15,7 +11,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import FEATURES
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import attribution
@@ -40,10 +36,14 @@ def run(kernel: Kernel, case: Case) -> Record:
     return run_cell(Cell(CPU, kernel, Call(case), BF16), Workbench(Settings(heads=HEADS)))
 
 
-def zeros(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
-    """What a kernel returns whose launch did nothing."""
-    del arithmetic, gradients
-    return AttentionOutput(torch.zeros(*inputs.q.shape[:-1], inputs.v.shape[-1]))
+def returning(fill: float) -> Kernel:
+    """What fills O with one number: 0, as where a launch did nothing."""
+
+    def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+        del arithmetic, gradients
+        return AttentionOutput(torch.full((*inputs.q.shape[:-1], inputs.v.shape[-1]), fill))
+
+    return Kernel("mine", compute, None, has_backward=False, takes=frozenset(FEATURES))
 
 
 @pytest.fixture(autouse=True)
@@ -52,70 +52,44 @@ def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attribution, "fits", lambda *_: {})
 
 
-ZEROS = Kernel("zeros", zeros, None, has_backward=False, takes=frozenset(FEATURES))
-
-
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
-    records = {name: run(ZEROS, case) for name, case in CASES.items()}
+    records = {name: run(returning(0.0), case) for name, case in CASES.items()}
     assert {name for name, record in records.items() if record.outcome != FELL} == ZEROS_ARE_RIGHT | LONG
     for name in BLIND_TO_THE_BOUND:  # by their range alone
         assert [check for check, answer in records[name].answers.items() if answer.met is False] == ["range"], name
 
 
-def observed(case: str, change: Callable[[Batch, Tensor, float], Tensor]) -> float:
-    """The measure of what a function makes of a batch, its largest V by row and column, and the slack there."""
+def batch_of(case: str) -> tuple[Batch, Declaration]:
     declaration = composed_kernel("flash@fused").declaration
     assert declaration is not None
     inputs = CASES[case].make(1, 0, HEADS, BF16)
-    batch = Batch(inputs, reference(inputs))
-    largest = batch.value_range[1].expand_as(batch.ref.o)
-    o = change(batch, largest, mean_slack(inputs, declaration))
-    return batch.outside_values(o, declaration)
+    return Batch(inputs, reference(inputs)), declaration
 
 
 def test_it_is_the_distance_as_a_share_of_the_slack() -> None:
     """Which V's own size and the grid of bf16 are the unit of: 0 at the edge, 1 where rounding ends."""
-
-    def beyond(share: float) -> Callable[[Batch, Tensor, float], Tensor]:
-        return lambda _, largest, slack: largest + share * slack * largest.abs()
-
-    negative = "tied_maxima[k=2]"
-    assert float(CASES[negative].make(1, 0, HEADS, BF16).v.max()) < 0
-    # The range's other end may be the larger one: the slack is of that.
-    assert observed(negative, beyond(0.0)) == 0.0
-    assert observed(negative, beyond(-0.5)) == 0.0
-    shares = [observed(negative, beyond(share)) for share in (0.1, 0.2)]
-    assert 0.0 < shares[0] <= 0.1
-    assert shares[1] == pytest.approx(2 * shares[0])
+    batch, declaration = batch_of("tied_maxima[k=2]")
+    largest, slack = batch.value_range[1].expand_as(batch.ref.o), mean_slack(batch.inputs, declaration)
+    assert float(batch.inputs.v.max()) < 0  # the range's other end may be the larger one: the slack is of that
+    edge, inside, first, second = (
+        batch.outside_values(largest + share * slack * largest.abs(), declaration) for share in (0.0, -0.5, 0.1, 0.2)
+    )
+    assert (edge, inside) == (0.0, 0.0)
+    assert 0.0 < first <= 0.1
+    assert second == pytest.approx(2 * first)
 
 
-def test_a_key_that_the_row_does_not_see_is_outside() -> None:
-    """As of a kernel that forgets the mask, or reads one row too far."""
-
-    def unseen(batch: Batch, _: Tensor, __: float) -> Tensor:
-        o = batch.ref.o.clone()
-        o[..., 0, :] = batch.inputs.expanded_v().double().amax(-2)
-        return o
-
-    assert observed("random_causal", lambda batch, _, __: batch.ref.o) == 0.0
-    assert observed("random_causal", unseen) > 1.0
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_of_nan_and_inf_it_says_nothing(value: float) -> None:
-    """Which is `finite`'s to say."""
-
-    def with_value(batch: Batch, _: Tensor, __: float) -> Tensor:
+def test_a_key_that_the_row_does_not_see_is_outside_and_of_nan_and_inf_it_says_nothing() -> None:
+    """As of a kernel that forgets the mask, or reads one row too far. NaN is `finite`'s to say."""
+    batch, declaration = batch_of("random_causal")
+    assert batch.outside_values(batch.ref.o, declaration) == 0.0
+    o = batch.ref.o.clone()
+    o[..., 0, :] = batch.inputs.expanded_v().double().amax(-2)
+    assert batch.outside_values(o, declaration) > 1.0
+    for value in (torch.nan, torch.inf, -torch.inf):
         o = batch.ref.o.clone()
         o[0, 0, 0, 0] = value
-        return o
-
-    assert observed("random", with_value) == 0.0
-    record = run(replace(ZEROS, compute=_lost), CASES["random"])
+        assert batch.outside_values(o, declaration) == 0.0
+    record = run(returning(torch.nan), CASES["random"])
     assert record.met("range")
     assert record.met("finite") is False
-
-
-def _lost(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
-    del arithmetic, gradients
-    return AttentionOutput(torch.full_like(inputs.q, torch.nan))

@@ -32,7 +32,6 @@ README, EXTENDING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = (README, EXTENDING, *sorted((ROOT / "docs").glob("*.md")))
 FIGURES = ROOT / "docs" / "figures"
 YOURS = "Check a kernel"
-SNIPPETS = [(README, YOURS), (EXTENDING, "Add a case"), (EXTENDING, "Add a kernel"), (EXTENDING, "Add a backend")]
 MOST_WORDS = 700
 STAND_IN = Path(__file__).with_name("on_a_stand_in_device.py")
 SETTINGS = Settings(seed=1)
@@ -43,6 +42,7 @@ def snippet(page: Path, heading: str) -> str:
     section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     match = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert match is not None, heading
+    assert len(match[1].splitlines()) < 30, "it is short"
     return match[1]
 
 
@@ -82,11 +82,8 @@ def case_named(name: str) -> Any:
     return next(case for case in SCRIPTED if case.name == name)
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_short_and_its_commands_run_from_a_fresh_clone() -> None:
     assert len(words(README)) <= MOST_WORDS
-
-
-def test_commands_of_the_readme_run_from_a_fresh_clone() -> None:
     assert commands(README) == ["pip install .", "tiebreak check my.py:attention"]
 
 
@@ -101,28 +98,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), target
 
 
-def linked(page: Path) -> set[Path]:
-    """The pages that a page links to."""
-    targets = (page.parent / target for target in re.findall(r"\]\(([^)\s#]+)", prose(page)))
-    return {target.resolve() for target in targets} & set(PAGES)
-
-
 def test_readme_leads_to_every_page() -> None:
     """Straight, or over other pages."""
     reached, new = {README}, {README}
     while new:
-        new = set().union(*map(linked, new)) - reached
+        targets = {
+            (page.parent / name).resolve() for page in new for name in re.findall(r"\]\(([^)\s#]+)", prose(page))
+        }
+        new = (targets & set(PAGES)) - reached
         reached |= new
     assert set(PAGES) - reached == set()
-
-
-def sides() -> dict[str, mechanism.Side]:
-    found: dict[str, mechanism.Side] = tie.sides()
-    return found
-
-
-def test_picture_is_what_its_script_draws() -> None:
-    assert (FIGURES / "tie.svg").read_text(encoding="utf-8") == mechanism.drawing(*sides().values())
 
 
 def test_picture_is_right() -> None:
@@ -144,17 +129,14 @@ def test_picture_is_right() -> None:
     assert rounded(first + second + tail) == odd
 
 
-@pytest.mark.parametrize("kernel", ["flash@paper", "stabilized@paper"])
-def test_histograms_of_the_picture_are_what_a_run_gives(kernel: str) -> None:
+def test_picture_is_what_its_script_draws_of_what_a_run_gives() -> None:
+    sides: dict[str, mechanism.Side] = tie.sides()
+    assert (FIGURES / "tie.svg").read_text(encoding="utf-8") == mechanism.drawing(*sides.values())
     case = case_named("tied_maxima[k=2]")
-    record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), Call(case), BF16), Workbench(SETTINGS))
-    assert record.evidence["histogram"] == sides()[kernel].errors
-    assert record.number("bias") == pytest.approx(sides()[kernel].bias, abs=1e-9)
-
-
-@pytest.mark.parametrize(("page", "heading"), SNIPPETS, ids=lambda each: each if isinstance(each, str) else "")
-def test_snippet_is_short(page: Path, heading: str) -> None:
-    assert len(snippet(page, heading).splitlines()) < 30
+    for kernel, side in sides.items():
+        record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), Call(case), BF16), Workbench(SETTINGS))
+        assert record.evidence["histogram"] == side.errors
+        assert record.number("bias") == pytest.approx(side.bias, abs=1e-9)
 
 
 def sample(text: str) -> list[str]:
@@ -211,7 +193,7 @@ def test_added_backend_says_why_it_cannot_run_or_runs() -> None:
     if reason is not None:
         assert reason == "no Apple GPU"
         backend = replace(backend, device="cpu")
-    assert not backend.has_fp64
+    assert not backend.arithmetic.has_fp64
     assert backend.worker_limit() > 0
     assert backend.worker_environment(1) == {}
     assert backend.describe().keys() == {"macos"}

@@ -59,7 +59,7 @@ def _by_gfloat(fmt: Format, mode: Rounding) -> Mask:
         name=fmt.name,
         k=1 + fmt.exponent_bits + fmt.mantissa_bits,
         precision=fmt.mantissa_bits + 1,
-        bias=fmt.bias,
+        bias=1 - fmt.min_exponent,
         domain=gfloat.Domain.Extended,
         is_signed=True,
         is_twos_complement=False,

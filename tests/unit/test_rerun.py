@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.reports.tables import rerun
-from tiebreak.reports.tables.rerun import runnable
+from tiebreak.reports import terminal
+from tiebreak.reports.terminal import runnable
 
 COMMAND = "pytest --version"
 Environment = Callable[..., Path]
@@ -18,9 +18,9 @@ Environment = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    rerun._pytest.cache_clear()
+    terminal._pytest.cache_clear()
     yield
-    rerun._pytest.cache_clear()
+    terminal._pytest.cache_clear()
 
 
 def script(path: Path, text: str) -> None:

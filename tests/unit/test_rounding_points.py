@@ -46,20 +46,15 @@ def mean(weights: Row, v: Sequence[Row]) -> list[float]:
     return [math.fsum(w * row[i] for w, row in zip(weights, v, strict=True)) / total for i in range(D)]
 
 
-def rounded_products(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
-    return mean([math.exp(bf16(x) * scale) for x in qk], v)
+def softmax_of(score: Callable[[float, float], float]) -> Formula:
+    """Softmax of scores that are made from Q K^T and the scale."""
+    return lambda qk, scale, v, tile: mean([math.exp(score(x, scale)) for x in qk], v)
 
 
-def rounded_twice(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
-    return mean([math.exp(bf16(bf16(x) * scale)) for x in qk], v)
-
-
-def rounded_scale(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
-    return mean([math.exp(x * bf16(scale)) for x in qk], v)
-
-
-def rounded_divisor(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
-    return mean([math.exp(x / bf16(1 / scale)) for x in qk], v)
+rounded_products = softmax_of(lambda x, scale: bf16(x) * scale)
+rounded_twice = softmax_of(lambda x, scale: bf16(bf16(x) * scale))
+rounded_scale = softmax_of(lambda x, scale: x * bf16(scale))
+rounded_divisor = softmax_of(lambda x, scale: x / bf16(1 / scale))
 
 
 def rounded_weights(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
@@ -146,34 +141,31 @@ def by_hand(call: AttentionInputs, formula: Formula, tile: int) -> torch.Tensor:
     return torch.tensor([[[formula(row, call.scale, v, tile) for row in products]]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_a_point_rounds_where_its_formula_does(name: str) -> None:
-    algorithm, plan, formula, tile = POINTS[name]
-    call = inputs()
-    declaration = Declaration(algorithm, plan, SHIFT_RULES["safe"], Block(2, tile))
+def assert_rounded_as(algorithm: Algorithm, plan: RoundingPlan, block: Block, expected: torch.Tensor) -> None:
+    call, declaration = inputs(), Declaration(algorithm, plan, SHIFT_RULES["safe"], block)
     o = run_declared(declaration, call, EmulatedArithmetic(), gradients=False).o.double()
     ref = reference(call)
     # The order of fp32's own operations, some dozens of them; each point costs thousands of times that.
     fp32 = 64 * FP32.unit_roundoff * ref.magnitude
-    assert ((o - by_hand(call, formula, tile)).abs() <= fp32).all()
+    assert ((o - expected).abs() <= fp32).all()
     assert ((o - ref.o).abs() > 100 * fp32).any()
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_a_point_rounds_where_its_formula_does(name: str) -> None:
+    algorithm, plan, formula, tile = POINTS[name]
+    assert_rounded_as(algorithm, plan, Block(2, tile), by_hand(inputs(), formula, tile))
 
 
 @pytest.mark.parametrize("base_two", [False, True])
 @pytest.mark.parametrize("algorithm", [FLASH_ATTENTION, STANDARD_ATTENTION], ids=lambda kernel: kernel.name)
 def test_a_scaled_q_is_rounded_before_the_product(algorithm: Algorithm, base_two: bool) -> None:
     """In base two with log2(e) in it, as the Triton kernels that fold it into q have it."""
-    call = inputs()
-    fold = math.log2(math.e) if base_two else 1.0
+    call, fold = inputs(), math.log2(math.e) if base_two else 1.0
     q = (call.q.double() * (call.scale * fold)).bfloat16().double() / (call.scale * fold)
-    expected = by_hand(replace(call, q=q), lambda qk, scale, v, tile: mean([math.exp(x * scale) for x in qk], v), KEYS)
+    expected = by_hand(replace(call, q=q), softmax_of(lambda x, scale: x * scale), KEYS)
     plan = replace(FP32_PLAN, q=LOW, exponential=Exponential(base_two=base_two))
-    declaration = Declaration(algorithm, plan, SHIFT_RULES["safe"], Block(2, 2))
-    o = run_declared(declaration, call, EmulatedArithmetic(), gradients=False).o.double()
-    ref = reference(call)
-    fp32 = 64 * FP32.unit_roundoff * ref.magnitude
-    assert ((o - expected).abs() <= fp32).all()
-    assert ((o - ref.o).abs() > 100 * fp32).any()
+    assert_rounded_as(algorithm, plan, Block(2, 2), expected)
 
 
 @pytest.mark.parametrize(("case", "bias"), [("tied_maxima[k=2]", 0.229), ("sink_tie", 0.085)])

@@ -10,9 +10,9 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, ExperimentRecord, Explanation, Record, Run, Shown
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as run_tables
-from tiebreak.reports.tables.marks import LEGEND, cell_text, shown_text
-from tiebreak.reports.tables.rerun import runnable
 from tiebreak.reports.tables.run import summary
+from tiebreak.reports.tables.texts import LEGEND, cell_text, shown_text
+from tiebreak.reports.terminal import runnable
 
 SHOWN = Shown("bias", 0.23)
 
@@ -60,34 +60,28 @@ def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
     assert cell_text(record(outcome=outcome, shown=shown)) == text
 
 
-def test_an_excused_cell_stands_in_parentheses_whatever_became_of_it() -> None:
-    shrunk = Shown(records.SHRUNK, 0.001)
-    for outcome, shown, text in (
-        (records.FELL, Shown(records.NONFINITE), "(NaN)"),
-        (records.INCONCLUSIVE, shrunk, "(x0)"),
-        (records.CRASHED, None, "(crash)"),
-    ):
-        assert cell_text(replace(record(outcome=outcome, shown=shown), excused="known")) == text
-
-
-def test_a_kernel_that_fell_without_a_result_shows_none() -> None:
-    """As one that breaks its contract."""
+def test_an_excused_cell_stands_in_parentheses_and_one_that_broke_its_contract_shows_none() -> None:
+    excused = replace(record(outcome=records.FELL, shown=Shown(records.NONFINITE)), excused="known")
+    assert cell_text(excused) == "(NaN)"
     assert cell_text(record(outcome=records.FELL, shown=None)) == "!none!"
 
 
-def test_a_verdict_stands_behind_the_bias() -> None:
-    texts = [
-        shown_text(replace(SHOWN, verdict=verdict)) for verdict in (records.BIASED, records.UNDECIDED, "unbiased", None)
-    ]
-    assert texts == ["+0.23 B", "+0.23 ?", "+0.23", "+0.23"]
-
-
-def test_what_is_shown_is_written_as_it_says() -> None:
-    """The number's own way, its unit, and what stands in the place of one."""
-    shown = (Shown("rise", -0.00129, spec="+.1e"), Shown("flips", 42.0, "flips", spec=".0f"),
-             Shown(records.SHRUNK, 0.283), Shown(records.NO_NUMBER), Shown.of("rise", math.inf),
-             Shown("rise"))  # fmt: skip
-    assert list(map(shown_text, shown)) == ["-1.3e-03", "42 flips", "x0.28", "none", "NaN", "none"]
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (replace(SHOWN, verdict=records.BIASED), "+0.23 B"),
+        (replace(SHOWN, verdict=records.UNDECIDED), "+0.23 ?"),
+        (replace(SHOWN, verdict="unbiased"), "+0.23"),
+        (Shown("rise", -0.00129, spec="+.1e"), "-1.3e-03"),
+        (Shown("flips", 42.0, "flips", spec=".0f"), "42 flips"),
+        (Shown(records.SHRUNK, 0.283), "x0.28"),
+        (Shown(records.SHRUNK, 0.001), "x0"),
+        (Shown(records.NO_NUMBER), "none"),
+        (Shown.of("rise", math.inf), "NaN"),
+    ],
+)
+def test_what_is_shown_is_written_as_it_says(shown: Shown, text: str) -> None:
+    assert shown_text(shown) == text
 
 
 def test_kernels_with_a_name_stand_before_composed_ones_and_cases_in_their_order() -> None:
@@ -105,19 +99,18 @@ def test_kernels_with_a_name_stand_before_composed_ones_and_cases_in_their_order
 def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
     other = replace(record(shown=Shown("flips", 42.0, "flips", spec=".0f")), experiment="flips")
     shown = tables(a_run(record(), other, legends={"call": "a bias.", "flips": "what flipped."}))
-    assert [shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)] == sorted(
-        shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)
-    )
+    places = [shown.index(text) for text in ("+0.23 ·", "a bias.", "42 flips ·", "what flipped.", LEGEND)]
+    assert places == sorted(places)
     assert shown.count("cpu, bf16") == 2
 
 
-def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command() -> None:
+def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command_and_what_is_excused_last() -> None:
     bad = (records.FELL, records.CRASHED, records.INCONCLUSIVE, records.TIMED_OUT)
-    shown = fallen([record(case=outcome, outcome=outcome) for outcome in records.OUTCOMES])
-    assert sorted(line.strip() for line in shown.splitlines() if "why" in line) == sorted(
-        f"why {outcome}" for outcome in bad
-    )
-    assert shown.count(f"rerun: {runnable('pytest')} --cases ") == len(bad)
+    excused = replace(record(outcome=records.FELL), excused="known: https://x")
+    *shown, last = fallen([excused, *(record(case=name, outcome=name) for name in records.OUTCOMES)]).splitlines()
+    assert sorted(line.strip() for line in shown if "why" in line) == sorted(f"why {outcome}" for outcome in bad)
+    assert sum(f"rerun: {runnable('pytest')} --cases " in line for line in shown) == len(bad)
+    assert last == "excused cpu-flash@paper-random-bf16: known: https://x (why random)"
 
 
 def crashed(case: str, why: str, kernel: str = "mine") -> Record:
@@ -144,31 +137,19 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
     ]
 
 
-def test_what_is_excused_is_listed_last_without_a_command() -> None:
-    excused = replace(record(outcome=records.FELL), excused="known: https://x")
-    assert fallen([excused, record(case="b", outcome=records.FELL)]).splitlines()[-1] == (
-        "excused cpu-flash@paper-random-bf16: known: https://x (why random)"
-    )
-
-
 def test_the_summary_counts_and_tells_why() -> None:
     run = Run(
         {},
         {},
-        (
-            record(),
-            record(case="b", outcome=records.FELL),
-            record(case="c", outcome=records.SKIPPED),
-            record(case="c", outcome=records.SKIPPED),
-        ),
+        (record(), *(record(case=name, outcome=name) for name in (records.FELL, records.SKIPPED, records.TIMED_OUT))),
         not_run=("x", "y"),
         unavailable={"abacus": "its beads are stuck"},
         explanations={"cpu-mine": Explanation(records.FOLLOWS, ("paper",), 2, 0.9999)},
         complete=False,
     )
     assert summary(run).splitlines() == [
-        "4 cells: 1 held, 1 fell, 2 skipped",
-        "skipped (2) cpu-flash@paper: why c",
+        "4 cells: 1 held, 1 fell, 1 timed out, 1 skipped",
+        "skipped (1) cpu-flash@paper: why skipped",
         "backend abacus did not run: its beads are stuck",
         "cpu-mine: follows paper (99.99 % of bits in 2 cells)",
         "INCOMPLETE: the run was interrupted; these are the cells that were done",

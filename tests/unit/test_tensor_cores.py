@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation import tensor_cores
-from tiebreak.backends.emulation.targets import OPERANDS, TARGETS, core_of
-from tiebreak.backends.emulation.tensor_cores import tensor_core_matmul
+from tiebreak.backends.emulation.tensor_cores import OPERANDS, TARGETS, core_of, tensor_core_matmul
+from tiebreak.studies import mma_sim
 
 Array = npt.NDArray[Any]
 
@@ -164,103 +164,64 @@ def _sum(products: Sequence[float | tuple[float, float]], addend: float, target:
     return tensor_core_matmul(a, b, torch.tensor([[addend]]), core_of(target, operands)).item()
 
 
-NVIDIA = [(target, "bf16") for target in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")]
 LARGEST = (2.0 - 2.0**-23) * 2.0**127  # of fp32
-
-
-@pytest.mark.parametrize(("target", "operands"), [*NVIDIA, ("gfx942", "bf16")])
-def test_a_sum_that_overflows_is_inf(target: str, operands: str) -> None:
-    half = (2.0**63, 2.0**63)  # 2^126
-    assert _sum([half, half, half, half], 0.0, target, operands) == math.inf
-    assert _sum([half, half], -(2.0**127), target, operands) == 0.0
-    assert _sum([(-(2.0**63), 2.0**63)] * 2, -(2.0**127), target, operands) == -math.inf
-
-
-@pytest.mark.parametrize(("target", "operands"), NVIDIA)
-def test_a_sum_below_the_first_number_that_fp32_lacks_is_its_largest(target: str, operands: str) -> None:
-    # The largest number and half an ulp of it. To even it would be Inf, as it is on CDNA3.
-    half_an_ulp = [(2.0**51, 2.0**52)]
-    assert Fraction(LARGEST) + Fraction(2) ** 103 == Fraction(2) ** 128 - Fraction(2) ** 103
-    assert _sum(half_an_ulp, LARGEST, target, operands) == LARGEST
-    assert _sum(half_an_ulp, LARGEST, "gfx942", operands) == math.inf
-    assert _sum(half_an_ulp * 2, LARGEST, target, operands) == math.inf
-
-
-def test_a_subnormal_counts_as_the_smallest_normal_number() -> None:
-    # 2^-24 is fp16's smallest subnormal. Counted as 2^-14, its product with 1 keeps 2^-38 and more; 2^-24, 2^-48.
-    assert _sum([2.0**-24], 2.0**-38, "sm_80", "fp16") == 2.0**-24 + 2.0**-38
-    assert _sum([2.0**-24], 2.0**-39, "sm_80", "fp16") == 2.0**-24
-    assert _sum([2.0**-24], 2.0**-39, "sm_90", "fp16") == 2.0**-24 + 2.0**-39
-    assert _sum([2.0**-24], 2.0**-40, "sm_90", "fp16") == 2.0**-24
-    assert _sum([2.0**-24], 2.0**-39, "sm_80", "bf16") == 2.0**-24 + 2.0**-39  # no subnormal there
-
-
-@pytest.mark.parametrize(("target", "lost"), [("sm_89", 2.0**-20), ("sm_90", 2.0**-20), ("sm_100", 2.0**-32)])
-def test_subnormals_of_fp8_count_as_its_smallest_normal_number(target: str, lost: float) -> None:
-    # e4m3: the smallest normal number is 2^-6, the smallest of all 2^-9.
-    assert _sum([2.0**-9], 2 * lost, target, "fp8_e4m3") == 2.0**-9 + 2 * lost
-    assert _sum([2.0**-9], lost, target, "fp8_e4m3") == 2.0**-9
-
-
-def test_a_subnormal_of_fp32_counts_as_its_smallest_normal_number() -> None:
-    # A product of 2^-150 and the addend 2^-149: aligned to -126 with 24 bits, 2^-150 is the last one.
-    product = (2.0**-75, 2.0**-75)
-    assert _sum([product, product], 2.0**-149, "sm_80", "bf16") == 2.0**-148
-    half = (2.0**-75, 2.0**-76)  # 2^-151: lost there, kept with 25 bits
-    assert _sum([half, half], 2.0**-149, "sm_80", "bf16") == 2.0**-149
-    assert _sum([half] * 2, 2.0**-149, "sm_90", "bf16") == 2.0**-149
-    assert _sum([half] * 4, 2.0**-149, "sm_90", "bf16") == 2.0**-148
-    assert _sum([half] * 4, 2.0**-149, "sm_80", "bf16") == 2.0**-149
-
-
-@pytest.mark.parametrize(("target", "bits"), [("sm_80", 24), ("sm_90", 25), ("sm_100", 25), ("gfx942", 24)])
-def test_a_zero_counts_as_the_smallest_normal_number_of_fp32(target: str, bits: int) -> None:
-    # 0 * 2^100 is aligned by -126 + 100: below that less the bits kept, an addend is lost.
-    last = 2.0 ** (-26 - bits)
-    assert _sum([(0.0, 2.0**100)], last, target, "bf16") == last
-    assert _sum([(0.0, 2.0**100)], last / 2, target, "bf16") == 0.0
-    assert _sum([(0.0, 1.0)], last / 2, target, "bf16") == last / 2
-    # So is a product; fp16's zeros, too, are -126 and not its own -14.
-    if target != "gfx942":
-        assert _sum([(0.0, 2.0**100), (2.0**-40, 2.0 ** (14 - bits))], 0.0, target, "bf16") == last
-        assert _sum([(0.0, 2.0**100), (2.0**-40, 2.0 ** (13 - bits))], 0.0, target, "bf16") == 0.0
-    assert _sum([(0.0, 2.0**15)], 2.0**-100, target, "fp16") == 2.0**-100
-
-
-def test_cdna3_rounds_the_addend_and_the_products_down_and_their_sum_to_even() -> None:
-    # -2^-40 is nothing to a term cut off; rounded down it is one last bit, 2^-24, to the addend, and 2^-31 to products.
-    tiny = -(2.0**-40)
-    assert _sum([1.0], tiny, "gfx942", "bf16") == 1.0 - 2.0**-24
-    assert _sum([1.0], -tiny, "gfx942", "bf16") == 1.0
-    assert _sum([1.0], tiny, "sm_80", "bf16") == 1.0
-    assert _sum([(2.0**-20, -(2.0**-20))], 1.0, "gfx942", "bf16") == 1.0  # 1 - 2^-31, to even
+NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+HALF = (2.0**63, 2.0**63)  # 2^126
+LARGE, OPPOSITE = (2.0**64, 2.0**64), (-(2.0**64), 2.0**64)  # products beyond fp32
+TINY, SMALL = -(2.0**-40), (-(2.0**-14), 2.0**-12)
+ABOVE = 1.0 + 2.0**-23
+E5M2 = "fp8_e5m2fnuz"
+# Products, an addend, formats, and the sum on targets.
+WORKED = [
+    # A sum that overflows is Inf.
+    *(([HALF] * 4, 0.0, "bf16", dict.fromkeys((*NVIDIA, "gfx942"), math.inf)),
+      ([HALF] * 2, -(2.0**127), "bf16", dict.fromkeys((*NVIDIA, "gfx942"), 0.0)),
+      ([(-(2.0**63), 2.0**63)] * 2, -(2.0**127), "bf16", dict.fromkeys((*NVIDIA, "gfx942"), -math.inf))),
+    # Half an ulp more than the largest number is the largest, toward zero; to even it would be Inf, as on CDNA3.
+    ([(2.0**51, 2.0**52)], LARGEST, "bf16", dict.fromkeys(NVIDIA, LARGEST) | {"gfx942": math.inf}),
+    ([(2.0**51, 2.0**52)] * 2, LARGEST, "bf16", dict.fromkeys(NVIDIA, math.inf)),
+    # 0 * 2^100 is aligned by -126 + 100: below that less the bits kept, an addend is lost, and so is a product.
+    ([(0.0, 2.0**100)], 2.0**-50, "bf16", {"sm_80": 2.0**-50, "sm_90": 2.0**-50, "gfx942": 2.0**-50}),
+    ([(0.0, 2.0**100)], 2.0**-51, "bf16", {"sm_80": 0.0, "sm_90": 2.0**-51, "sm_100": 2.0**-51, "gfx942": 0.0}),
+    ([(0.0, 2.0**100)], 2.0**-52, "bf16", {"sm_90": 0.0, "sm_100": 0.0}),
+    ([(0.0, 1.0)], 2.0**-52, "bf16", {"sm_80": 2.0**-52, "sm_90": 2.0**-52, "gfx942": 2.0**-52}),
+    ([(0.0, 2.0**100), (2.0**-40, 2.0**-11)], 0.0, "bf16", {"sm_80": 0.0, "sm_90": 2.0**-51}),
+    ([(0.0, 2.0**15)], 2.0**-100, "fp16", {"sm_80": 2.0**-100, "gfx942": 2.0**-100}),  # -126, and not fp16's -14
+    # Of a subnormal of fp32, or of fp16, the exponent is that of the smallest normal number.
+    ([(2.0**-75, 2.0**-76)] * 2, 2.0**-149, "bf16", {"sm_80": 2.0**-149, "sm_90": 2.0**-149}),
+    ([(2.0**-75, 2.0**-76)] * 4, 2.0**-149, "bf16", {"sm_80": 2.0**-149, "sm_90": 2.0**-148}),
+    ([2.0**-24], 2.0**-39, "fp16", {"sm_80": 2.0**-24, "sm_90": 2.0**-24 + 2.0**-39}),
+    # On CDNA3 -2^-40 is one last bit of the addend, 2^-24, and of products, 2^-31: both are rounded down.
+    ([1.0], TINY, "bf16", {"gfx942": 1.0 - 2.0**-24, "sm_80": 1.0}),
+    ([1.0], -TINY, "bf16", {"gfx942": 1.0}),
+    ([(2.0**-20, -(2.0**-20))], 1.0, "bf16", {"gfx942": 1.0}),  # 1 - 2^-31, to even
     # 1 + 2^-23 - 2^-24 is a tie, which goes to the even 1; less 2^-31 it is none, and goes down too; more, up.
-    above = 1.0 + 2.0**-23
-    assert _sum([-(2.0**-24)], above, "gfx942", "bf16") == 1.0
-    assert _sum([-(2.0**-24), 2.0**-31], above, "gfx942", "bf16") == above
-    assert _sum([-(2.0**-24), 2.0**-31], above, "sm_80", "bf16") == 1.0
-    # Products are cut off among themselves, before they meet the addend.
-    assert _sum([1.0, tiny], -1.0, "gfx942", "bf16") == 0.0
+    ([-(2.0**-24)], ABOVE, "bf16", {"gfx942": 1.0}),
+    ([-(2.0**-24), 2.0**-31], ABOVE, "bf16", {"gfx942": ABOVE, "sm_80": 1.0}),
+    ([-(2.0**-24), 2.0**-32], ABOVE, "bf16", {"gfx942": 1.0}),
+    ([1.0, TINY], -1.0, "bf16", {"gfx942": 0.0}),  # products are cut off among themselves
+    # Even and odd keys of fp8 apart: cut off beside 1, alone among the odd rounded down to a last bit.
+    ([1.0, 0.0, SMALL], -1.0, E5M2, {"gfx942": 0.0}),
+    ([1.0, SMALL], -1.0, E5M2, {"gfx942": -(2.0**-24)}),
+    # There an addend 2^25 times smaller than the largest product is rounded down, 2^26 times left out.
+    ([1.0], -(2.0**-25), E5M2, {"gfx942": 1.0 - 2.0**-24}),
+    ([1.0], -(2.0**-26), E5M2, {"gfx942": 1.0}),
+    # A product beyond fp32 is Inf on CDNA3; NVIDIA goes on.
+    ([LARGE], -LARGEST, "bf16", {"gfx942": math.inf}),
+    ([LARGE, OPPOSITE], 1.0, "bf16", {"gfx942": math.nan, "sm_80": 0.0}),
+    ([LARGE], -math.inf, "bf16", {"gfx942": -math.inf}),
+    # tf32 is 19 bits of an operand.
+    ([1.0 + 2.0**-10 + 2.0**-11], 0.0, "tf32", {"sm_80": 1.0 + 2.0**-10, "gfx942": 1.0 + 2.0**-10}),
+]  # fmt: skip
 
 
-def test_cdna3_takes_even_and_odd_keys_of_fp8_apart() -> None:
-    # -2^-14 * 2^-12 is cut off beside 1; alone among the odd keys it is rounded down to one last bit.
-    small = (-(2.0**-14), 2.0**-12)
-    e5m2 = "fp8_e5m2fnuz"
-    assert _sum([1.0, 0.0, small], -1.0, "gfx942", e5m2) == 0.0
-    assert _sum([1.0, small], -1.0, "gfx942", e5m2) == -(2.0**-24)
-    # An addend 2^25 times smaller than the largest product is rounded down, 2^26 times left out.
-    assert _sum([1.0], -(2.0**-25), "gfx942", e5m2) == 1.0 - 2.0**-24
-    assert _sum([1.0], -(2.0**-26), "gfx942", e5m2) == 1.0
-    assert _sum([1.0], -(2.0**-26), "gfx942", "bf16") == 1.0 - 2.0**-24
-
-
-def test_cdna3_makes_inf_of_a_product_beyond_fp32_where_nvidia_goes_on() -> None:
-    large, other = (2.0**64, 2.0**64), (-(2.0**64), 2.0**64)
-    assert _sum([large], -LARGEST, "gfx942", "bf16") == math.inf
-    assert math.isnan(_sum([large, other], 0.0, "gfx942", "bf16"))
-    assert _sum([large], -math.inf, "gfx942", "bf16") == -math.inf
-    assert _sum([large, other], 1.0, "sm_80", "bf16") == 0.0
+@pytest.mark.parametrize(("products", "addend", "operands", "sums"), WORKED)
+def test_sums_by_hand_where_a_rule_decides(
+    products: Sequence[float | tuple[float, float]], addend: float, operands: str, sums: dict[str, float]
+) -> None:
+    assert {target: _sum(products, addend, target, operands) for target in sums} == pytest.approx(
+        sums, rel=0.0, abs=0.0, nan_ok=True
+    )
 
 
 @each_core
@@ -286,12 +247,6 @@ def test_what_fp32_has_no_number_for_is_a_zero_whose_sign_is_lost_toward_zero(ta
     total = _sum([(-(2.0**-75), 2.0**-75)], 0.0, target, "bf16")  # half of the smallest number
     assert total == 0.0
     assert math.copysign(1.0, total) == sign
-
-
-@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
-def test_tf32_reads_19_bits_of_an_operand(target: str) -> None:
-    assert _sum([1.0 + 2.0**-10 + 2.0**-11], 0.0, target, "tf32") == 1.0 + 2.0**-10
-    assert _sum([-(1.0 + 2.0**-10 + 2.0**-11)], 0.0, target, "tf32") == -(1.0 + 2.0**-10)
 
 
 def test_two_formats_of_fp8_count_each_their_own_subnormals() -> None:
@@ -324,18 +279,9 @@ def test_what_is_in_memory_at_once_changes_nothing(at_once: int, monkeypatch: py
     assert torch.equal(tensor_core_matmul(a, b, c, core), torch.stack([torch.stack(row) for row in expected]))
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
-def test_nothing_to_add_leaves_the_addend(shape: tuple[int, int, int]) -> None:
-    m, k, n = shape
-    product = tensor_core_matmul(torch.ones(m, k), torch.ones(k, n), torch.ones(m, n), core_of("sm_80", "bf16"))
-    assert product.shape == (m, n)
-    assert (product == 1.0 + k).all()
-
-
-def test_operands_and_addend_are_left_as_they_are() -> None:
-    a, b, c = torch.ones(2, 4), torch.ones(4, 2), torch.zeros(2, 2)
-    tensor_core_matmul(a, b, c, core_of("sm_89", "tf32"))
-    assert bool((a == 1).all() and (b == 1).all() and (c == 0).all())
+def test_no_products_leave_the_addend() -> None:
+    product = tensor_core_matmul(torch.ones(2, 0), torch.ones(0, 3), torch.ones(2, 3), core_of("sm_80", "bf16"))
+    assert torch.equal(product, torch.ones(2, 3))
 
 
 def test_every_target_has_the_cores_that_mma_sim_has() -> None:
@@ -369,3 +315,27 @@ def test_every_target_has_the_cores_that_mma_sim_has() -> None:
 def test_what_a_target_does_not_multiply_is_named(operands: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         core_of(*operands)
+
+
+def test_the_study_counts_every_sum_that_mma_sim_has_otherwise() -> None:
+    """With an instruction of its kind in the place of MMA-Sim's, and every core that is known but a twin's."""
+    instruction = mma_sim.INSTRUCTIONS[0]
+    core = core_of(instruction.target, instruction.a, instruction.b)
+
+    class Built:
+        k = 2 * core.products
+
+        def __call__(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+            d = tensor_core_matmul(a.float(), b.float(), c, core)
+            d[3, 4] += self.off
+            return d
+
+        def __init__(self, off: float) -> None:
+            self.off = off
+
+    assert [mma_sim.compare(instruction, Built(0.0), kind, seed=1) for kind in mma_sim.KINDS] == [0] * 13
+    assert mma_sim.compare(instruction, Built(1.0), "normal", seed=1) == 1
+    nan = torch.tensor([float("nan"), 0.0])
+    assert mma_sim.differing(nan, -nan) == 1
+    compared = {(instruction.target, instruction.a, instruction.b) for instruction in mma_sim.INSTRUCTIONS}
+    assert compared == {core for core in tensor_cores._CORES if core[0] != "sm_86"}

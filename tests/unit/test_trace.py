@@ -1,17 +1,15 @@
 """The paper's equation 5: the error of O-bar key by key, and where it steps."""
 
-from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from tiebreak.cases.batch import Trace, error_trace, trace
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP16, ulp
-from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.reference import Reference, reference
-from tiebreak.kernels.roster import composed_kernel
+from tiebreak.kernels.reference import reference
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 16
@@ -36,29 +34,15 @@ def test_the_error_of_a_row_is_as_worked_out_by_hand() -> None:
     assert error_trace(torch.ones(2), pair, FP16).tolist() == [0.0, 0.0]
 
 
-@cache
-def _case(name: str) -> tuple[AttentionInputs, Reference]:
-    inputs = CASES[name].make(0, 0, HEADS, BF16)
-    return inputs, reference(inputs)
-
-
-def _declaration(kernel: str) -> Declaration:
-    declaration = composed_kernel(kernel).declaration
-    assert declaration is not None
-    return declaration
-
-
 def _traces(name: str, kernel: str = "flash@paper") -> list[tuple[Trace, Tensor]]:
     """Traces of every eighth column of every head's first two rows, each with its steps in ulps of O-bar."""
-    inputs, ref = _case(name)
-    traces = []
-    for head in range(HEADS):
-        for row in range(2):
-            for column in range(0, 64, 8):
-                traced = trace(_declaration(kernel), inputs, ref, head=head, row=row, column=column)
-                o_bar = (traced.p_bar.double() * inputs.v[0, head, :, column].double()).sum()
-                steps = torch.diff(traced.error, prepend=torch.zeros(1, dtype=torch.float64))
-                traces.append((traced, steps.abs() / ulp(o_bar[None], BF16)))
+    inputs, traces = CASES[name].make(0, 0, HEADS, BF16), []
+    ref, declaration = reference(inputs), parse_declaration(kernel)
+    for head, row, column in product(range(HEADS), range(2), range(0, 64, 8)):
+        traced = trace(declaration, inputs, ref, head=head, row=row, column=column)
+        o_bar = (traced.p_bar.double() * inputs.v[0, head, :, column].double()).sum()
+        steps = torch.diff(traced.error, prepend=torch.zeros(1, dtype=torch.float64))
+        traces.append((traced, steps.abs() / ulp(o_bar[None], BF16)))
     return traces
 
 

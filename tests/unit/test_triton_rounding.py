@@ -27,8 +27,8 @@ from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.session import interpreting
 
 rounded = source("rounding").rounded
-absorb = source("noise").absorb
-row_state = source("noise").row_state
+absorb = source("rounding").absorb
+row_state = source("rounding").row_state
 SIZE = 4096
 
 
@@ -36,13 +36,6 @@ def _round(X: Any, R: Any, Y: Any, F: tl.constexpr, HOW: tl.constexpr, N: tl.con
     index = tl.program_id(0) * N + tl.arange(0, N)
     random = tl.load(R + index).to(tl.uint32, bitcast=True)
     tl.store(Y + index, rounded(tl.load(X + index), random, F, HOW))
-
-
-def _hash(S: Any, A: Any, B: Any, Y: Any, N: tl.constexpr) -> None:
-    index = tl.arange(0, N)
-    state = tl.load(S + index).to(tl.uint32, bitcast=True)
-    state = absorb(absorb(state, tl.load(A + index)), tl.load(B + index))
-    tl.store(Y + index, state.to(tl.int32, bitcast=True))
 
 
 def _noise(U: Any, B: Any, dither: Any, cast: Any, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
@@ -78,40 +71,22 @@ def _values(fmt: Format) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % SIZE))
 
 
-def _assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    assert torch.equal(actual.isnan(), expected.isnan())
-    number = ~expected.isnan()
-    assert torch.equal(actual[number].view(torch.int32), expected[number].view(torch.int32))
+AWAY = [(fmt, Rounding.TIES_AWAY) for fmt in (BF16, FP16, FP8_E4M3, FP8_E5M2)]
 
 
-@pytest.mark.parametrize("fmt", [BF16, FP16, FP8_E4M3, FP8_E5M2], ids=lambda fmt: fmt.name)
-def test_the_kernels_cast_with_ties_away_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("fmt", "how"), [*AWAY, (BF16, Rounding.STOCHASTIC), (FP16, Rounding.STOCHASTIC)])
+def test_the_kernels_casts_are_the_emulations(fmt: Format, how: Rounding, interpreted: Callable[..., Any]) -> None:
     x = _values(fmt)
-    y, unused = torch.zeros_like(x), torch.zeros(x.shape, dtype=torch.int32)
-    interpreted(_round)[(x.numel() // SIZE,)](x, unused, y, F=fmt, HOW="away", N=SIZE)
-    _assert_same_bits(y, round_to(x, fmt, Rounding.TIES_AWAY))
-
-
-@pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
-def test_the_kernels_stochastic_cast_is_the_emulations(fmt: Format, interpreted: Callable[..., Any]) -> None:
-    x = _values(fmt)
-    random = random_bits(7, torch.arange(x.numel()))
+    random, y = random_bits(7, torch.arange(x.numel())), torch.zeros_like(x)
     random[::5], random[1::5] = 0, 2**32 - 1
-    y = torch.zeros_like(x)
-    interpreted(_round)[(x.numel() // SIZE,)](x, _as_int32(random), y, F=fmt, HOW="stochastic", N=SIZE)
-    _assert_same_bits(y, round_to(x, fmt, Rounding.STOCHASTIC, random_bits=random))
+    interpreted(_round)[(x.numel() // SIZE,)](x, _as_int32(random), y, F=fmt, HOW=how.value, N=SIZE)
+    expected = round_to(x, fmt, how, random_bits=random if how is Rounding.STOCHASTIC else None)
+    assert torch.equal(y.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(y[number].view(torch.int32), expected[number].view(torch.int32))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
-def test_the_kernels_hash_is_the_counters(seed: int, interpreted: Callable[..., Any]) -> None:
-    row, column = torch.arange(SIZE), torch.arange(SIZE) * 7919 % 1000
-    state = _as_int32(random_bits(seed, 5)).expand(SIZE).contiguous()
-    hashes = torch.zeros(SIZE, dtype=torch.int32)
-    interpreted(_hash)[(1,)](state, row.int(), column.int(), hashes, N=SIZE)
-    assert torch.equal(hashes, _as_int32(random_bits(seed, 5, row, column)))
-
-
-@pytest.mark.parametrize("seed", [3, 2**32 - 5])
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 5])
 def test_the_kernels_random_numbers_are_the_noises(seed: int, interpreted: Callable[..., Any]) -> None:
     shape, noise = torch.Size([2, 3, 16, 8]), Noise(seed, heads=3)
     config = Config(FP32_PLAN, SHIFT_RULES["safe"], causal=False, d=8, block=Block(16, 16), query_heads=3)

@@ -10,7 +10,7 @@ import torch
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.external.clock import Clock
+from tiebreak.kernels.external.isolation import Clock
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import watch

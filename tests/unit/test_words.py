@@ -35,9 +35,6 @@ def named(heading: str) -> set[str]:
 )
 def test_names_are_some_that_there_are(heading: str, known: set[str]) -> None:
     assert named(heading) <= known
-
-
-def test_shift_rules_are_some_that_there_are() -> None:
     assert set(re.findall(r"`(\w+)` \(", section("Shift rules"))) <= set(SHIFT_RULES)
 
 

@@ -5,28 +5,23 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiebreak.kernels.external.errors import LoadError
+from tiebreak.kernels.external.options import LoadError
 
 _BY_MODULE = {
-    "gpu": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger fla",
-    "npu": "npu_fusion_attention",
-    "modules": "hf:eager hf:sdpa x_transformers",
-    "arrays": "jax",
-    "graphs": "onnxruntime openvino",
+    "devices": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger"
+    " fla npu_fusion_attention",
+    "libraries": "hf:eager hf:sdpa x_transformers jax onnxruntime openvino",
 }
 #: Where each lies: its module in this package, and its function.
 ADAPTERS: Mapping[str, str] = {
     name: f"{module}:{name.replace(':', '_')}" for module, names in _BY_MODULE.items() for name in names.split()
 }
 _OWN = "one of your own is path/to/file.py:function or package.module:function"
-_FAMILIES = frozenset(name.partition(":")[0] for name in ADAPTERS if ":" in name)
 
 
 def is_adapter(target: str) -> bool:
     """Whether a target can only be the name of an adapter, known or not."""
-    if target in ADAPTERS or target.partition(":")[0] in _FAMILIES:
-        return True
-    return bool(target) and not set(target) & set(".:/\\")
+    return target.startswith("hf:") or (target != "" and not set(target) & set(".:/\\"))
 
 
 def adapter(name: str) -> Callable[..., Any]:

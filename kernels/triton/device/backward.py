@@ -16,18 +16,13 @@ from .tiles import across, dot, down, first_head, load, load_rows, row_sum, stor
 def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
     """The row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
 
-    Grid: (blocks of queries, batch x query heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, O, LSE, queries, keys, C: as for `forward`, O and LSE as it stored them.
-        DO: upstream gradient, in the shape of Q.
-        DELTA: fp32 (batch x heads, queries).
+    Grid and arguments as of `forward`, O and LSE as it stored them; DO in the shape of Q, DELTA in that of LSE.
     """
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries
     row = down(first, C.block.queries, C)
     do = load(DO, head, row, queries, C)
-    if C.delta_from_o:
+    if C.plan.delta_from.name == "OUTPUT":
         total = row_sum(do.to(tl.float32) * load(O, head, row, queries, C).to(tl.float32))
     else:
         q = load(Q, head, row, queries, C)
@@ -39,7 +34,7 @@ def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
             v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
             s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
             p = probabilities(s, lse, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
-            if C.delta_from_p:
+            if C.plan.delta_from.name == "PROBABILITIES":
                 total += row_sum(p * upstream_of_p(do, transposed(v, C), C.block.queries, C.block.keys, C))
             else:
                 pv = dot(p, v, zeros(C.block.queries, C.block_d, C))
@@ -67,11 +62,7 @@ def upstream_of_p(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constex
 def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl.constexpr):
     """DK and dV of one block of keys, summed over the query heads that share the key head. Tiles are (keys, queries).
 
-    Grid: (blocks of keys, batch x key heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
-        DK, DV: in the shape of K.
+    Grid: (blocks of keys, batch x key heads / C.heads). Arguments as of `delta`; DK and DV in the shape of K.
     """
     key_head = first_head(1, C)
     first = tl.program_id(0) * C.block.keys
@@ -106,14 +97,7 @@ def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl
 
 @triton.jit
 def query_gradient(Q, K, V, PADDING, DO, LSE, DELTA, DQ, queries, keys, C: tl.constexpr):
-    """DQ of one block of queries.
-
-    Grid: (blocks of queries, batch x query heads / C.heads).
-
-    Args:
-        Q, K, V, PADDING, DO, LSE, DELTA, queries, keys, C: as for `delta`.
-        DQ: in the shape of Q.
-    """
+    """DQ of one block of queries, in the shape of Q. Grid and arguments as of `delta`."""
     head = first_head(1, C)
     first = tl.program_id(0) * C.block.queries
     row = down(first, C.block.queries, C)

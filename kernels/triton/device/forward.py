@@ -1,10 +1,9 @@
-"""Flash attention's forward pass: `tiebreak.kernels.flash.flash`, as one kernel."""
+"""The forward passes: `flash` and `standard` of `tiebreak.kernels.flash`, each as one kernel."""
 
 import triton
 import triton.language as tl
 
-from .noise import absorb, row_state
-from .rounding import cast, narrow, rounded
+from .rounding import absorb, cast, narrow, rounded, row_state
 from .softmax import exp, hide, log, propose, scores
 from .tiles import across, dot, down, first_head, load, row_max, row_sum, store, transposed, zeros
 
@@ -41,7 +40,43 @@ def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C
     for start in range(whole, end, C.block.keys):
         m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
     finish(O, PADDING, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
-    write_lse(LSE, head, row, queries, (m + log(l, C) - C.log_raised) * C.natural, C)
+    write_lse(LSE, head, row, queries, (m + log(l, C) - C.log_raised) * (1.0 / C.unit), C)
+
+
+@triton.jit(do_not_specialize=["cast_start"])
+def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
+    """Standard attention of one block of queries: P is normalised by the whole row's sum before it is cast.
+
+    S is computed three times and never held: for a row's maximum, for its sum, for O. Arguments and grid as of
+    `forward`; `dither_start` is not used.
+    """
+    head = first_head(1, C)
+    row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
+    q = load(Q, head, row, queries, C)
+    m = zeros(C.block.queries, 1, C) - float("inf")
+    for start in range(0, keys, C.block.keys):
+        m = tl.maximum(m, row_max(visible_scores(q, K, PADDING, head, row, start, queries, keys, C)))
+    shift = tl.where(m == float("-inf"), 0.0, m)
+    l = zeros(C.block.queries, 1, C)
+    for start in range(0, keys, C.block.keys):
+        l += row_sum(exp(visible_scores(q, K, PADDING, head, row, start, queries, keys, C) - shift, C))
+    o = zeros(C.block.queries, C.block_d, C)
+    P_BAR: tl.constexpr = C.plan.p_bar
+    for start in range(0, keys, C.block.keys):
+        p = exp(visible_scores(q, K, PADDING, head, row, start, queries, keys, C) - shift, C)
+        v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
+        o = dot(narrow(tl.div_rn(p, l + zeros(1, C.block.keys, C)), P_BAR), v, o)
+    O_BAR: tl.constexpr = C.plan.o_bar
+    finish(O, PADDING, head, row, queries, keys, cast(o, O_BAR), cast_start, C)
+    write_lse(LSE, head, row, queries, (shift + log(l, C)) * (1.0 / C.unit), C)
+
+
+@triton.jit
+def visible_scores(q, K, PADDING, head, row, start, queries, keys, C: tl.constexpr):
+    """One tile of S, with -Inf where a query does not see a key."""
+    k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
+    s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
+    return hide(s, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
 
 
 @triton.jit
@@ -77,14 +112,18 @@ def attend(
     p = exp(s - shift, C)
     alpha = exp(m - shift, C)
     if C.plan.offset != 0:
-        p = p * C.raised
+        p = p * 2.0**C.plan.offset
     P_BAR: tl.constexpr = C.plan.p_bar
     p_bar = narrow(p, P_BAR)
-    if C.sums_rounded:
+    if C.plan.row_sum_of.name == "ROUNDED":
         p = p_bar.to(tl.float32)
-    elif C.sums_clamped:
+    elif C.plan.row_sum_of.name == "CLAMPED":
         p = tl.minimum(p, C.plan.p_bar.fmt.largest)
-    l = add_to_row_sum(l, alpha, p, C)
+    total = row_sum(p)
+    if C.shift.row_sum_floor != 0.0:
+        total = tl.maximum(total, C.shift.row_sum_floor)
+    ROW_SUM: tl.constexpr = C.plan.row_sum
+    l = cast(cast(alpha * l, ROW_SUM) + cast(total, ROW_SUM), ROW_SUM)
     v = load(V, head // C.groups, key, keys, C)
     if C.plan.o_bar.narrows:
         O_BAR: tl.constexpr = C.plan.o_bar
@@ -96,24 +135,13 @@ def attend(
 
 
 @triton.jit
-def add_to_row_sum(l, alpha, p, C: tl.constexpr):
-    """The row sum after one more block of probabilities, rounded at every operation."""
-    total = row_sum(p)
-    if C.shift.row_sum_floor != 0.0:
-        total = tl.maximum(total, C.shift.row_sum_floor)
-    ROW_SUM: tl.constexpr = C.plan.row_sum
-    total = cast(total, ROW_SUM)
-    return cast(cast(alpha * l, ROW_SUM) + total, ROW_SUM)
-
-
-@triton.jit
 def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr):
     """O's cast, to even or stochastic, and its store; rows without a visible key give zeros."""
     if C.padded:
         o = tl.where(blind(PADDING, head, row, queries, keys, C), 0.0, o)
     elif C.causal:
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
-    if C.stochastic:
+    if C.plan.stochastic:
         random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d, C))
         FMT: tl.constexpr = C.plan.o.fmt
         o = rounded(o, random, FMT, "stochastic")

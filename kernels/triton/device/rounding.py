@@ -1,4 +1,4 @@
-"""Casts: the device's own to even, and by integer arithmetic on fp32's bits those that no device has."""
+"""Casts, the device's own to even and by integer arithmetic on fp32's bits those that no device has; and the noise."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def narrow(x, C: tl.constexpr):
-    """`x` as a cast to nearest leaves it, in the format's own type.
+    """`x`, fp32, as a cast to nearest leaves it, in the format's own type; a stochastic cast is made before.
 
-    Args:
-        x: fp32; already rounded where the cast is stochastic.
-        C: `Cast`, from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
+    `C` is a `Cast` from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
     """
     FMT: tl.constexpr = C.fmt
     if not C.narrows:
         return x
-    elif C.ties_away:
+    elif C.rounding.name == "TIES_AWAY":
         return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
     elif C.saturates:  # NVIDIA's casts to 8 bits do, not those of every device
         return _native(tl.where(x > FMT.largest, FMT.largest, tl.where(x < -FMT.largest, -FMT.largest, x)), FMT)
@@ -84,3 +82,25 @@ def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
         threshold = below.to(tl.int64) + (scaled - below >= 0.5).to(tl.int64)
         up = threshold + random.to(tl.int64) >= 4294967296
         return (whole + up.to(tl.float32)) * F.smallest_subnormal
+
+
+@triton.jit
+def absorb(state, counter):
+    """The state of `tiebreak.kernels.counter`, uint32, after one more counter; with all of them, the random bits."""
+    return _mix(tl.add(_mix(counter.to(tl.uint32)), state, sanitize_overflow=False))
+
+
+@triton.jit
+def _mix(x):
+    x = x ^ (x >> 16)
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
+    x = x ^ (x >> 15)
+    x = tl.mul(x, 0x846CA68B, sanitize_overflow=False)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_state(start, head, row, C: tl.constexpr):
+    """The state after (batch, head, row), from the bits of that after (seed, stream) as int32."""
+    state = absorb(start.to(tl.uint32, bitcast=True), head // C.query_heads)
+    return absorb(absorb(state, head % C.query_heads), row)

@@ -54,14 +54,7 @@ def log(x, C: tl.constexpr):
 
 @triton.jit
 def propose(s, largest, dither, C: tl.constexpr):
-    """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`).
-
-    Args:
-        s: one block of scores.
-        largest: its row maxima.
-        dither: the rows' random numbers in [0, 1).
-        C: `Config`.
-    """
+    """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`)."""
     shift = largest
     if C.shift.scales:
         scaled = tl.where(largest > 0.0, largest * C.shift.above, largest)

@@ -39,15 +39,7 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def load(base, head, row, length, C: tl.constexpr):
-    """Rows of a (heads, length, d) tensor as a tile; zeros beyond its end.
-
-    Args:
-        base: pointer.
-        head: `first_head`.
-        row: indices `down`.
-        length: rows of one head.
-        C: `Config`.
-    """
+    """Rows, indices `down`, of a head of a (heads, length, d) tensor as a tile; zeros beyond its end."""
     column = across(0, C.block_d, C)
     pointers = base + head * (length * C.d) + row * C.d + column
     if C.block_d == C.d:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from tiebreak.backends.backend import to_device
-from tiebreak.backends.probes import of_products
+from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.added_features import with_features
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.captured import CapturedError, captured_cases
@@ -219,7 +219,7 @@ def _evidence(
     evidence: dict[str, Any] = {}
     if fits:
         evidence["fits"] = {
-            name: records.FitRecord.measured(fit.bits, fit.difference.mean, fit.difference.half_width)
+            name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in fits.items()
         }
     if cell.kernel.external and (errors.error_over_bound > 1.0 or errors.nonfinite):  # no rounding explains O
@@ -253,7 +253,7 @@ def _prediction(cell: Cell, sample: Sample, bench: CaseBench) -> Predicted | Non
 
 def _as_the_device_multiplies(cell: Cell, sample: Sample, bench: CaseBench) -> str:
     """Of an output that its plan does not predict: whether it would, if it said how the device adds up products."""
-    plan = ",".join([sample.declaration.label, *of_products(cell.backend.arithmetic, cell.backend.device)])
+    plan = ",".join([sample.declaration.label, *plan_changes(cell.backend.arithmetic, cell.backend.device)])
     if plan == sample.declaration.label:
         return ""
     emulated = merge([bench.emulated(index, parse_declaration(plan))[1] for index in range(len(sample.draws))])

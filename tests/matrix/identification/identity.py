@@ -18,8 +18,8 @@ from tiebreak.matrix.identification.space import QUICK, TILE, Change, changes, n
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Explanation
-from tiebreak.reports.tables.plans import percent
 from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import percent
 
 _HEADS = 32  # of an input by which no plan was chosen
 _BIASED = 96  # of one on which the plan's bias is emulated

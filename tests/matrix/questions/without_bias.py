@@ -22,7 +22,7 @@ from tiebreak.matrix.questions.comparison import Comparison
 from tiebreak.matrix.questions.within_error import WORSE
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
-from tiebreak.reports.tables.changes import changes_text, worst
+from tiebreak.reports.tables.texts import changes_text, worst
 
 KIND = "invariance"  # of experiment, and the name of its check
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less

@@ -25,7 +25,7 @@ def sources() -> list[Compilation]:
 
 def _order(compilation: Compilation) -> bool:
     """The stochastic forward pass first: it has a plan and the dither too, which then needs no kernel of its own."""
-    return not (compilation.name.endswith("/forward") and _config(compilation).stochastic)
+    return not (compilation.name.endswith("/forward") and _config(compilation).plan.stochastic)
 
 
 def _facets(compilation: Compilation) -> Iterator[Hashable]:

@@ -1,14 +1,11 @@
-"""The emulation's tensor cores against MMA-Sim (arXiv 2511.10909), bit by bit; the figures are in docs/science.md.
+"""`make studies STUDY=mma_sim ARGS=CHECKOUT`: the emulation's tensor cores against MMA-Sim, bit by bit.
 
-    git clone https://github.com/microsoft/MMA-Sim
-    TIEBREAK_MMA_SIM=MMA-Sim pytest -n auto tests/unit/test_mma_sim.py
-
-Each count is of sums of two instructions, the second of which adds to the first one's result. NaN equals NaN. Without a
-checkout, stand-ins for MMA-Sim's instructions show that the comparison compares.
+MMA-Sim (arXiv 2511.10909) is its authors' model of matrix instructions; the figures are in docs/science.md. Each count
+is of sums of two instructions, the second of which adds to the first one's result. NaN equals NaN.
 """
 
-import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.targets import OPERANDS, TARGETS, core_of
-from tiebreak.backends.emulation.tensor_cores import TensorCore, tensor_core_matmul
+from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
+from tiebreak.reports.cli import FELL, HELD, Parser
 
-CHECKOUT = os.environ.get("TIEBREAK_MMA_SIM")  # a folder
 SEEDS = 6  # of each kind of input
 SIDE = 8  # of the square that a call of MMA-Sim fills: its time grows with every element
 LARGEST = torch.finfo(torch.float32).max
@@ -281,62 +276,27 @@ def compare(instruction: Instruction, built: Any, kind: str, seed: int) -> int:
     return differing(sums, c)
 
 
-@dataclass
-class StandIn:
-    """An instruction as MMA-Sim has them: operands in their own types."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print how many sums differ, by instruction; return 1 if any does."""
+    parser = Parser(prog="python -m tiebreak.studies.mma_sim", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a clone of https://github.com/microsoft/MMA-Sim")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of each kind of input (default: {SEEDS})")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(options.checkout.resolve(strict=True)))
+    from mmasim.simulator import amd, nv_ptx  # type: ignore[import-not-found, unused-ignore]
 
-    core: TensorCore
-    k: int  # products of one instruction
-    dtypes: tuple[torch.dtype, torch.dtype]  # of the operands
-    off: float = 0.0  # added to one element
-
-    def __call__(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        assert (a.dtype, b.dtype, a.shape[-1]) == (*self.dtypes, self.k)
-        d = tensor_core_matmul(a.float(), b.float(), c, self.core)
-        d[3, 4] += self.off
-        return d
-
-
-def _stand_in(instruction: Any, off: float = 0.0) -> StandIn:
-    core = core_of(instruction.target, instruction.a, instruction.b)
-    return StandIn(core, 2 * core.products, (DTYPES[instruction.a], DTYPES[instruction.b]), off)
-
-
-def test_every_core_but_of_a_target_that_is_anothers_twin_is_compared() -> None:
-    compared = {(instruction.target, instruction.a, instruction.b) for instruction in INSTRUCTIONS}
-    assert set(DTYPES) == set(OPERANDS)
-    for target in set(TARGETS) - {"sm_86"}:
-        for a in OPERANDS:
-            for b in OPERANDS:
-                try:
-                    core_of(target, a, b)
-                except ValueError:
-                    assert (target, a, b) not in compared
-                else:
-                    assert (target, a, b) in compared
-    assert all(core_of("sm_86", name) == core_of("sm_80", name) for name in ("fp16", "bf16", "tf32"))
+    total = 0
+    for instruction in INSTRUCTIONS:
+        built = instruction.build({**vars(nv_ptx), **vars(amd)})
+        counts = {kind: sum(compare(instruction, built, kind, seed) for seed in range(options.seeds)) for kind in KINDS}
+        differ = {kind: count for kind, count in counts.items() if count}
+        print(
+            f"{instruction.target} {instruction.kind} {instruction.qualifier}: {differ or 'none differs'}", flush=True
+        )
+        total += sum(differ.values())
+    print(f"{total} of {len(INSTRUCTIONS) * len(KINDS) * options.seeds * SIDE**2:,} sums differ")
+    return FELL if total else HELD
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("index", range(0, len(INSTRUCTIONS), 4))
-def test_equal_bits_are_equal_and_of_the_formats(index: int, kind: str) -> None:
-    instruction = INSTRUCTIONS[index]
-    assert compare(instruction, _stand_in(instruction), kind, seed=1) == 0
-
-
-def test_an_element_that_differs_is_counted_and_a_sign_of_zero_too() -> None:
-    instruction = INSTRUCTIONS[0]
-    assert compare(instruction, _stand_in(instruction, off=1.0), "normal", seed=1) == 1
-    nan = torch.tensor([float("nan"), 0.0])
-    assert differing(nan, -nan) == 1
-
-
-@pytest.mark.skipif(CHECKOUT is None, reason="TIEBREAK_MMA_SIM names no checkout of MMA-Sim")
-@pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda each: f"{each.target}-{each.kind}-{each.qualifier}")
-def test_no_sum_differs_from_mma_sim(instruction: Instruction, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(CHECKOUT or "").resolve(strict=True))
-    from mmasim.simulator import amd, nv_ptx
-
-    built = instruction.build({**vars(nv_ptx), **vars(amd)})
-    different = {kind: sum(compare(instruction, built, kind, seed) for seed in range(SEEDS)) for kind in KINDS}
-    assert {kind: count for kind, count in different.items() if count} == {}
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Attention kernels for GPUs. None of them was run on one yet: their signatures and documents were read."""
+"""Attention kernels for GPUs and NPUs. None of them was run on one yet: their signatures and documents were read."""
 
 import importlib
 import os
@@ -11,72 +11,36 @@ from torch.nn.functional import pad
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
+from tiebreak.kernels.npu import causal_mask
 
 _ALL = -1, -1  # a window of all keys
-_CUDA = ("cuda",)
-_FLASH = ("softmax_scale", "causal", "window_size", "softcap", "deterministic")
+_CUDA, _BOTH = ("cuda",), ("cuda", "npu")
 
 FLASH_ATTN = Foreign(
-    "flash_attn:flash_attn_func",
-    "flash-attn",
-    "2.8",
-    _FLASH,
-    install="pip install flash-attn --no-build-isolation",
-    devices=_CUDA,
+    "flash_attn:flash_attn_func", "flash-attn", "2.8", "pip install flash-attn --no-build-isolation", _CUDA
 )
 FLASH_ATTN_CUTE = Foreign(
-    "flash_attn.cute:flash_attn_func",
-    "flash-attn-4",
-    "4.0",
-    _FLASH,
-    install="pip install --pre flash-attn-4",
-    devices=_CUDA,
+    "flash_attn.cute:flash_attn_func", "flash-attn-4", "4.0", "pip install --pre flash-attn-4", _CUDA
 )
-XFORMERS = Foreign(
-    "xformers.ops.fmha:memory_efficient_attention", "xformers", "0.0.35", ("attn_bias", "scale", "op"), devices=_CUDA
-)
+XFORMERS = Foreign("xformers.ops.fmha:memory_efficient_attention", "xformers", "0.0.35", devices=_CUDA)
 XFORMERS_OP = Foreign("xformers.ops.fmha:MemoryEfficientAttentionCutlassOp", "xformers", "0.0.35")
 XFORMERS_MASK = Foreign("xformers.ops.fmha.attn_bias:LowerTriangularFromBottomRightMask", "xformers", "0.0.35")
-FLASHINFER = Foreign(
-    "flashinfer:single_prefill_with_kv_cache",
-    "flashinfer-python",
-    "0.6",
-    ("causal", "kv_layout", "sm_scale", "logits_soft_cap", "backend"),
-    devices=_CUDA,
-)
-SAGEATTENTION = Foreign(
-    "sageattention:sageattn", "sageattention", "2.2", ("tensor_layout", "is_causal", "sm_scale"), devices=_CUDA
-)
-AITER = Foreign(
-    "aiter:flash_attn_func",
-    "amd-aiter",
-    "0.1.20",
-    ("softmax_scale", "causal", "deterministic", "how_v3_bf16_cvt"),
-    devices=_CUDA,
-)
+FLASHINFER = Foreign("flashinfer:single_prefill_with_kv_cache", "flashinfer-python", "0.6", devices=_CUDA)
+SAGEATTENTION = Foreign("sageattention:sageattn", "sageattention", "2.2", devices=_CUDA)
+AITER = Foreign("aiter:flash_attn_func", "amd-aiter", "0.1.20", devices=_CUDA)
 TRANSFORMER_ENGINE = Foreign(
     "transformer_engine.pytorch:DotProductAttention",
     "transformer-engine",
     "2.18",
-    ("num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "softmax_scale"),
-    install="pip install --no-build-isolation transformer-engine[pytorch]",
-    devices=_CUDA,
+    "pip install --no-build-isolation transformer-engine[pytorch]",
+    _CUDA,
 )
-FLAG_GEMS = Foreign(
-    "flag_gems:scaled_dot_product_attention",
-    "flag-gems",
-    "5.3",
-    ("is_causal", "scale", "enable_gqa"),
-    devices=("cuda", "npu"),
-)
+FLAG_GEMS = Foreign("flag_gems:scaled_dot_product_attention", "flag-gems", "5.3", devices=_BOTH)
 LIGER = Foreign(
-    "liger_kernel.transformers.functional:liger_fused_neighborhood_attention",
-    "liger-kernel",
-    "0.8",
-    ("kernel_size", "scale"),
-    devices=("cuda", "npu"),
+    "liger_kernel.transformers.functional:liger_fused_neighborhood_attention", "liger-kernel", "0.8", devices=_BOTH
 )
-FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", ("scale",), devices=_CUDA)
+FLA = Foreign("fla.ops.attn:parallel_attn", "flash-linear-attention", "0.5", devices=_CUDA)
+NPU_FUSION_ATTENTION = Foreign("torch_npu:npu_fusion_attention", "torch-npu", "2.1 to 2.7", devices=("npu",))
 
 
 @needs(FLASH_ATTN)
@@ -88,7 +52,7 @@ def flash_attn(
     *,
     causal: bool,
     softmax_scale: float,
-    window_size: tuple[int, int] = _ALL,
+    window_size: Any = _ALL,
     softcap: float = 0.0,
 ) -> Any:
     """FlashAttention-2. Its mask is aligned at the lower right; a row without a key is 0."""
@@ -106,7 +70,7 @@ def flash_attn_cute(
     *,
     causal: bool,
     softmax_scale: float,
-    window_size: tuple[int, int] = _ALL,
+    window_size: Any = _ALL,
     softcap: float = 0.0,
 ) -> Any:
     """FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums.
@@ -209,3 +173,14 @@ def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> An
     rows = (pad(row, (0, 0, 0, 0, k.shape[1] - 1, 0)) for row in torch.split(q, 1, 1))
     with torch.no_grad():  # autograd would add up dK and dV in the format of q
         return torch.cat([FLA(row, k, v, scale=scale)[:, -1:] for row in rows], 1)
+
+
+@needs(NPU_FUSION_ATTENTION)
+@kernel(takes="gqa", refuses="blind_rows")
+def npu_fusion_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
+    """Torch-npu's operator, which the backend `ascend` has in every layout (kernels/npu.py).
+
+    Without a mask it has none; its mode 3 aligns a causal one at the lower right.
+    """
+    masked = causal_mask(q.device) if causal else {}
+    return NPU_FUSION_ATTENTION(q, k, v, q.shape[1], "BNSD", scale=scale, **masked)[0]

@@ -1,0 +1,175 @@
+"""Attention of libraries that have it on a CPU too: models in PyTorch, JAX, inference engines, forward alone."""
+
+import importlib
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from tiebreak.kernels.external.adapters.foreign import Foreign, needs
+from tiebreak.kernels.external.options import NO_BACKWARD, kernel
+from tiebreak.kernels.formats import FP16, FP32
+
+HF_EAGER = Foreign("transformers.models.llama.modeling_llama:eager_attention_forward", "transformers", "4.48 to 5.23")
+HF_SDPA = Foreign("transformers.integrations.sdpa_attention:sdpa_attention_forward", "transformers", "4.48 to 5.23")
+X_TRANSFORMERS = Foreign("x_transformers.attend:Attend", "x-transformers", "2.31")
+JAX = Foreign("jax.nn:dot_product_attention", "jax", "0.4.31 to 0.10")
+ONNXRUNTIME = Foreign("onnxruntime:InferenceSession", "onnxruntime", "1.23 to 1.31", formats=(FP16, FP32))
+ONNX = Foreign("onnx.helper:make_node", "onnx", "1.18 to 1.23")
+OPENVINO = Foreign("openvino.opset13:scaled_dot_product_attention", "openvino", "2024.1 to 2026.4")
+
+_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_NUMPY = {2: "int16", 4: "int32"}
+
+
+def _layer(q: Tensor, k: Tensor) -> SimpleNamespace:
+    """What of a model's layer Hugging Face's functions look at."""
+    return SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False, is_causal=False)
+
+
+@needs(HF_EAGER)
+@kernel(name="hf_eager", takes="gqa", refuses="blind_rows")
+def hf_eager(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scaling: float) -> Any:
+    """Hugging Face's eager attention, Llama's copy of it, with the mask that it is given there.
+
+    The mask is added to the scores, the lowest number where a key is hidden: a row without a key is a mean of all.
+    """
+    added = None
+    if attn_mask is not None:
+        added = q.new_zeros(attn_mask.shape).masked_fill(~attn_mask, torch.finfo(q.dtype).min)
+    o, _ = HF_EAGER(_layer(q, k), q, k, v, added, scaling=scaling)
+    return o.transpose(1, 2)
+
+
+@needs(HF_SDPA)
+@kernel(name="hf_sdpa", takes="gqa")
+def hf_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scaling: float
+) -> Any:
+    """Hugging Face's SDPA attention, never its eager one. Which kernel of PyTorch's it ends in, PyTorch chooses."""
+    o, _ = HF_SDPA(_layer(q, k), q, k, v, attn_mask, scaling=scaling, is_causal=is_causal)
+    return o.transpose(1, 2)
+
+
+@needs(X_TRANSFORMERS)
+@kernel(takes="gqa")
+def x_transformers(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
+) -> Any:
+    """lucidrains' Attend, without PyTorch's SDPA.
+
+    Its query head h goes with the key head h % key heads, so the heads change their places before and after.
+    """
+    places = torch.arange(q.shape[1], device=q.device).view(k.shape[1], -1).T.flatten()
+    attend = X_TRANSFORMERS(causal=is_causal, scale=scale, flash=False)
+    o, _ = attend(q[:, places], k, v, mask=attn_mask)
+    return o[:, places.argsort()]
+
+
+def _array(x: Tensor | None) -> Any:
+    return None if x is None else importlib.import_module("jax").dlpack.from_dlpack(x.detach().contiguous())
+
+
+def _tensor(x: Any) -> Tensor:
+    return from_dlpack(x).clone()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@cache
+def _jitted(scale: float, is_causal: bool, backward: bool) -> Any:
+    library = importlib.import_module("jax")
+
+    def forward(mask: Any, q: Any, k: Any, v: Any) -> Any:
+        return JAX(q, k, v, mask=mask, scale=scale, is_causal=is_causal, implementation="xla")
+
+    def gradients(mask: Any, do: Any, q: Any, k: Any, v: Any) -> Any:
+        return library.vjp(partial(forward, mask), q, k, v)[1](do)
+
+    return library.jit(gradients if backward else forward)
+
+
+def _gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, attn_mask: Any = None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    del o
+    pull = _jitted(scale, is_causal, backward=True)
+    return tuple(map(_tensor, pull(_array(attn_mask), *map(_array, (do, q, k, v)))))
+
+
+@needs(JAX)
+@kernel(layout="bnhd", takes="gqa", refuses="blind_rows", backward=_gradients)
+def jax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float) -> Tensor:
+    """Its dot_product_attention, jitted, by XLA and not cuDNN; its backward pass is jax.vjp's.
+
+    Its mask is aligned at the upper left. A row without a key is a mean of all. Whether P is rounded depends on the
+    shape of the call, unless XLA_FLAGS has --xla_allow_excess_precision=false.
+    """
+    if q.dtype == torch.float16 and q.device.type == "cpu":
+        raise NotImplementedError("jax.jit finds no product of fp16 with a sum in fp32 on a CPU")
+    attend = _jitted(scale, is_causal, backward=False)
+    return _tensor(attend(_array(attn_mask), *map(_array, (q, k, v))))
+
+
+@cache
+def _session(dtype: torch.dtype, scale: float, is_causal: bool, masked: bool) -> Any:
+    """An ONNX model that is one Attention of opset 23."""
+    onnx = importlib.import_module("onnx")
+    element = onnx.TensorProto.FLOAT16 if dtype == torch.float16 else onnx.TensorProto.FLOAT
+    names = ["q", "k", "v", *(["mask"] if masked else [])]
+    of = {name: onnx.TensorProto.BOOL if name == "mask" else element for name in (*names, "o")}
+    tensors = {name: onnx.helper.make_tensor_value_info(name, of[name], [None] * 4) for name in of}
+    node = ONNX("Attention", names, ["o"], is_causal=int(is_causal), scale=scale)
+    graph = onnx.helper.make_graph([node], "attention", [tensors[name] for name in names], [tensors["o"]])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)], ir_version=11)
+    return ONNXRUNTIME(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@needs(ONNXRUNTIME, ONNX)
+@kernel(takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
+def onnxruntime(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
+) -> Tensor:
+    """ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
+    tensors = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
+    session = _session(q.dtype, scale, is_causal, attn_mask is not None)
+    (o,) = session.run(None, {name: tensor.contiguous().numpy() for name, tensor in tensors.items()})
+    return torch.from_numpy(o)
+
+
+@cache
+def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, masked: bool) -> Any:
+    """A model that is one ScaledDotProductAttention, set to compute in the format of its inputs."""
+    library = importlib.import_module("openvino")
+    operators, kind = library.opset13, getattr(library.Type, _ELEMENTS[dtype])
+    parameters = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
+    if masked:
+        parameters.append(operators.parameter([-1] * 4, library.Type.boolean))
+    factor = None if scale is None else operators.convert_like(operators.constant(scale), parameters[0])
+    mask = parameters[3] if masked else None
+    node = OPENVINO(*parameters[:3], attention_mask=mask, scale=factor, causal=is_causal)
+    settings = {"INFERENCE_PRECISION_HINT": kind}
+    return library.Core().compile_model(library.Model([node], parameters, "attention"), "CPU", settings)
+
+
+@needs(OPENVINO)
+@kernel(refuses="gqa blind_rows", backward=NO_BACKWARD)
+def openvino(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
+) -> Tensor:
+    """OpenVINO's operator on a CPU, set to compute in the inputs' format, or in fp32 where the CPU lacks it.
+
+    Its causal mask is aligned at the upper left, and its scale is a number of the inputs' format.
+    """
+    library, default = importlib.import_module("openvino"), scale == q.shape[3] ** -0.5
+    if not default and torch.tensor(scale, dtype=q.dtype).item() != scale:
+        raise NotImplementedError(f"openvino's scale is a number of the inputs' format, as {scale:g} is none")
+    attend = _compiled(q.dtype, q.shape[3], None if default else scale, is_causal, attn_mask is not None)
+    # NumPy knows no bf16: the bits go over as they are.
+    kind = getattr(library.Type, _ELEMENTS[q.dtype])
+    tensors = [library.Tensor(tensor.view(_BITS[q.dtype]).numpy(), list(tensor.shape), kind) for tensor in (q, k, v)]
+    masks = [] if attn_mask is None else [library.Tensor(attn_mask.contiguous().numpy())]
+    o = attend([*tensors, *masks])[0]
+    return torch.from_numpy(o.view(_NUMPY[q.element_size()])).view(q.dtype).clone()

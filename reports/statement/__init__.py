@@ -1,1 +1,0 @@
-"""Statements: records that a lab hands in, and what is wrong with them."""
