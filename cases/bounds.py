@@ -72,7 +72,8 @@ def _lost(how: Quantization | None, x: Tensor) -> Tensor:
     if how is None:
         return torch.zeros_like(x[..., :1])
     size, steps = (each.norm(dim=-1, keepdim=True) for each in (x, _step(how, x).expand_as(x)))
-    return size * how.relative_error + steps
+    lost: Tensor = size * how.relative_error + steps
+    return lost
 
 
 def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
@@ -204,7 +205,8 @@ class ErrorBounds:
             k, in_format = k - k.mean(-2, keepdim=True), self.inputs.formats.inputs.unit_roundoff
         dq, dk = _lost(plan.q8, q), _lost(plan.k8, k) + k.norm(dim=-1, keepdim=True) * in_format
         q_size, k_size = (operand.norm(dim=-1, keepdim=True) for operand in (q, k))
-        return self.inputs.scale * ((q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT)
+        changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
+        return self.inputs.scale * changed
 
     def _summed(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
         """The bound on |dP| of a row in all, and times |V|."""

@@ -17,11 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tiebreak.backends.backend import CPU
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
+from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.progress import (
     COLLAPSED_REPORTS,
     EXPLODED,
@@ -34,7 +32,7 @@ from tiebreak.laboratory.progress import (
     Progress,
 )
 from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG, Captures
+from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
 PROGRESS = "tiebreak.laboratory.progress"
@@ -298,18 +296,6 @@ def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
         assert _train(tmp_path / name, *options, steps=2) == 0
     assert _same_end(tmp_path / "everywhere", tmp_path / "one by one")
     assert not _same_end(tmp_path / "everywhere", tmp_path / "but one")
-
-
-def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
-    captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
-    captures.begin(1)
-    tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
-    call = Call(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
-    leaf = tensors.clone().requires_grad_()
-    attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
-    (path,) = captures.write(tmp_path, {})
-    with safe_open(path, framework="pt") as file:
-        assert file.get_tensor("layer0.q")[0, :, 0, 0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_without_its_inputs(

@@ -150,7 +150,7 @@ def _measured(inputs: AttentionInputs, output: Tensor | None = None, delta: Tens
     return measure(out, delta, inputs, ref, torch.full_like(ref.o, ULP_1))
 
 
-@pytest.mark.parametrize("name", ["random_grouped", "tied_maxima[k=2]", "nan_in_q", "random_mixed_v"])
+@pytest.mark.parametrize("name", ["random_grouped", "nan_in_q"])
 def test_merging_batches_is_measuring_all_at_once(name: str) -> None:
     inputs = _inputs(name)
     parts = (inputs.part(entries) for entries in (slice(1), slice(1, None)))
@@ -214,15 +214,6 @@ def test_what_is_left_out_not_finite_and_missed_is_counted() -> None:
     assert math.isfinite(errors.rms_ulps)
     assert math.isfinite(errors.gain)
     assert errors.bias.mean == errors.max_ulps == 0.0
-
-
-def test_an_output_of_nan_alone_has_no_bias_and_no_verdict() -> None:
-    inputs = _inputs("random")
-    errors = _measured(inputs, torch.full_like(inputs.q, NAN))
-    assert errors.nonfinite == errors.elements
-    assert judge(errors.bias) is Verdict.INCONCLUSIVE
-    assert math.isnan(errors.gain)
-    assert judge(errors.delta_bias) is Verdict.INCONCLUSIVE
 
 
 def test_a_difference_is_paired_head_by_head() -> None:

@@ -78,13 +78,6 @@ def test_a_task_runs_its_kernels_in_its_case() -> None:
     assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("fell", "held")
 
 
-def test_bad_heads_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        power.main(["--heads", "none"])
-    assert stopped.value.code == 2
-    assert "--heads" in capsys.readouterr().err
-
-
 def test_a_budget_has_every_case_that_catches_a_defect() -> None:
     ordered = ORDER_FILE.read_text(encoding="utf-8").split()
     assert {defect.case for defect in DEFECTS.values()} <= set(ordered) <= set(power.EXPERIMENTS)

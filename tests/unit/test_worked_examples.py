@@ -70,8 +70,6 @@ def test_a_remainder_makes_the_rounding_bit_round_away_and_without_it_ties_go_to
     assert (rounded / _ULP) % 2 == 0 or not shifted_out
 
 
-
-
 def test_half_even_is_fair_on_ties_half_up_is_not_and_a_remainder_is_as_unfair(backend: Backend) -> None:
     """The commentary (kexue.fm, archive 11371): half up errs by +1/2 ulp on every tie, half even by 0 on average.
 
