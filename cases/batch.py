@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
-from tiebreak.cases.errors import Yardstick
+from tiebreak.cases.errors import units_of
 from tiebreak.cases.gradients import ExactGradients, GradientErrorBounds
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
@@ -23,9 +23,9 @@ class Batch:
     ref: Reference
 
     @cached_property
-    def yardstick(self) -> Yardstick:
-        """What errors against the reference have in common."""
-        return Yardstick.of(self.ref, self.inputs.formats.output)
+    def units(self) -> Tensor:
+        """What errors of O are counted in."""
+        return units_of(self.ref.o, self.inputs.formats.output)
 
     @cached_property
     def bounds(self) -> ErrorBounds:

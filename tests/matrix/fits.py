@@ -50,7 +50,7 @@ def fits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -
 
 def _tried(o: Tensor, batch: SharedBatch, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
     entries, heads = batch.inputs.q.shape[:2]
-    ours, units = o[:entries, :heads].float(), batch.yardstick.units
+    ours, units = o[:entries, :heads].float(), batch.units
     fitting = {}
     for declaration in dict.fromkeys(declarations):
         theirs = batch.predicted(declaration)

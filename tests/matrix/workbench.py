@@ -103,7 +103,7 @@ class CaseBench:
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
         errors = replace(
-            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.yardstick),
+            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units),
             outside_values=batch.outside_values(o, declaration),
         )
         return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
