@@ -24,11 +24,6 @@ def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
     assert caught(results) == {"scaled_twice": Caught("padded", "bound range", 16)}
 
 
-@pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
-def test_what_did_not_fall_is_not_caught(outcome: str) -> None:
-    assert caught(ran("random", outcome, "16")) == {}
-
-
 def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
     found = {name: Caught(defect.case, defect.checks, defect.heads) for name, defect in DEFECTS.items()}
     assert [*first_catches(found)] == []
