@@ -55,11 +55,7 @@ class Audits(FileData, frozen=True):
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
     def check(self) -> None:
-        """Hold audits to each other and to the cards.
-
-        Raises:
-            FieldError: two audits of one kernel, or a target without its cards.
-        """
+        """Hold audits to each other and to the cards; FieldError: one kernel twice, or a target without its cards."""
         for name, often in Counter(audit.id for audit in self.audits).items():
             if often > 1:
                 raise FieldError(f"{name} twice", "audits")
@@ -68,8 +64,7 @@ class Audits(FileData, frozen=True):
                 raise FieldError("missing", f"cards.{audit.target}")
 
 
-_COUNTS = ("fused", "separate")
-_GATED = tuple(name for name in Audit.__struct_fields__ if name not in ("target", "kernel", "skipped", *_COUNTS))
+_UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 
 
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
@@ -82,12 +77,9 @@ def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[st
 
 
 def _changes(old: Audit, new: Audit) -> list[str]:
-    skips = ["no" if audit.skipped is None else audit.skipped for audit in (old, new)]
-    if "no" not in skips:
-        return []
-    if skips != ["no", "no"]:
-        return [f"{new.id}: skipped: was {skips[0]}, is {skips[1]}"]
-    pairs = {name: (getattr(old, name), getattr(new, name)) for name in _GATED}
+    if (old.skipped is None) != (new.skipped is None):
+        return [f"{new.id}: skipped: was {old.skipped or 'no'}, is {new.skipped or 'no'}"]
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in Audit.__struct_fields__ if name not in _UNGATED}
     return [
         f"{new.id}: {name}: was {', '.join(kinds(was))}, is {', '.join(kinds(now))}"
         for name, (was, now) in pairs.items()
@@ -101,18 +93,13 @@ def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
-    """Make sure, before minutes of compiling, that audits can become the expectation; creates its folder.
-
-    Args:
-        path: the file to write or replace.
-        coming: target and kernel of the audits to come.
+    """Make sure, before minutes of compiling, that a file can take the audits of targets and kernels to come.
 
     Raises:
         UsageError: the file has audits that are not to come.
         UnreadableRecordsError, UnwritableFolderError: it is no file of audits, or it can't be written.
     """
     store.check_writable(path.parent)
-    if path.exists():
-        outside = [audit.id for audit in store.load(path, Audits).audits if (audit.target, audit.kernel) not in coming]
-        if outside:
-            raise UsageError(f"{path}: not updated: it has {outside[0]}, not asked for; delete it to start over")
+    for audit in store.load(path, Audits).audits if path.exists() else ():
+        if (audit.target, audit.kernel) not in coming:
+            raise UsageError(f"{path}: not updated: it has {audit.id}, not asked for; delete it to start over")

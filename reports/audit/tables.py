@@ -1,10 +1,10 @@
 """Audits as tables, one a kernel with a row a target: the same for the verb `audit`, for `show` and for the page."""
 
-from collections.abc import Iterator
+from functools import partial
 
 from tiebreak.reports.audit.record import Audit, Audits, kinds
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.tables.grids import Grid, Part, of_dicts
+from tiebreak.reports.tables.grids import Grid, Part
 
 _COLUMNS = {
     "products": "matrix instruction",
@@ -35,7 +35,9 @@ def audit_tables(audits: Audits) -> list[Part]:
     """Return one table a kernel, one row a target, then why what was skipped was, where they come from, the legend."""
     parts: list[Part] = []
     for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
-        rows = [[f"{audit.target} ({audits.cards[audit.target]})", *_cells(audit)] for audit in own]
+        rows = [
+            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in own
+        ]
         parts.append(Grid(HEADERS, rows, kernel))
     skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
     # In a sentence that no reader takes for a measurement.
@@ -43,19 +45,20 @@ def audit_tables(audits: Audits) -> list[Part]:
     return [*parts, "\n".join(skips), f"{about}\n{LEGEND}"]
 
 
-def _cells(audit: Audit) -> Iterator[str]:
-    """Yield the kinds of instructions, a line each, of every column after that of the target."""
-    for name in _COLUMNS:
-        counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
-        yield "skip" if audit.skipped is not None else "\n".join(kinds(getattr(audit, name))) + counts
+def _cell(audit: Audit, name: str) -> str:
+    """Return the kinds of instructions of a column, a line each."""
+    if audit.skipped is not None:
+        return "skip"
+    counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
+    return "\n".join(kinds(getattr(audit, name))) + counts
 
 
 def csv_grid(audits: Audits) -> Grid:
     """Return a row an audit; what has none of a kind is empty."""
-    names = list(Audit.__struct_fields__)
+    names = Audit.__struct_fields__
     rows = []
     for audit in audits.audits:
-        values = {name: getattr(audit, name) for name in names}
-        texts = {name: "\n".join(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        rows.append({"triton": audits.triton, "cards": audits.cards[audit.target], **texts})
-    return of_dicts(rows, ["triton", "cards", *names])
+        values = [getattr(audit, name) for name in names]
+        texts = ["\n".join(value) if isinstance(value, tuple) else value for value in values]
+        rows.append([audits.triton, audits.cards[audit.target], *texts])
+    return Grid(["triton", "cards", *names], rows)

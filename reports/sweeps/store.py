@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from msgspec import Meta, structs
+from msgspec import Meta, to_builtins
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
@@ -15,7 +15,7 @@ from tiebreak.reports.records.store import UnreadableRecordsError
 
 SETTINGS = "settings.json"
 RUNS = "runs"
-_SHORT = 60  # characters of a value that a message quotes
+NO_STABILISER = "none"
 
 _D = TypeVar("_D", bound=Data)
 
@@ -28,6 +28,11 @@ class Place(Data, frozen=True, order=True, omit_defaults=False):
     kernel: str  # of attention
     stabiliser: str  # the one switch that is on
     seed: Integer  # of weights, batches and noise
+
+    @property
+    def variant(self) -> str:
+        """Kernel, and stabiliser where there is one."""
+        return self.kernel if self.stabiliser == NO_STABILISER else f"{self.kernel} + {self.stabiliser}"
 
     @property
     def text(self) -> str:
@@ -107,66 +112,36 @@ def open_store(folder: Path, settings: Settings) -> Sweep:
         store.write(settings, path)
         return Sweep(settings, ())
     kept = read_sweep(folder)
-    _check_same(kept.settings, settings, path)
+    there, here = ({**to_builtins(each), **each.recipe} for each in (kept.settings, settings))
+    for name in dict.fromkeys([*here, *there]):
+        if name not in ("recipe", "seeds") and there.get(name) != here.get(name):
+            was, now = encode(there.get(name)), encode(here.get(name))
+            raise UsageError(f"{path}: another sweep: its {name} is {was}, not {now}; name another --out")
     if settings.seeds > kept.settings.seeds:
         store.write(settings, path)
     return Sweep(settings, tuple(run for run in kept.runs if run.seed <= settings.seeds))
 
 
-def _check_same(kept: Settings, asked: Settings, path: Path) -> None:
-    there, here = map(_described, (kept, asked))
-    for name in dict.fromkeys([*here, *there]):
-        if there.get(name) != here.get(name):
-            raise UsageError(
-                f"{path}: another sweep: its {name} is {_quoted(there.get(name))}, not {_quoted(here.get(name))}; name"
-                " another --out"
-            )
-
-
-def _described(settings: Settings) -> dict[str, Any]:
-    """All by which sweeps are told apart."""
-    own = {name: value for name, value in structs.asdict(settings).items() if name not in ("recipe", "seeds")}
-    return {**settings.recipe, **own}
-
-
-def _quoted(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
-
-
 def keep(run: SweepRun, folder: Path) -> None:
-    """Put a run into its sweep's folder, whole or not at all.
-
-    Raises:
-        tiebreak.reports.records.store.UnwritableFolderError: it can't be written.
-    """
-    store.write_text(as_line(run), folder / RUNS / run.file)
-
-
-def as_line(run: SweepRun) -> str:
-    """A run as a line of JSON."""
-    return encode(run) + "\n"
+    """Put a run into its sweep's folder, whole or not at all; UnwritableFolderError: it can't be written."""
+    store.write_text(encode(run) + "\n", folder / RUNS / run.file)
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """The sweep in a folder.
-
-    Raises:
-        UnreadableRecordsError: a file that is missing, cut short, not this program's or of another sweep; one line.
-    """
-    settings = _read(folder / SETTINGS, Settings, "name another --out")
-    paths = {place: folder / RUNS / place.file for place in settings.places()}
-    cure = "delete it, and its run is run again"
-    runs = {place: _read(path, SweepRun, cure) for place, path in paths.items() if path.exists()}
-    for place, run in runs.items():
-        if run.place != place:
-            raise UnreadableRecordsError(f"{folder / RUNS / place.file}: holds another run: {run.text}")
-    return Sweep(settings, tuple(runs.values()))
+    """Return the sweep in a folder; UnreadableRecordsError: a file is missing, cut short, or of something else."""
+    if not (folder / SETTINGS).exists():
+        raise UnreadableRecordsError(f"{folder / SETTINGS}: no such file: no sweep's folder?")
+    settings, runs = _read(folder / SETTINGS, Settings, "name another --out"), list[SweepRun]()
+    for place in settings.places():
+        path = folder / RUNS / place.file
+        if path.exists():
+            runs.append(_read(path, SweepRun, "delete it, and its run is run again"))
+            if runs[-1].place != place:
+                raise UnreadableRecordsError(f"{path}: holds another run: {runs[-1].text}")
+    return Sweep(settings, tuple(runs))
 
 
 def _read(path: Path, kind: type[_D], cure: str) -> _D:
-    if not path.exists():
-        raise UnreadableRecordsError(f"{path}: no such file: no sweep's folder?")
     try:
         return store.load(path, kind)
     except UnreadableRecordsError as error:

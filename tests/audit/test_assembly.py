@@ -2,11 +2,7 @@
 
 import pytest
 
-from tiebreak.programs.audit.assembly import Instruction, parse
-
-
-def opcodes(instructions: list[Instruction]) -> list[str]:
-    return [instruction.opcode for instruction in instructions]
+from tiebreak.programs.audit.assembly import Code
 
 
 def test_ptx_without_guards_braces_comments_labels_and_directives() -> None:
@@ -26,8 +22,8 @@ $L__BB0_1:                              // %loop
 	ret;
 }
 """
-    instructions = parse(text, "ptx")
-    assert opcodes(instructions) == ["ld.param.b64", "mul.f32", "add.f32", "sub.f32", "ret"]
+    instructions = Code(text, "ptx").instructions
+    assert [at.opcode for at in instructions] == ["ld.param.b64", "mul.f32", "add.f32", "sub.f32", "ret"]
     assert instructions[1].operands == ("%r2", "%r1", "0f3F800000")
 
 
@@ -39,69 +35,54 @@ def test_amdgcn_without_encodings_comments_and_labels() -> None:
 	v_fma_f32 v4, -v1, |v2|, s[2:3]
 	.amdhsa_float_round_mode_32 0
 """
-    instructions = parse(text, "amdgcn")
-    assert opcodes(instructions) == ["v_exp_f32", "v_and_b32", "v_fma_f32"]
+    instructions = Code(text, "amdgcn").instructions
+    assert [at.opcode for at in instructions] == ["v_exp_f32", "v_and_b32", "v_fma_f32"]
     assert instructions[2].sources == (0, 1)
 
 
-def test_a_value_comes_from_the_last_write_above() -> None:
-    text = "v_mul_f32 v1, v0, v0\nv_add_f32 v1, v0, v0\nv_exp_f32_e32 v2, v1\nv_mul_f32 v1, v0, v0"
-    assert parse(text, "amdgcn")[2].sources == (1,)
-
-
-def test_ranges_and_lists_of_registers_are_written_and_read_one_by_one() -> None:
-    amd = parse("v_pk_mul_f32 v[4:5], v[0:1], v[2:3]\nv_exp_f32_e32 v9, v5", "amdgcn")
-    assert amd[1].sources == (0,)
-    ptx = parse("ld.shared.v2.b32 {%r1, %r2}, [%r0];\nmov.b64 %rd1, {%r9, %r2};", "ptx")
-    assert ptx[1].sources == (0,)
-
-
-def test_registers_with_a_common_start_are_told_apart() -> None:
-    instructions = parse("mov.b32 %r1, 5;\nmov.b32 %r12, 6;\nadd.s32 %r3, %r12, %r0;", "ptx")
-    assert instructions[2].sources == (1,)
-    instructions = parse(
-        "v_mov_b32_e32 v1, 5\nv_mov_b32_e32 v12, 6\nv_mov_b32_e32 s1, 6\nv_exp_f32_e32 v3, v1", "amdgcn"
-    )
-    assert instructions[3].sources == (0,)
-
-
 @pytest.mark.parametrize(
-    ("text", "dialect"),
+    ("dialect", "text", "source"),
     [
-        ("mul.f32 %r1, %r0, %r0;\nst.shared.b32 [%r1], %r0;\nex2.approx.f32 %r2, %r1;", "ptx"),
-        ("v_mul_f32 v1, v0, v0\nglobal_store_dword v1, v0, s[0:1]\nv_exp_f32_e32 v2, v1", "amdgcn"),
-        ("v_mul_f32 v1, v0, v0\nds_write_b32 v1, v0\nv_exp_f32_e32 v2, v1", "amdgcn"),
+        ("amdgcn", "v_mul_f32 v1, v0, v0\nv_add_f32 v1, v0, v0\nv_exp_f32_e32 v2, v1", 1),
+        ("amdgcn", "v_exp_f32 v1, v0\nv_mov_b32_e32 v12, 6\nv_mov_b32_e32 s1, 6\nv_exp_f32_e32 v3, v1", 0),
+        ("amdgcn", "v_pk_mul_f32 v[4:5], v[0:1], v[2:3]\nv_exp_f32_e32 v9, v5", 0),
+        ("amdgcn", "v_mul_f32 v1, v0, v0\nglobal_store_dword v1, v0, s[0:1]\nv_exp_f32_e32 v2, v1", 0),
+        ("amdgcn", "v_mul_f32 v1, v0, v0\nds_write_b32 v1, v0\nv_exp_f32_e32 v2, v1", 0),
+        ("ptx", "mov.b32 %r1, 5;\nmov.b32 %r12, 6;\nadd.s32 %r3, %r12, %r0;", 1),
+        ("ptx", "ld.shared.v2.b32 {%r1, %r2}, [%r0];\nmov.b64 %rd1, {%r9, %r2};", 0),
+        ("ptx", "mul.f32 %r1, %r0, %r0;\nst.shared.b32 [%r1], %r0;\nex2.approx.f32 %r2, %r1;", 0),
     ],
+    ids=["last write", "common start", "range", "store", "LDS store", "common start ptx", "list", "store ptx"],
 )
-def test_a_store_writes_no_register(text: str, dialect: str) -> None:
-    assert parse(text, dialect)[2].sources == (0,)
+def test_a_value_comes_from_the_last_write_above(dialect: str, text: str, source: int) -> None:
+    assert Code(text, dialect).instructions[-1].sources == (source,)
 
 
-def test_places_of_ptx_have_the_chain_of_calls() -> None:
-    text = """
+PTX = """
 	.loc	1 40 5                          // kernel.py:40:5
+	mul.f32 	%r1, %r0, %r0;
+	.loc	1 0 5                           // kernel.py:0:5
 	mul.f32 	%r1, %r0, %r0;
 	.loc	2 14 9, function_name $L__info_string0, inlined_at 1 41 7 // helper.py:14:9
 	add.f32 	%r2, %r0, %r1;
 	.loc	3 3 1, function_name $L__info_string1, inlined_at 2 14 9 // deep.py:3:1
 	sub.f32 	%r3, %r2, %r1;
 """
-    places = [instruction.place for instruction in parse(text, "ptx")]
-    assert places == [((40, 5),), ((41, 7), (14, 9)), ((41, 7), (14, 9), (3, 1))]
-
-
-def test_places_of_amdgcn_have_the_chain_of_calls() -> None:
-    text = """
+AMDGCN = """
 	.loc	1 40 5 is_stmt 1                ; kernel.py:40:5
+	v_mul_f32 v1, v0, v0
+	.loc	1 0 5                           ; kernel.py:0:5
+	v_mul_f32 v1, v0, v0
+	.loc	2 14 9                          ; helper.py:14:9 @[ kernel.py:41:7 ]
 	v_mul_f32 v1, v0, v0
 	.loc	3 3 1                           ; deep.py:3:1 @[ helper.py:14:9 @[ kernel.py:41:7 ] ]
 	v_mul_f32 v1, v0, v0
 """
-    assert [instruction.place for instruction in parse(text, "amdgcn")] == [((40, 5),), ((41, 7), (14, 9), (3, 1))]
 
 
-@pytest.mark.parametrize("dialect", ["ptx", "amdgcn"])
-def test_what_the_compiler_added_belongs_to_what_it_was_added_to(dialect: str) -> None:
-    sign = {"ptx": "//", "amdgcn": ";"}[dialect]
-    text = f".loc 1 40 5 {sign} k.py:40:5\nmul.f32 %r1, %r0, %r0\n.loc 1 0 5 {sign} k.py:0:5\nadd.f32 %r1, %r0, %r0"
-    assert [instruction.place for instruction in parse(text, dialect)] == [((40, 5),), ((40, 5),)]
+@pytest.mark.parametrize(("dialect", "text"), [("ptx", PTX), ("amdgcn", AMDGCN)])
+def test_places_have_the_chain_of_calls_and_what_the_compiler_added_that_of_what_it_was_added_to(
+    dialect: str, text: str
+) -> None:
+    places = [at.place for at in Code(text, dialect).instructions]
+    assert places == [((40, 5),), ((40, 5),), ((41, 7), (14, 9)), ((41, 7), (14, 9), (3, 1))]

@@ -10,9 +10,7 @@ import pytest
 
 from tiebreak.programs.audit import compiling
 from tiebreak.programs.audit.command import audited
-from tiebreak.programs.audit.compiling import compiler
-from tiebreak.programs.audit.sources import sources
-from tiebreak.programs.audit.targets import TARGETS
+from tiebreak.programs.audit.compiling import TARGETS, compiler, sources
 from tiebreak.reports.audit.record import Audits, differences
 from tiebreak.reports.records import store
 
@@ -37,14 +35,11 @@ def test_what_rounds_is_as_expected(target: str) -> None:
     assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {compiler()}"
 
 
-def test_every_kernel_is_compiled_and_for_every_gpu_some() -> None:
-    assert set(IN_TURN) == set(TARGETS)
-    assert all(IN_TURN.values())
-
-
-def test_the_expectation_knows_the_same_targets_and_kernels() -> None:
+def test_the_expectation_knows_the_same_targets_and_kernels_of_which_each_has_its_turn() -> None:
     expected = store.load(EXPECTED, Audits)
     assert {(audit.target, audit.kernel) for audit in expected.audits} == {
         (target, compilation.name) for target in TARGETS for compilation in sources()
     }
     assert expected.cards == {name: target.cards for name, target in TARGETS.items()}
+    assert set(IN_TURN) == set(TARGETS)
+    assert all(IN_TURN.values())

@@ -3,6 +3,7 @@
 Which casts are P̄'s and which are O's is settled by compiling kernels that have only one of them.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,10 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Format, Rounding
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config
-from tiebreak.kernels.triton.roster import Compilation
+from tiebreak.kernels.triton.roster import Compilation, compilations
 from tiebreak.programs.audit import compiling
-from tiebreak.programs.audit.compiling import NotCompiledError, compile_for
+from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources
 from tiebreak.programs.audit.reading import read
-from tiebreak.programs.audit.sources import sources
-from tiebreak.programs.audit.targets import TARGETS, Target
 from tiebreak.reports.audit.record import Audit
 
 if (reason := compiling.unavailable()) is not None:
@@ -37,10 +36,6 @@ def source(name: str, **changes: Cast) -> Compilation:
     return replace(compilation, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
 
 
-def contracting(compilation: Compilation) -> Compilation:
-    return replace(compilation, options={**compilation.options, "enable_fp_fusion": True})
-
-
 def audit(target: str, compilation: Compilation) -> Audit:
     return read(target, compilation.name, compile_for(TARGETS[target], compilation), TARGETS[target].assembly)
 
@@ -54,43 +49,29 @@ def test_with_one_cast_alone_it_is_found_in_its_place(target: str, p_bar: Format
         assert CASTS[target].issuperset(casts)
 
 
-def test_contraction_is_what_the_source_says() -> None:
-    compilation = source("triton_flash/query_gradient")
-    assert not compilation.options["enable_fp_fusion"]
-    assert audit("sm_90", compilation).contraction == ()
-    assert audit("sm_90", contracting(compilation)).contraction == ("left to ptxas",)
+ENVIRONMENT = {
+    "TRITON_DEFAULT_FP_FUSION": "1",
+    "TRITON_DISABLE_LINE_INFO": "1",
+    "TRITON_INTERPRET": "1",
+    "TRITON_OVERRIDE_ARCH": "sm80",
+    "TRITON_FORCE_DISABLE_FP_FUSION": "1",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TRITON_DEFAULT_FP_FUSION", "1"),
-        ("TRITON_DISABLE_LINE_INFO", "1"),
-        ("TRITON_INTERPRET", "1"),
-        ("TRITON_OVERRIDE_ARCH", "sm80"),
-    ],
-)
-def test_the_environment_changes_nothing(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compilation = source("triton_flash/query_gradient")
-    before = compile_for(TARGETS["sm_90"], compilation)
-    monkeypatch.setenv(name, value)
-    assert compile_for(TARGETS["sm_90"], compilation) == before
-
-
-def test_the_environment_does_not_forbid_the_contraction_that_the_source_asks_for(
+def test_contraction_is_what_the_source_says_and_the_environment_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRITON_FORCE_DISABLE_FP_FUSION", "1")
-    compilation = contracting(source("triton_flash/query_gradient"))
-    assert audit("sm_90", compilation).contraction == ("left to ptxas",)
-
-
-def test_what_is_pinned_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
-    compile_for(TARGETS["sm_90"], source("triton_flash/delta"))
-    assert knobs.compilation.disable_line_info
+    separate = source("triton_flash/query_gradient")
+    assert not separate.options["enable_fp_fusion"]
+    contracting = replace(separate, options={**separate.options, "enable_fp_fusion": True})
+    before = audit("sm_90", separate), audit("sm_90", contracting)
+    assert [each.contraction for each in before] == [(), ("left to ptxas",)]
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert (audit("sm_90", separate), audit("sm_90", contracting)) == before
+    assert knobs.compilation.disable_line_info, "what is pinned is as before afterwards"
     assert knobs.runtime.add_stages_inspection_hook is None
 
 
@@ -105,7 +86,7 @@ def test_ties_that_go_away_are_rounded_by_integers(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "name", "reason"),
     [
-        (Target("vulkan", "vulkan", "1.4", 32, "any"), "triton_flash/delta", "0 compatible backends"),
+        (Target("vulkan", "vulkan", "1.4", "any"), "triton_flash/delta", "0 compatible backends"),
         (TARGETS["sm_80"], "triton_fp8/forward", "fp8e4nv not supported in this architecture"),
     ],
 )
@@ -115,18 +96,16 @@ def test_what_triton_does_not_compile_is_refused_in_one_line(target: Target, nam
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiling.unavailable() is None
-    monkeypatch.setattr(compiling, "missing", lambda: "triton is not installed")
-    assert compiling.unavailable() == "triton is not installed"
-
-
 @pytest.mark.parametrize(("version", "old"), [("3.7.1", True), ("3.8.0", False), ("3.9.0+git1", False)])
-def test_a_compiler_that_tells_too_little_is_refused(version: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_not_there_or_tells_too_little_is_named(
+    version: str, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiling, "installed", lambda: version)
     assert (compiling.unavailable() is not None) == old
     if old:
         assert f"triton {version} does not record" in str(compiling.unavailable())
+    monkeypatch.setattr(compiling, "missing", lambda: "triton is not installed")
+    assert compiling.unavailable() == "triton is not installed"
 
 
 def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +120,10 @@ def test_an_assembler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert reason.startswith("Cannot find ptxas: ")
 
 
-def test_every_kind_of_rounding_is_audited_once() -> None:
-    names = [compilation.name for compilation in sources()]
-    assert len(names) == len(set(names))
-    configs = [(compilation.name, compilation.constexprs["C"]) for compilation in sources()]
-    rules = {config.shift for _, config in configs if isinstance(config, Config)}
-    plans = {config.plan.name for _, config in configs if isinstance(config, Config)}
-    assert len(rules) > 2
-    assert {"fused", "fused_stochastic", "paper", "standard"} <= plans
+def test_every_plan_and_every_shift_rule_is_audited() -> None:
+    def kinds(some: Iterable[Compilation]) -> set[object]:
+        configs = [each.constexprs["C"] for each in some]
+        plans = {config.plan for config in configs if isinstance(config, Config)}
+        return plans | {config.shift for config in configs if isinstance(config, Config)}
+
+    assert kinds(sources()) == kinds(compilations())

@@ -18,8 +18,7 @@ from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Block, Configuration, everywhere
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.laboratory.reduced import parse_reduction, reduce_precision
-from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
+from tiebreak.laboratory.reduced import parse_reduction, reduce_precision, reduced_gpt2
 
 SEQUENCES = 8
 TINY = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))

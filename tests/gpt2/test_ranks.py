@@ -1,6 +1,7 @@
-"""Two processes of torchrun: the steps of one process to the bit, also after a kill, and errors told once."""
+"""Two processes of torchrun: the steps of one process to the bit, also resumed, and errors told once."""
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -9,34 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.laboratory import train
-from tiebreak.laboratory.ranks import Ranks
 from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, LOG
+from tiebreak.laboratory.training import CHECKPOINT, LOG, Ranks
 
 TOY = ["--sequences", "4", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
-# As `tiebreak lab train`, but for a SIGKILL of the second process in the middle of step 5.
-KILLED = """
-import os, signal, sys
-from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.laboratory.train import main
-loss = GPT2.loss
-def until(self, tokens, targets, now):
-    if os.environ["RANK"] == "1" and now // 2 == 4:
-        print("about to die", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss(self, tokens, targets, now)
-GPT2.loss = until
-sys.exit(main(sys.argv[1:]))
-"""
-TRAIN = ("-m", "tiebreak.reports.cli", "lab", "train")
-
-
-def _torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 class _Two(Ranks):
@@ -64,15 +45,24 @@ def test_two_processes_tell_once_what_is_wrong_and_leave_no_folder(
     assert not (tmp_path / "wrong").exists()
 
 
-def test_two_processes_take_the_steps_of_one_also_after_a_kill(tmp_path: Path) -> None:
-    script, run = tmp_path / "killed.py", [*TOY, "--steps", "6"]
-    script.write_text(KILLED)
-    assert main([*run, "--at-once", "2", "--out", str(tmp_path / "one")]) == 0
-    killed = _torchrun(str(script), *run, "--out", str(tmp_path / "two"))
-    assert killed.returncode != 0
-    assert killed.stdout.count("about to die") == 1
-    assert torch.load(tmp_path / "two" / CHECKPOINT, weights_only=True)["step"] == 4
-    resumed = _torchrun(*TRAIN, *run, "--out", str(tmp_path / "two"), "--resume")
+def test_two_processes_go_on_as_one_would_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, loss = [*TOY, "--steps", "6", "--at-once", "2"], GPT2.loss
+
+    def killed(self: GPT2, tokens: Tensor, targets: Tensor, now: int) -> Tensor:
+        if now // 2 == 4:  # the fifth step's first part of two
+            raise KeyboardInterrupt
+        return loss(self, tokens, targets, now)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT2, "loss", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main([*run, "--out", str(tmp_path / "one")])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert main([*run, "--out", str(tmp_path / "one"), "--resume"]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tiebreak.reports.cli", "lab", "train", *run, "--out", str(tmp_path / "two"), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    resumed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert resumed.returncode == 0, resumed.stderr
     assert "on 2 processes;" in resumed.stdout
     assert resumed.stdout.count("step 6  loss") == 1

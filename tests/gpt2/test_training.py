@@ -17,25 +17,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from tiebreak.cases.gpt2.attention import Observation
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import View
-from tiebreak.laboratory.progress import (
-    COLLAPSED_REPORTS,
+from tiebreak.kernels.roster import composed_kernel
+from tiebreak.laboratory.train import COLLAPSED_REPORTS, main
+from tiebreak.laboratory.training import (
+    CHECKPOINT,
     EXPLODED,
     EXPLOSION_STEPS,
+    KEPT_STEPS,
     LARGEST_LOGIT,
+    LOG,
     LOGITS,
     NOT_FINITE,
+    Captures,
     Divergence,
-    EarlyWarning,
-    Progress,
 )
-from tiebreak.laboratory.train import main
-from tiebreak.laboratory.training import CHECKPOINT, KEPT_STEPS, LOG
 
 TOY = ["--sequences", "2", "--report-every", "2", "--checkpoint-every", "2", "--warm-up", "2", "--kernel", "fair"]
-PROGRESS = "tiebreak.laboratory.progress"
 
 
 def _train(out: Path, *arguments: str, steps: int = 6) -> int:
@@ -259,12 +260,13 @@ def test_gradients_are_clipped_and_the_rate_follows_the_schedule(
 def test_a_lasting_collapse_of_the_sign_diversity_is_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warning, low, high = EarlyWarning(), Progress(1, 2.0, 1e-3, sign_diversity=0.01), Progress(1, 2.0, 1e-3)
-    dip = [low] * (COLLAPSED_REPORTS - 1) + [high]
-    assert not any(warning.due(progress) for progress in dip * 2)
-    monkeypatch.setattr(f"{PROGRESS}.COLLAPSED_DIVERSITY", 1.1)
-    assert _train(tmp_path, "--report-every", "1", steps=COLLAPSED_REPORTS + 2) == 0
-    assert capsys.readouterr().out.count("early warning") == 1
+    dip = [0.01] * (COLLAPSED_REPORTS - 1) + [1.0]
+    readings = iter([*dip, *dip, *([0.01] * (COLLAPSED_REPORTS + 2))])
+    steps = 3 * COLLAPSED_REPORTS + 2
+    monkeypatch.setattr("tiebreak.laboratory.training.sign_diversity", lambda weight, x: next(readings))
+    assert _train(tmp_path, "--report-every", "1", "--layers", "1", steps=steps) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("early warning")] == [steps - 1]
 
 
 def test_an_explosion_ends_the_run_and_keeps_its_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +298,18 @@ def test_kernels_are_chosen_by_layer_and_by_head(tmp_path: Path) -> None:
         assert _train(tmp_path / name, *options, steps=2) == 0
     assert _same_end(tmp_path / "everywhere", tmp_path / "one by one")
     assert not _same_end(tmp_path / "everywhere", tmp_path / "but one")
+
+
+def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> None:
+    captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
+    captures.begin(1)
+    tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
+    call = Call(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
+    leaf = tensors.clone().requires_grad_()
+    attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
+    (path,) = captures.write(tmp_path, {})
+    with safe_open(path, framework="pt") as file:
+        assert file.get_tensor("layer0.q")[0, :, 0, 0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_without_its_inputs(

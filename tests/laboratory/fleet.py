@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiebreak.backends.levels import LEVELS
-from tiebreak.laboratory.options import FOLDER, Options, parser
+from tiebreak.laboratory import flags
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
 from tiebreak.programs.levels import environment
 from tiebreak.programs.resumable import show_progress
@@ -28,25 +28,16 @@ LEVEL_LABEL = "tiebreak-level"  # a node's label: the instruction-set level that
 _NAME = "records"  # of the file that a node writes
 _MATRIX = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _LAST_LINES = 20  # of what pytest said, that come home
-_OF_A_RUN = ("--save", "--out")  # what the fleet says itself
 _ABOUT = """The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.
 Arguments of pytest follow after --."""
 _EPILOG = f"""A node's label {LEVEL_LABEL} forces an instruction-set level.
 exit codes: 0 all held, 1 something fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that
 came are kept"""
-_OPTIONS: Options = {
+_OPTIONS: flags.Options = {
     "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
     "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
-    "--out": {**FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
+    "--out": {**flags.FOLDER, "default": Path("out", "fleet"), "help": "for the records and the page"},
 }
-
-
-@dataclass(frozen=True)
-class MachineGroup:
-    """Machines that are alike."""
-
-    name: str  # of its file of records
-    nodes: tuple[Node, ...]  # one of them runs the matrix; where it dies, the next
 
 
 @dataclass(frozen=True)
@@ -62,27 +53,31 @@ def main(argv: Sequence[str]) -> int:
     """The verb `fleet`: 0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
-    options, matrix = parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
+    options, matrix = flags.parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
     address = address_of(options.on)
-    for word in matrix:
-        if word.split("=")[0] in _OF_A_RUN:
-            raise UsageError(f"{word.split('=')[0]} goes before --: the fleet names the records after the machines")
     store.check_writable(options.out)
-    home: dict[str, Path] = {}
+    home: list[Path] = []
     try:
         with connected(address) as cluster:
-            groups = kinds(cluster.nodes, split(options.labels))
-            if not groups:
+            machines = kinds(cluster.nodes, split(options.labels))
+            if not machines:
                 raise UsageError(f"--on {options.on}: the cluster has no node with a core")
-            code = _run(cluster, groups, matrix, options.out, home)
+            code = _run(cluster, machines, matrix, options.out, home)
     except KeyboardInterrupt:
         print(f"\nstopped; {options.out} has the records of {counted(len(home), 'kind')}", file=sys.stderr)
         return INTERRUPTED
-    return max(code, _show(list(home.values()), options.out))
+    if not home:
+        print("no records came home", file=sys.stderr)
+        return FELL
+    files = list(map(str, home))
+    if len(files) > 1:
+        compare.main(files)
+    page.main([*files, "-o", str(options.out)])
+    return code
 
 
-def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGroup]:
-    """Return which machines of a cluster are alike: those with one type of accelerator and the same labels.
+def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> dict[str, list[Node]]:
+    """Return which machines are alike, by the name of their file: one type of accelerator and the same labels.
 
     The labels that count are those named; none: all that Ray has not set itself. UsageError: a label that no node has.
     """
@@ -90,43 +85,43 @@ def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> list[MachineGrou
         if not any(name in node.labels for node in nodes):
             known = sorted({label for node in nodes for label in node.labels})
             raise UsageError(f"--labels {name}: no node has it; they have {', '.join(known) or 'none'}")
-    groups: dict[str, list[Node]] = {}
+    machines: dict[str, list[Node]] = {}
     for node in nodes:
         values = [value for name, value in sorted(node.labels.items()) if not labels or name in labels]
         accelerator = node.accelerator or ("gpu" if node.gpus else "cpu")
-        groups.setdefault(re.sub(r"[^\w.+-]", "_", "-".join([accelerator, *values])), []).append(node)
-    return [MachineGroup(name, tuple(alike)) for name, alike in sorted(groups.items())]
+        machines.setdefault(re.sub(r"[^\w.+-]", "_", "-".join([accelerator, *values])), []).append(node)
+    return dict(sorted(machines.items()))
 
 
 def _run(
-    cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str], out: Path, home: dict[str, Path]
+    cluster: Cluster, machines: Mapping[str, Sequence[Node]], matrix: Sequence[str], out: Path, home: list[Path]
 ) -> int:
     """Run the matrix on each kind, its records brought home as it ends; 0, or 1 if something fell."""
-    for kind in groups:
-        level = f" on {kind.nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in kind.nodes[0].labels else ""
-        print(f"{kind.name}{level}: {counted(len(kind.nodes), 'node')}, one of them runs the matrix", flush=True)
+    for kind, nodes in machines.items():
+        level = f" on {nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in nodes[0].labels else ""
+        print(f"{kind}{level}: {counted(len(nodes), 'node')}, one of them runs the matrix", flush=True)
     codes = [HELD]
 
     def ended() -> Iterator[str]:
-        for kind, result in _each(cluster, groups, matrix):
+        for kind, result in run_each(cluster, machines, matrix):
             codes.append(FELL if isinstance(result, Exception) or result.code else HELD)
-            yield f"{kind.name}: {result if isinstance(result, Exception) else _bring(result, out, kind, home)}"
+            yield f"{kind}: {result if isinstance(result, Exception) else _bring(result, out / f'{kind}.json', home)}"
 
-    show_progress(ended(), len(groups), "kind")
+    show_progress(ended(), len(machines), "kind")
     return max(codes)
 
 
-def _each(
-    cluster: Cluster, groups: Sequence[MachineGroup], matrix: Sequence[str]
-) -> Iterator[tuple[MachineGroup, MatrixResult | Exception]]:
+def run_each(
+    cluster: Cluster, machines: Mapping[str, Sequence[Node]], matrix: Sequence[str]
+) -> Iterator[tuple[str, MatrixResult | Exception]]:
     """Yield what came of each kind, as it ends; where a node dies, the kind's next has a try."""
-    running: dict[Any, tuple[MachineGroup, list[Node]]] = {}
+    running: dict[Any, tuple[str, Sequence[Node]]] = {}
 
-    def start(kind: MachineGroup, node: Node, *others: Node) -> None:
-        running[cluster.start(on_node, node, list(matrix), level_of(node))] = kind, list(others)
+    def start(kind: str, node: Node, *others: Node) -> None:
+        running[cluster.start(on_node, node, list(matrix), level_of(node))] = kind, others
 
-    for kind in groups:
-        start(kind, *kind.nodes)
+    for kind, nodes in machines.items():
+        start(kind, *nodes)
     while running:
         for reference, result in cluster.finished(list(running)):
             kind, others = running.pop(reference)
@@ -139,20 +134,15 @@ def _each(
 
 
 def level_of(node: Node) -> str | None:
-    """Return the instruction-set level that a node's label asks for.
-
-    Raises:
-        UsageError: there is no such level.
-    """
-    name = node.labels.get(LEVEL_LABEL)
-    if name is not None and name not in {level.name for level in LEVELS}:
-        raise UsageError(f"a node's label {LEVEL_LABEL}={name}: known are {', '.join(level.name for level in LEVELS)}")
+    """Return the instruction-set level that a node's label asks for; UsageError: there is no such level."""
+    name, known = node.labels.get(LEVEL_LABEL), [level.name for level in LEVELS]
+    if name not in (None, *known):
+        raise UsageError(f"a node's label {LEVEL_LABEL}={name}: known are {', '.join(known)}")
     return name
 
 
-def _bring(result: MatrixResult, out: Path, kind: MachineGroup, home: dict[str, Path]) -> str:
+def _bring(result: MatrixResult, path: Path, home: list[Path]) -> str:
     """Keep what came; return what to say of it."""
-    path = out / f"{kind.name}.json"
     if not result.records:
         print(result.last, file=sys.stderr)
         return f"no records (pytest's exit code {result.code})"
@@ -161,7 +151,7 @@ def _bring(result: MatrixResult, out: Path, kind: MachineGroup, home: dict[str, 
     except UnreadableRecordsError as error:
         return f"no records: {error}"
     store.write_text(result.records.decode("utf-8"), path)
-    home[kind.name] = path
+    home.append(path)
     return f"{counts(run.records)}, PyTorch {run.platform.get('torch')}"
 
 
@@ -176,21 +166,9 @@ def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
     environ = {name: value for name, value in environ.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
     with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:
         words = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
-        words += ["-p", "no:cacheprovider", *_MATRIX, "--save", _NAME, "--out", folder, *matrix]
+        words += ["-p", "no:cacheprovider", *_MATRIX, *matrix, "--save", _NAME, "--out", folder]
         done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, check=False)
         path = Path(folder, f"{_NAME}.json")
         records = path.read_bytes() if path.exists() else b""
     last = "\n".join([*done.stdout.splitlines()[-_LAST_LINES:], *done.stderr.splitlines()[-_LAST_LINES:]])
     return MatrixResult(done.returncode, records, last)
-
-
-def _show(records: Sequence[Path], out: Path) -> int:
-    """Show what came: compared, and as a page."""
-    if not records:
-        print("no records came home", file=sys.stderr)
-        return FELL
-    files = list(map(str, records))
-    if len(files) > 1:
-        compare.main(files)
-    page.main([*files, "-o", str(out)])
-    return HELD

@@ -4,8 +4,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +42,15 @@ class Cluster:
     @property
     def nodes(self) -> list[Node]:
         """Return the machines that are alive and have cores, in the order of their ids."""
-        nodes = [_node(entry) for entry in self.ray.nodes() if entry["Alive"]]
-        return sorted((node for node in nodes if node.cpus >= 1), key=lambda node: node.id)
+        nodes = []
+        for entry in self.ray.nodes():
+            has: Mapping[str, float] = entry["Resources"]
+            types = [name.partition(":")[2] for name in has if name.startswith("accelerator_type:")]
+            labels = {name: value for name, value in entry.get("Labels", {}).items() if not name.startswith("ray.io/")}
+            if entry["Alive"] and has.get("CPU", 0.0) >= 1:
+                accelerator = types[0] if types else None
+                nodes.append(Node(entry["NodeID"], has["CPU"], has.get("GPU", 0.0), accelerator, labels))
+        return sorted(nodes, key=lambda node: node.id)
 
     @property
     def about(self) -> str:
@@ -56,11 +61,7 @@ class Cluster:
         return f"{counted(len(nodes), 'node')}, {counted(int(sum(node.cpus for node in nodes)), 'core')}{accelerators}"
 
     def slots(self, gpus: float) -> int:
-        """Return how many tasks of one core and this share of GPUs it runs at a time.
-
-        Raises:
-            UsageError: none; they would wait for ever.
-        """
+        """Return how many tasks of one core and this share of GPUs it runs at a time; UsageError: none."""
         each = [min(int(node.cpus), int(node.gpus / gpus)) if gpus else int(node.cpus) for node in self.nodes]
         if not sum(each):
             raise UsageError(f"the cluster ({self.about}) has no node with a core and {gpus:g} of a GPU for a run")
@@ -69,10 +70,8 @@ class Cluster:
     def run(self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], *, gpus: float) -> Iterator[_Result]:
         """Run tasks wherever there is room, and give each result as it comes; one whose node dies is run again.
 
-        The nodes import the function: they need the same tiebreak. `gpus` is each task's share.
-
-        Raises:
-            UsageError: in the end, if some did not finish; those that did have been given.
+        The nodes import the function: they need the same tiebreak. `gpus` is each task's share. UsageError: some did
+        not finish; those that did have been given.
         """
         remote = self.ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
         lost = []
@@ -113,82 +112,37 @@ def address_of(on: str) -> str | None:
 
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]:
-    """Be connected to a cluster.
+    """Be connected to a cluster, or to Ray on this machine alone; UsageError: Ray is not installed, or none answers.
 
     Args:
-        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: Ray on this
-            machine alone, for as long as this lasts.
+        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: of none.
         cpus: tasks at a time on this machine alone; None: as many as it has cores.
-
-    Raises:
-        UsageError: Ray is not installed, or no cluster answers there; one line.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
+        import grpc
         import ray
     except ImportError as error:
         raise UsageError(f"--on: Ray is not installed: pip install 'tiebreak[ray]' ({error})") from None
     if address is not None:
-        _check_answers(address)
+        with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
+            except grpc.FutureTimeoutError:
+                raise UsageError(f"--on {address}: no Ray cluster answers there") from None
     # Without "local" Ray would join whatever cluster was started here before.
     own: dict[str, Any] = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     token = "" if "RAY_AUTH_MODE" in os.environ else "; a cluster that asks for a token wants RAY_AUTH_MODE=token"
-    with _no_logs_of_nodes(sys.modules.get("ray._private.worker")):
-        try:
-            try:
-                with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
-                    ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
-            yield Cluster(ray)
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _no_logs_of_nodes(worker: Any) -> Iterator[None]:
-    """Leave out the log of a node that died, which Ray prints also without `log_to_driver`: the node's task says so.
-
-    Ray has no option for it. A version that prints it in another place prints it still.
-    """
-    printed = getattr(worker, "print_to_stdstream", None)
-    if printed is not None:
-        worker.print_to_stdstream = lambda data, ignore_prefix: None
     try:
-        yield
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that it does not answer is told once, below
+                ray.init(address or "local", **own, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UsageError(f"--on {address or 'ray'}: no connection: {first_line(error)}{token}") from None
+        yield Cluster(ray)
     finally:
-        if printed is not None:
-            worker.print_to_stdstream = printed
-
-
-def _check_answers(address: str) -> None:
-    """Make sure that something answers which can be Ray: it speaks HTTP/2, as gRPC does."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    refusal = f"--on {address}: no Ray cluster answers there"
-    try:
-        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
-            pass
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"{refusal}: {first_line(error)}") from None
-    try:
-        import grpc
-    except ImportError as error:
-        raise UsageError(f"--on {address}: pip install 'ray[client]' ({error})") from None
-    with grpc.insecure_channel(f"{host}:{port}") as channel:
-        try:
-            grpc.channel_ready_future(channel).result(ANSWER_SECONDS)
-        except grpc.FutureTimeoutError:
-            raise UsageError(f"{refusal}: what listens there is no Ray") from None
-
-
-def _node(entry: Mapping[str, Any]) -> Node:
-    resources: Mapping[str, float] = entry["Resources"]
-    types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-    labels = {name: value for name, value in entry.get("Labels", {}).items() if not name.startswith("ray.io/")}
-    return Node(
-        entry["NodeID"], resources.get("CPU", 0.0), resources.get("GPU", 0.0), types[0] if types else None, labels
-    )
+        ray.shutdown()
 
 
 def first_line(error: BaseException) -> str:

@@ -1,16 +1,17 @@
-"""Products with fewer bits, forward and backward, in any torch model: mantissa masking and exponent clamping.
+"""Products with fewer bits, forward and backward, in any torch model and the suite's GPT-2: masks and clamps.
 
-A masked product takes masked inputs and gives a masked output. So do the products of its backward pass: dY is masked,
-dA and dB are. All else, weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8
-and Back Again, arXiv 2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product
-in E8M7 is a bf16 product that adds up in fp32, to the bit.
+A masked product takes masked inputs and gives a masked output. So do the products of its backward pass. All else,
+weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8 and Back Again, arXiv
+2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product in E8M7 is a bf16
+product that adds up in fp32, to the bit.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.rounding import round_to
-from tiebreak.kernels.formats import Format, Rounding, parse_format
+from tiebreak.cases.gpt2.attention import HeadKernel
+from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
+from tiebreak.kernels.formats import FP32, Format, Formats, Rounding, parse_format
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import Cast
 
+SAME = "same"  # of attention: in the products' format
+NO_RANGE = "{}: attention has no range of its own; name a format of fewer exponent bits"
 _MODES = {"even": Rounding.TO_EVEN, "zero": Rounding.TOWARD_ZERO}
 _RANGE = re.compile(r"(inner|outer)=(-?[0-9]{1,3})")
 
@@ -40,7 +48,6 @@ class Reduction:
     outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
         if self.mode not in _MODES.values():
             raise ValueError(f"{self.fmt.name}: a product is masked to even or toward zero, not {self.mode.value}")
         lowest, highest = self.fmt.min_exponent, self.fmt.max_exponent
@@ -63,11 +70,7 @@ class Reduction:
         return self.inner is not None or self.outer is not None
 
     def mask(self, x: Tensor) -> Tensor:
-        """Mask every number: rounded, then what lies beyond the range clamped to its smallest or largest size.
-
-        Takes fp32 or fp64 on any device, and returns a contiguous tensor of that type and shape without gradient. The
-        sign of zero, Inf and NaN are kept.
-        """
+        """Return fp32 or fp64 numbers rounded, then clamped to the range; the sign of zero, Inf and NaN are kept."""
         masked = round_to(x, self.fmt, self.mode)
         if self.inner is not None:
             least = torch.full_like(masked, 2.0**self.inner).copysign(x)
@@ -79,11 +82,7 @@ class Reduction:
 
 
 def parse_reduction(text: str) -> Reduction:
-    """Return the reduction of a text: a format, then what is otherwise: `E8M5:zero`, `E8M7:inner=-20:outer=15`.
-
-    Raises:
-        ValueError: no such format, or something that makes no sense; one line.
-    """
+    """Return the reduction of a text, such as `E8M5:zero` or `E8M7:inner=-20:outer=15`; ValueError: there is none."""
     fmt, *changes = text.split(":")
     mode, ends = Rounding.TO_EVEN, dict[str, int]()
     for change in changes:
@@ -121,20 +120,13 @@ Product = Callable[..., Tensor]
 
 
 def masked_product(product: Product, reduction: Reduction, *operands: Tensor) -> Tensor:
-    """Return the product of masked operands, masked; differentiable, its gradients' products masked alike.
+    """Return the product of masked operands, masked, in the type that they promote to; its gradients masked alike.
 
-    The mask of an operand masks the gradient that leaves the product for it, and that of the output the gradient that
-    enters: between them autograd multiplies masked numbers. Operands narrower than fp32 are multiplied in fp32; the
-    result is in the type that they promote to.
-
-    Args:
-        product: linear in each of its operands, such as `torch.matmul`; a term to add is an operand like others.
-        reduction: the mask.
-        operands: of one or several types.
+    `product` is linear in each of its operands; a term to add is an operand like others. The mask of an operand masks
+    the gradient that leaves the product for it, and that of the output the gradient that enters: between them autograd
+    multiplies masked numbers, in fp32 where they are narrower.
     """
-    promoted = operands[0].dtype
-    for operand in operands[1:]:
-        promoted = torch.promote_types(promoted, operand.dtype)
+    promoted = reduce(torch.promote_types, (operand.dtype for operand in operands))
     carrier = torch.promote_types(promoted, torch.float32)
     # Under autocast too, the reduction alone says what is rounded; a context further out must not mask once more.
     with torch.autocast(operands[0].device.type, enabled=False), torch._C.DisableTorchFunction():
@@ -168,27 +160,21 @@ def masked_attention(
     return masked_product(torch.matmul, reduction, p, value).to(query.dtype)
 
 
-_TENSOR = torch.Tensor
+_WITH_METHOD = ("matmul", "mm", "bmm", "mv", "dot", "inner", "addmm", "addbmm", "baddbmm", "addmv")
 # Linear in each of their tensors.
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
-        functional.linear,
-        *(torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.linalg.matmul),
-        *(_TENSOR.matmul, _TENSOR.mm, _TENSOR.bmm, _TENSOR.mv, _TENSOR.dot, _TENSOR.inner),
-        *(torch.addmm, torch.addbmm, torch.baddbmm, torch.addmv),
-        *(_TENSOR.addmm, _TENSOR.addbmm, _TENSOR.baddbmm, _TENSOR.addmv),
-        *(torch.einsum, torch.tensordot, torch.outer, torch.vdot, torch.linalg.vecdot),
+        *(getattr(owner, name) for owner in (torch, Tensor) for name in _WITH_METHOD),
+        *(functional.linear, torch.linalg.matmul, torch.linalg.vecdot),
+        *(torch.einsum, torch.tensordot, torch.outer, torch.vdot),
     }
 )
 # They multiply within, where no mask reaches.
 _REFUSED: frozenset[Callable[..., Any]] = frozenset(
     {
-        functional.multi_head_attention_forward,
-        torch._native_multi_head_attention,
-        torch._transformer_encoder_layer_fwd,
-        torch.chain_matmul,
-        torch.linalg.multi_dot,
-        functional.bilinear,
+        *(functional.multi_head_attention_forward, functional.bilinear),
+        *(torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd),
+        *(torch.chain_matmul, torch.linalg.multi_dot),
     }
 )
 
@@ -199,6 +185,15 @@ class _Masking(TorchFunctionMode):
     def __init__(self, reduction: Reduction) -> None:
         super().__init__()
         self.reductions: list[Reduction | None] = [reduction]  # the last holds; None: products as they are
+        self.otherwise: dict[nn.Module, Reduction | None] = {}  # what holds while a module's forward pass runs
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        self.reductions.append(self.otherwise[module])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.reductions.pop()
 
     def __torch_function__(
         self,
@@ -209,7 +204,7 @@ class _Masking(TorchFunctionMode):
     ) -> Any:
         del types
         reduction, named = self.reductions[-1], dict(kwargs or {})
-        if func is _TENSOR.__rmatmul__:
+        if func is Tensor.__rmatmul__:
             func, args = torch.matmul, args[::-1]
         if reduction is not None:
             if func is functional.scaled_dot_product_attention:
@@ -288,20 +283,68 @@ def reduce_precision(
             )
     with ExitStack() as hooks, masking:
         for name, module in names.items() if otherwise else ():
-            _switch(hooks, masking, module, reduction_at(name, reduction, otherwise or {}))
+            masking.otherwise[module] = reduction_at(name, reduction, otherwise or {})
+            hooks.callback(module.register_forward_pre_hook(masking.enter).remove)
+            hooks.callback(module.register_forward_hook(masking.leave, always_call=True).remove)
         yield
 
 
-def _switch(hooks: ExitStack, masking: _Masking, module: nn.Module, reduction: Reduction | None) -> None:
-    """Let a reduction hold while a module's forward pass runs."""
+def parse_attention(text: str) -> Reduction | None:
+    """Return the mask of attention alone; None: as the products. ValueError: no such format, or with a range."""
+    if text == SAME:
+        return None
+    reduction = parse_reduction(text)
+    if reduction.clamps:
+        raise ValueError(NO_RANGE.format(reduction.name))
+    return reduction
 
-    def enter(module: nn.Module, args: Any) -> None:
-        del module, args
-        masking.reductions.append(reduction)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del module, args, output
-        masking.reductions.pop()
+def emulated_gpt2(kernel: str, sizes: Configuration, seed: int) -> GPT2:
+    """Return a model on the emulation's arithmetic, its attention a declared kernel; ValueError: no such kernel."""
+    declared = EMULATION.kernel(kernel).declaration
+    assert declared is not None  # as all of the emulation's are
+    return GPT2(sizes, everywhere(HeadKernel(declared), sizes), EMULATION.arithmetic, seed)
 
-    hooks.callback(module.register_forward_pre_hook(enter).remove)
-    hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+@contextmanager
+def reduced_gpt2(
+    model: GPT2, reduction: Reduction, otherwise: Otherwise | None = None, attention: Reduction | None = None
+) -> Iterator[GPT2]:
+    """Within, an emulated GPT-2 computes with fewer bits, forward and backward; its weights stay as they are.
+
+    Linear layers go by `reduce_precision`. A head's kernel rounds where its plan says, to the reduction's format in the
+    reduction's mode, wherever the plan follows the format of a call; q, k and v are masked as its inputs. Attention
+    goes by what is said of its block, or at `attention` by one format in every block: Lee et al. (arXiv 2405.18710)
+    leave it unmasked, in bf16.
+
+    Raises:
+        ValueError: an undeclared kernel, a range that no plan has, or a glob that matches nothing.
+    """
+    former, rest = model.kernels, otherwise or {}
+    kernels = []
+    for layer, heads in enumerate(former):
+        own = attention or reduction_at(f"blocks.{layer}", reduction, rest) or Reduction(FP32)
+        kernels.append(tuple(_reduced(head, own) for head in heads))
+    model.kernels = tuple(kernels)
+    try:
+        with reduce_precision(reduction, model, rest):
+            yield model
+    finally:
+        model.kernels = former
+
+
+def _reduced(head: HeadKernel, reduction: Reduction) -> HeadKernel:
+    declared = head.implementation
+    if not isinstance(declared, Declaration):
+        raise ValueError(
+            f"{declared.name} rounds as its device does: only a declared kernel can be put in other formats"
+        )
+    if reduction.clamps:
+        raise ValueError(NO_RANGE.format(reduction.name))
+    casts = {
+        name: replace(cast, rounding=reduction.mode)  # to even alone: a stochastic cast stays one
+        for name, cast in declared.plan.casts()
+        if cast.follows is not None and cast.rounding is Rounding.TO_EVEN
+    }
+    plan = replace(declared.plan, **casts).in_formats(Formats.of(reduction.fmt))  # type: ignore[arg-type]
+    return HeadKernel(replace(declared, plan=plan), Cast(reduction.fmt, reduction.mode))

@@ -11,11 +11,12 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +27,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from tiebreak.cases.gpt2.data import Batches, Tokens, corpus, read_bin
-from tiebreak.cases.gpt2.model import PRESETS, Configuration
+from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
 from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.formats import FP32
-from tiebreak.laboratory.options import (
-    ATTENTION,
-    FOLDER,
-    NAME,
-    NUMBER,
-    RATE,
-    Options,
-    above_zero,
-    checked,
-    comma_list,
-    emulated_kernel,
-    parser,
-    reduction_name,
-)
-from tiebreak.laboratory.progress import Divergence
-from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.reduced import Reduction, parse_reduction
-from tiebreak.laboratory.reduced_gpt2 import emulated_gpt2, parse_attention, reduced_gpt2
-from tiebreak.laboratory.training import CHECKPOINT, Recipe, Steps, load
+from tiebreak.laboratory import flags
+from tiebreak.laboratory.reduced import Reduction, emulated_gpt2, parse_attention, parse_reduction, reduced_gpt2
+from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Steps, load
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import HELD, INTERRUPTED, count
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
@@ -64,60 +50,40 @@ _HELD_OUT = 10  # one part in this many of the text, its end, is not trained on
 _WARM_UP = 100
 
 
-_OPTIONS: Options = {
+_OPTIONS: flags.Options = {
     "folder": {"nargs": "?", "type": Path, "help": "of a run of tiebreak lab train; its logits are fp32's"},
-    "--data": {**FOLDER, "help": "with a folder: the run's; default: the text that ships"},
-    "--formats": {
-        "type": comma_list("format", reduction_name),
-        "metavar": "LIST",
-        "default": "E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7",
-        "help": "of linear layers' products, E8M5 to even or, as the paper does, E8M5:zero cut off",
+    "--data": {**flags.FOLDER, "help": "with a folder: the run's; default: the text that ships"},
+    "--formats": flags.formats("E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7"),
+    "--steps": {**flags.NUMBER, "default": 1000, "help": "in a run's own format"},
+    "--more": {**flags.NUMBER, "type": count, "default": 250, "help": "steps on, and from the same state in --back"},
+    "--every": {**flags.NUMBER, "default": 250, "help": "steps between two measurements"},
+    "--seeds": {**flags.NUMBER, "default": 3, "help": "of weights and batches, from 1"},
+    "--sequences": {**flags.NUMBER, "default": 8, "help": "of a batch"},
+    "--held-out": {**flags.NUMBER, "default": 64, "help": "sequences that are measured on"},
+    "--back": {
+        "type": flags.checked(flags.reduction_name),
+        "default": "E8M7",
+        "help": "format that training goes back to",
     },
-    "--steps": {**NUMBER, "default": 1000, "help": "in a run's own format"},
-    "--more": {
-        **NUMBER,
-        "type": count,
-        "default": 250,
-        "help": "steps that follow, in it and, from the same state, in --back; 0: none",
+    "--rate": {**flags.RATE, "default": 1e-3},
+    "--kernel": {
+        **flags.NAME,
+        "type": flags.checked(flags.emulated_kernel),
+        "default": "flash@fused",
+        "help": "of attention",
     },
-    "--every": {**NUMBER, "default": 250, "help": "steps between two measurements"},
-    "--seeds": {**NUMBER, "default": 3, "help": "of weights and batches, from 1"},
-    "--sequences": {**NUMBER, "default": 8, "help": "of a batch"},
-    "--held-out": {**NUMBER, "default": 64, "help": "sequences that are measured on"},
-    "--back": {"type": checked(reduction_name), "default": "E8M7", "help": "format that training goes back to"},
-    "--rate": {**RATE, "default": 1e-3, "help": "AdamW's highest learning rate"},
-    "--kernel": {**NAME, "type": checked(emulated_kernel), "default": "flash@fused", "help": "of attention"},
-    **ATTENTION,
-    "--eps": {
-        "type": comma_list("size", above_zero),
-        "metavar": "LIST",
-        "default": "5e-4,5e-5,1e-4",
-        "help": "sizes of the box",
-    },
+    **flags.ATTENTION,
+    "--eps": {**flags.comma_list("size", flags.above_zero, "5e-4,5e-5,1e-4", "sizes of the box"), "dest": "epsilons"},
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all runs of a file have in common."""
-
-    kernel: str  # of attention
-    attention: str  # what it rounds to, or SAME: as the products
-    steps: int  # in a run's own format
-    more: int  # steps that follow, once in its format and once in the other
-    back: str  # the other format
-    every: int  # steps between two measurements
-    rate: float  # AdamW's highest
-    sequences: int  # of a batch
-    held_out: int  # sequences that are measured on
-    epsilons: list[float]  # sizes of the box
+# What all runs of a file have in common.
+_SETTINGS = ("kernel", "attention", "steps", "more", "back", "every", "rate", "sequences", "held_out", "epsilons")
 
 
 @dataclass(frozen=True)
 class Task:
     """One run to do."""
 
-    settings: Settings
+    options: argparse.Namespace  # the verb's
     reduction: str  # its format, as `parse_reduction` takes it
     seed: int  # of weights and batches
 
@@ -136,86 +102,104 @@ class Point:
     unmasked: dict[str, float]  # sharpness by epsilon, the logits computed in fp32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A line of the file."""
 
-    settings: dict[str, Any]  # fields of `Settings`
+    settings: dict[str, Any]  # by name: _SETTINGS
     reduction: str
     seed: int
     seconds: float  # it took
     exploded: int | None  # the step at which its loss did; None: it did not
-    points: list[dict[str, Any]]  # fields of `Point`
+    points: list[Point]
 
-    @property
-    def measured(self) -> list[Point]:
-        return [Point(**point) for point in self.points]
+    def __post_init__(self) -> None:
+        """Take points as a line of JSON has them, too."""
+        self.points = [Point(**each) if isinstance(each, dict) else each for each in self.points]
 
-    def at(self, phase: str, step: int) -> Iterator[Point]:
-        """What was measured then: one point, or none where the run exploded before."""
-        return (point for point in self.measured if (point.phase, point.step) == (phase, step))
+    def at(self, phase: str, step: int) -> list[Point]:
+        """Return what was measured then: one point, or none where the run exploded before."""
+        return [point for point in self.points if (point.phase, point.step) == (phase, step)]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options; UsageError: in one line what is wrong."""
+    made = flags.parser(
+        "sharpness",
+        "Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a\n"
+        "run of tiebreak lab train.",
+        _EPILOG,
+        measurement=_OPTIONS,
+    )
+    add_options(made, "sharpness.jsonl", "run")
+    options = made.parse_args(argv)
+    if options.steps % options.every or options.more % options.every:
+        raise UsageError(
+            f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
+        )
+    return options
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a run has in common with others of its file, as JSON has it."""
+    return {name: getattr(options, name) for name in _SETTINGS} | {"epsilons": list(options.epsilons)}
 
 
 def run_one(task: Task) -> Run:
     """Do one run on one thread: trained in its format, then on in it, and from the same state on in the other."""
     torch.set_num_threads(1)
     keep_memory()
-    started, settings = time.monotonic(), task.settings
-    own, other = parse_reduction(task.reduction), parse_reduction(settings.back)
+    started, options = time.monotonic(), task.options
     sizes = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))
-    learnt, kept_apart = texts(corpus().tokens, sizes, settings.held_out)
-    model = emulated_gpt2(settings.kernel, sizes, task.seed)
-    recipe = Recipe(Schedule(settings.steps + settings.more, settings.rate, _WARM_UP))
-    steps = Steps(model, Batches(learnt, settings.sequences, sizes.context, task.seed), recipe, Ranks())
-    points, divergence = list[Point](), Divergence()
-    exploded = _take(settings, steps, range(settings.steps), own, divergence, points, TRAINED, kept_apart)
+    learnt, held_out = texts(corpus().tokens, sizes, options.held_out)
+    model = emulated_gpt2(options.kernel, sizes, task.seed)
+    recipe = Recipe(Schedule(options.steps + options.more, options.rate, _WARM_UP))
+    steps = Steps(model, Batches(learnt, options.sequences, sizes.context, task.seed), recipe)
+    divergence = Divergence()
+    points, exploded = _take(task, TRAINED, steps, divergence, held_out)
     state = deepcopy((model.state_dict(), steps.optimizers[0].state_dict(), divergence))
     # A run in the other format already has nothing to go back to.
-    phases = ((ON, own), *(((BACK, other),) if own != other else ())) if settings.more and exploded is None else ()
-    for phase, reduction in phases:
+    phases = (ON,) if task.reduction == options.back else (ON, BACK)
+    for phase in phases if options.more and exploded is None else ():
         weights, moments, divergence = deepcopy(state)
         model.load_state_dict(weights)
         steps.optimizers[0].load_state_dict(moments)
-        span = range(settings.steps, settings.steps + settings.more)
-        end = _take(settings, steps, span, reduction, divergence, points, phase, kept_apart)
+        more, end = _take(task, phase, steps, divergence, held_out)
+        points += more
         exploded = end if phase == ON else exploded
     seconds = round(time.monotonic() - started, 1)
-    return Run(asdict(settings), task.reduction, task.seed, seconds, exploded, [asdict(point) for point in points])
+    return Run(settings(options), task.reduction, task.seed, seconds, exploded, points)
 
 
-def _take(
-    settings: Settings,
-    steps: Steps,
-    span: range,
-    reduction: Reduction,
-    divergence: Divergence,
-    points: list[Point],
-    phase: str,
-    text: Tensor,
-) -> int | None:
-    """Take steps in one format, and measure every so many of them; return the step at which the loss exploded."""
-    model, attention = steps.model, parse_attention(settings.attention)
-    for start in span[:: settings.every]:
-        loss = math.nan
-        with reduced_gpt2(model, reduction, attention=attention):
-            for step in range(start, start + settings.every):
+def _take(task: Task, phase: str, steps: Steps, divergence: Divergence, text: Tensor) -> tuple[list[Point], int | None]:
+    """Take a phase's steps, and measure every so many of them; return the step at which the loss exploded, too."""
+    options, model, points = task.options, steps.model, list[Point]()
+    span = range(options.steps) if phase == TRAINED else range(options.steps, options.steps + options.more)
+    reduction = parse_reduction(options.back if phase == BACK else task.reduction)
+    for start in span[:: options.every]:
+        loss, done = math.nan, start + options.every
+        with reduced_gpt2(model, reduction, attention=parse_attention(options.attention)):
+            for step in range(start, done):
                 loss = steps.take(step, []).loss
                 if divergence.after(loss) is not None:
-                    return step + 1
+                    return points, step + 1
             with torch.no_grad():
                 masked = model(text[:, :-1], 0)
-        with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
-            unmasked = model(text[:, :-1], 0)[:, -1]
         norms = [model.block(layer).wq.weight.norm().item() for layer in range(model.configuration.layers)]
         sharp = [
-            {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in settings.epsilons}
-            for logits in (masked[:, -1], unmasked)
+            {f"{epsilon:g}": sharpness(logits, text[:, -1], epsilon) for epsilon in options.epsilons}
+            for logits in (masked[:, -1], _logits_in_fp32(model, text))
         ]
         held_out = functional.cross_entropy(masked.flatten(0, 1), text[:, 1:].flatten()).item()
         logit = masked[:, -1].abs().mean().item()
-        done = start + settings.every
         points.append(Point(phase, done, loss, held_out, statistics.fmean(norms), logit, *sharp))
-    return None
+    return points, None
+
+
+def _logits_in_fp32(model: GPT2, text: Tensor) -> Tensor:
+    with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
+        logits: Tensor = model(text[:, :-1], 0)[:, -1]
+    return logits
 
 
 def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens, Tensor]:
@@ -236,16 +220,11 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
     Args:
         logits: y, of the last token of every sequence, (sequences, vocabulary).
         targets: the tokens that follow, int64 (sequences,).
-        epsilon: size of the box.
-
-    Raises:
-        ValueError: logits that are not finite, or a box without size.
+        epsilon: size of the box, above 0.
     """
     y = logits.detach().double().cpu()
     if not bool(torch.isfinite(y).all()):
         raise ValueError("the logits have NaN or Inf: there is no loss to rise")
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be above 0, not {epsilon}")
     optimize = import_module("scipy.optimize")  # an extra, and slow to import
 
     def fallen(z: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
@@ -265,15 +244,7 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Measure sharpness; 0 done, 130 after Ctrl-C. UsageError: in one line what is wrong."""
-    made = parser(
-        "sharpness",
-        "Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a\n"
-        "run of tiebreak lab train.",
-        _EPILOG,
-        measurement=_OPTIONS,
-    )
-    add_options(made, "sharpness.jsonl", "run")
-    options = made.parse_args(argv)
+    options = parse(argv)
     if find_spec("scipy") is None:
         raise UsageError("scipy searches the sharpest point: pip install 'tiebreak[sharpness]'")
     try:
@@ -286,38 +257,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_runs(options: argparse.Namespace) -> int:
-    if options.steps % options.every or options.more % options.every:
-        raise UsageError(
-            f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
-        )
-    given = {"epsilons": list(options.eps), **vars(options)}
-    settings = Settings(**{each.name: given[each.name] for each in fields(Settings)})
-    tasks = [Task(settings, name, seed) for seed in range(1, options.seeds + 1) for name in options.formats]
-    runs = _kept(options.out, settings)
+    runs = read_parts(options.out, Run)
+    for run, (name, asked) in itertools.product(runs, settings(options).items()):
+        if (kept := run.settings.get(name)) != asked:
+            raise ValueError(f"{options.out}: was written with {name} = {kept}, not {asked}; name another --out")
+    wanted = [(name, seed) for seed in range(1, options.seeds + 1) for name in options.formats]
     have = {(run.reduction, run.seed) for run in runs}
-    left = [task for task in tasks if (task.reduction, task.seed) not in have]
-    each = _STEP_SECONDS * (settings.steps + settings.more * 2)
+    left = [Task(options, *each) for each in wanted if each not in have]
+    each = _STEP_SECONDS * (options.steps + options.more * 2)
     each = statistics.fmean(run.seconds for run in runs) if runs else each
     outlook, seconds = f"{counted(len(have), 'run')} kept, {len(left)} to run", each * len(left)
     if not run_parts(run_one, left, options, _line, runs, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
         return INTERRUPTED
-    wanted = {(task.reduction, task.seed) for task in tasks}
-    print(summary([run for run in runs if (run.reduction, run.seed) in wanted], settings))
+    print(summary([run for run in runs if (run.reduction, run.seed) in wanted], options))
     return HELD
 
 
-def _kept(path: Path, settings: Settings) -> list[Run]:
-    """Return the runs that a file has; ValueError: of other settings, or none of this program's."""
-    runs = read_parts(path, Run)
-    for run in runs:
-        for name, asked in asdict(settings).items():
-            if (kept := run.settings.get(name)) != asked:
-                raise ValueError(f"{path}: was written with {name} = {kept}, not {asked}; name another --out")
-    return runs
-
-
 def _line(run: Run) -> str:
-    named, trained = f"{run.reduction}, seed {run.seed}", [point for point in run.measured if point.phase == TRAINED]
+    named, trained = f"{run.reduction}, seed {run.seed}", [point for point in run.points if point.phase == TRAINED]
     if run.exploded is not None or not trained:
         return f"{named}: exploded at step {run.exploded}"
     epsilon, per_cent = next(iter(trained[-1].masked.items()))
@@ -338,78 +295,69 @@ def _of_folder(options: argparse.Namespace) -> str:
         raise UsageError(f"{folder / CHECKPOINT}: none of tiebreak lab train's ({type(error).__name__})") from error
     tokens = corpus().tokens if options.data is None else read_bin(options.data, sizes.vocabulary, sizes.context)
     text = texts(tokens, sizes, sequences)[1]
-    with torch.no_grad(), reduced_gpt2(model, Reduction(FP32)):
-        logits = model(text[:, :-1], 0)[:, -1]
+    logits = _logits_in_fp32(model, text)
     loss = functional.cross_entropy(logits, text[:, -1]).item()
-    rows = [(f"{epsilon:g}", f"{sharpness(logits, text[:, -1], epsilon):.4g}") for epsilon in options.eps]
+    rows = [(f"{epsilon:g}", f"{sharpness(logits, text[:, -1], epsilon):.4g}") for epsilon in options.epsilons]
     title = f"{folder} after {counted(checkpoint['step'], 'step')}: loss of the last tokens of {sequences} sequences"
     return grids.text([Grid(("epsilon", "sharpness in per cent"), rows, f"{title} {loss:.3f}")], "github")
 
 
-def summary(runs: Sequence[Run], settings: Settings) -> str:
+def summary(runs: Sequence[Run], options: argparse.Namespace) -> str:
     """Return what the runs came to, in Markdown: over the steps in their own format, at their end, and after it."""
-    first, end = f"{settings.epsilons[0]:g}", settings.steps + settings.more
-    names = sorted({run.reduction for run in runs}, key=lambda name: (":" in name, name))
-    of = {name: [run for run in runs if run.reduction == name] for name in names}
+    first, last, end, back = f"{options.epsilons[0]:g}", options.steps, options.steps + options.more, options.back
+    of = grouped(sorted(runs, key=lambda run: (":" in run.reduction, run.reduction)), lambda run: run.reduction)
     ends = {
-        name: {run.seed: point.masked[first] for run in own for point in run.at(TRAINED, settings.steps)}
+        name: {run.seed: point.masked[first] for run in own for point in run.at(TRAINED, last)}
         for name, own in of.items()
     }
 
-    def cells(name: str, phase: str, step: int, *columns: Callable[[Point], float]) -> list[str]:
-        points = [point for run in of[name] for point in run.at(phase, step)]
-        return [_mean_and_spread(list(map(column, points))) for column in columns]
+    def at(phase: str, step: int, value: Callable[[Point], float]) -> Callable[[str], str]:
+        return lambda name: _mean_and_spread([value(point) for run in of[name] for point in run.at(phase, step)])
 
     def against(name: str) -> str:
         """In per cent of the other format's at the same seed, so with the same batches."""
-        other = ends.get(settings.back, {})
+        other = ends.get(back, {})
         return _mean_and_spread([100 * own / other[seed] for seed, own in ends[name].items() if seed in other])
 
-    steps = range(settings.every, settings.steps + 1, settings.every)
-    head = ["format", "seeds", *map(str, steps)]
-    rows = [
-        [name, str(len(own)), *(cell for step in steps for cell in cells(name, TRAINED, step, _masked(first)))]
-        for name, own in of.items()
-    ]
-    parts: list[Part] = [
-        Grid(head, rows, f"Sharpness in per cent at epsilon {first} after so many steps, mean ± standard deviation")
-    ]
-    columns: dict[str, Callable[[Point], float]] = {
-        "held-out loss": lambda point: point.held_out,
-        "norm of W_Q": lambda point: point.w_q,
-        "mean logit magnitude": lambda point: point.logit,
-        **{f"eps {epsilon:g}": _masked(f"{epsilon:g}") for epsilon in settings.epsilons},
-        f"eps {first}, logits in fp32": lambda point: point.unmasked[first],
+    gone_on: dict[str, Callable[[Point], float]] = {
+        "sharpness": _sharp(first),
+        "logits in fp32": _sharp(first, "unmasked"),
+        "held-out loss": attrgetter("held_out"),
     }
-    head = ["format", *columns, f"eps {first}, in per cent of {settings.back}'s"]
-    rows = [[name, *cells(name, TRAINED, settings.steps, *columns.values()), against(name)] for name in names]
-    parts.append(Grid(head, rows, f"After {settings.steps} steps"))
-    if settings.more:
-        gone_on: dict[str, Callable[[Point], float]] = {
-            "sharpness": _masked(first),
-            "logits in fp32": lambda point: point.unmasked[first],
-            "held-out loss": lambda point: point.held_out,
-        }
-        places = {ON: "on in it", BACK: f"in {settings.back}"}
-        head = ["format", *(f"{what}, {place}" for what in gone_on for place in places.values())]
-        rows = [
-            [
-                name,
-                *(cell for column in gone_on.values() for phase in places for cell in cells(name, phase, end, column)),
-            ]
-            for name in names
-        ]
-        parts.append(Grid(head, rows, f"After {settings.more} more steps, from one state"))
+    places = {"on in it": ON, f"in {back}": BACK}
+    # By title, and then by heading: what a format's cell says.
+    tables: dict[str, dict[str, Callable[[str], str]]] = {
+        f"Sharpness in per cent at epsilon {first} after so many steps, mean ± standard deviation": {
+            "seeds": lambda name: str(len(of[name])),
+            **{str(n): at(TRAINED, n, _sharp(first)) for n in range(options.every, last + 1, options.every)},
+        },
+        f"After {last} steps": {
+            "held-out loss": at(TRAINED, last, attrgetter("held_out")),
+            "norm of W_Q": at(TRAINED, last, attrgetter("w_q")),
+            "mean logit magnitude": at(TRAINED, last, attrgetter("logit")),
+            **{f"eps {name:g}": at(TRAINED, last, _sharp(f"{name:g}")) for name in options.epsilons},
+            f"eps {first}, logits in fp32": at(TRAINED, last, _sharp(first, "unmasked")),
+            f"eps {first}, in per cent of {back}'s": against,
+        },
+        f"After {options.more} more steps, from one state": {
+            f"{what}, {place}": at(phase, end, value)
+            for what, value in gone_on.items()
+            for place, phase in places.items()
+        },
+    }
+    parts: list[Part] = [
+        Grid(["format", *columns], [[name, *(cell(name) for cell in columns.values())] for name in of], title)
+        for title, columns in list(tables.items())[: 3 if options.more else 2]
+    ]
     for suffix in sorted({name.partition(":")[2] for name in of}):  # each way to mask
-        alike = [name for name in names if name.partition(":")[2] == suffix or name == settings.back]
-        group = {name: ends[name] for name in alike if ends[name]}
+        group = {name: own for name, own in ends.items() if own and (name.partition(":")[2] == suffix or name == back)}
         if len(group) > 1:
             parts.append(_order(group))
     return grids.text(parts, "github")
 
 
-def _masked(epsilon: str) -> Callable[[Point], float]:
-    return lambda point: point.masked[epsilon]
+def _sharp(epsilon: str, logits: str = "masked") -> Callable[[Point], float]:
+    return lambda point: float(getattr(point, logits)[epsilon])
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

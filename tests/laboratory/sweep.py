@@ -8,11 +8,10 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec import structs
@@ -21,37 +20,18 @@ from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.gpt2.attention import Observation
 from tiebreak.cases.gpt2.data import Batches, DataError, batches_of
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
-from tiebreak.cases.gpt2.model import Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
 from tiebreak.kernels.formats import FP32, TF32
-from tiebreak.laboratory import ray_cluster as on_ray
-from tiebreak.laboratory.options import (
-    ATTENTION,
-    FOLDER,
-    LENGTH,
-    MODEL,
-    NUMBER,
-    Options,
-    above_zero,
-    comma_list,
-    configuration,
-    emulated_kernel,
-    fill,
-    parser,
-    reduction_name,
-)
-from tiebreak.laboratory.progress import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence
-from tiebreak.laboratory.ranks import Ranks
-from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_reduction
-from tiebreak.laboratory.reduced_gpt2 import NO_RANGE, SAME, emulated_gpt2, parse_attention, reduced_gpt2
-from tiebreak.laboratory.training import Recipe, Steps
+from tiebreak.laboratory import flags, ray_cluster, reduced
+from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
+from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
 from tiebreak.programs.resumable import expected, in_processes, show_progress
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records.decode import SCHEMA
-from tiebreak.reports.sweeps.store import Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
+from tiebreak.reports.sweeps.store import NO_STABILISER, Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
 from tiebreak.reports.sweeps.tables import sweep_tables
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
@@ -64,7 +44,8 @@ DIVERGED = (
     f"its loss was NaN or Inf, or in {EXPLOSION_STEPS} steps in a row {EXPLOSION_NATS:g} nats above its lowest, or a"
     f" logit beyond {LARGEST_LOGIT:g} (looked at every {LOOK_EVERY} steps)"
 )
-_EPILOG = """exit codes: 0 done, whatever diverged; 2 bad usage, another sweep's store, a file cut short, no cluster;
+_EPILOG = f"""{flags.PRESET_LINES}
+exit codes: 0 done, whatever diverged; 2 bad usage, another sweep's store, a file cut short, no cluster;
 130 stopped: the same command goes on"""
 
 
@@ -89,7 +70,7 @@ class Stabiliser:
 
 #: The papers' own, each alone: those of arXiv 2405.18710, and those that arXiv 2510.04212 names.
 STABILISERS: Mapping[str, Stabiliser] = {
-    "none": Stabiliser("as it is"),
+    NO_STABILISER: Stabiliser("as it is"),
     "tf32_first": Stabiliser("the first two blocks in TF32", otherwise={_FIRST_BLOCKS: Reduction(TF32)}),
     "fp32_first": Stabiliser("the first two blocks in fp32", otherwise={_FIRST_BLOCKS: None}),
     "head_unmasked": Stabiliser("the LM head in fp32", otherwise={"head": None}),
@@ -104,18 +85,8 @@ class Task:
     """A run to do: all that a process on another machine needs to know."""
 
     place: Place
-    sizes: Configuration
-    steps: int
-    warm_up: int  # steps
-    sequences: int  # of a batch
-    attention: str  # what it rounds to, as `parse_attention` takes it
-    data: Path | None  # folder with token data; None: the text that ships
+    options: argparse.Namespace  # the sweep's, as `parse` gives them
     digest: str  # of the first batch at seed 1: another machine may have other data
-    device: str  # torch's name
-
-    def batches(self, seed: int) -> Batches:
-        """Return the batches of a seed."""
-        return batches_of(self.data, self.sizes.vocabulary, self.sizes.context, self.sequences, seed)
 
 
 def _stabiliser(name: str) -> str:
@@ -127,88 +98,64 @@ def _stabiliser(name: str) -> str:
 _ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items())
 
 
-def _names(kind: str, parse: Callable[[str], Any], default: str, about: str) -> Mapping[str, Any]:
-    return {"type": comma_list(kind, parse), "metavar": "LIST", "default": default, "help": about}
-
-
-_AXES: Options = {
-    "--seeds": {**NUMBER, "default": 20, "help": "how many, from 1"},
-    "--lr": _names("learning rate", above_zero, "4e-4,4e-3,1e-2", "learning rates"),
-    "--formats": _names(
-        "format",
-        reduction_name,
-        "E8M7,E8M5:zero,E8M4:zero",
-        "of linear layers' products; E8M7 is bf16, E8M5:zero truncates",
-    ),
-    **ATTENTION,
-    "--kernels": _names("kernel", emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
-    "--stabiliser": _names("stabiliser", _stabiliser, "none", f"each alone. {_ABOUT}"),
+_AXES: flags.Options = {
+    "--seeds": {**flags.NUMBER, "default": 20, "help": "how many, from 1"},
+    "--lr": flags.comma_list("learning rate", flags.above_zero, "4e-4,4e-3,1e-2", "learning rates"),
+    "--formats": flags.formats("E8M7,E8M5:zero,E8M4:zero"),
+    **flags.ATTENTION,
+    "--kernels": flags.comma_list("kernel", flags.emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
+    "--stabiliser": flags.comma_list("stabiliser", _stabiliser, NO_STABILISER, f"each alone. {_ABOUT}"),
 }
-_WHERE: Options = {
-    "--out": {
-        **FOLDER,
-        "default": Path("out", "sweep"),
-        "help": "the sweep's folder, a file a run; a sweep that was stopped goes on there",
-    },
-    "--workers": {**NUMBER, "help": "processes (default: as many as the machine carries)"},
+_WHERE: flags.Options = {
+    "--out": {**flags.FOLDER, "default": Path("out", "sweep"), "help": "a file a run; what was stopped goes on there"},
+    "--workers": {**flags.NUMBER, "help": "processes (default: as many as the machine carries)"},
     "--on": {"metavar": "WHERE", "help": "ray: Ray on this machine; ray://HOST:PORT or HOST:PORT: a Ray cluster"},
-    "--gpus-per-run": {
-        "type": float,
-        "default": 0.0,
-        "metavar": "SHARE",
-        "help": "of a GPU, such as 0.25; default: 0, no GPU",
-    },
+    "--gpus-per-run": {"type": float, "default": 0.0, "metavar": "SHARE", "help": "of a GPU, such as 0.25; default: 0"},
 }
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, those not given at the preset's defaults; UsageError: one line that names the option."""
-    options = fill(
-        parser(
+    options = flags.fill(
+        flags.parser(
             "sweep",
             "How often training diverges: a small GPT-2 over seeds, learning rates, formats and kernels.",
             _EPILOG,
             what_varies=_AXES,
-            what_is_trained={**MODEL, **LENGTH},
+            what_is_trained={**flags.MODEL, **flags.LENGTH},
             where_and_how=_WHERE,
         ).parse_args(argv)
     )
+    options.data = options.data and options.data.resolve()
     if options.on is not None:
-        on_ray.address_of(options.on)
+        ray_cluster.address_of(options.on)
     if not 0 <= options.gpus_per_run < math.inf:
         raise UsageError(f"--gpus-per-run must be 0 or more, not {options.gpus_per_run:g}")
     if options.gpus_per_run and options.on is None:
         raise UsageError("--gpus-per-run: --on ray shares out this machine's GPUs, too")
     for reduction in map(parse_reduction, options.formats):
-        if options.attention == SAME and reduction.clamps:
-            raise UsageError(f"--formats: {NO_RANGE.format(reduction.name)}")
+        if options.attention == reduced.SAME and reduction.clamps:
+            raise UsageError(f"--formats: {reduced.NO_RANGE.format(reduction.name)}")
         for name in options.stabiliser:
             if refusal := STABILISERS[name].refusal(reduction, options.layers):
                 raise UsageError(f"--stabiliser {name}: {refusal}")
     return options
 
 
-def tasks(options: argparse.Namespace, places: Sequence[Place]) -> list[Task]:
-    """Return what processes are given to run these places; DataError: no data to train on."""
-    data, device = options.data and options.data.resolve(), "cuda" if options.gpus_per_run else "cpu"
-    lengths = options.steps, options.warm_up, options.sequences, options.attention
-    sizes = configuration(options)
-    digest = batches_of(data, sizes.vocabulary, sizes.context, options.sequences, 1).digest(1)
-    return [Task(place, sizes, *lengths, data, digest, device) for place in places]
+def batches(options: argparse.Namespace, seed: int) -> Batches:
+    """Return the batches of a seed; DataError: no data to train on."""
+    sizes = flags.configuration(options)
+    return batches_of(options.data, sizes.vocabulary, sizes.context, options.sequences, seed)
 
 
 def settings(options: argparse.Namespace) -> Settings:
     """Return the sweep that the options describe; DataError: no data to train on."""
-    (task,) = tasks(options, [Place("", 0.0, "", "", 1)])
     recipe = {
         "preset": options.preset,
-        **asdict(task.sizes),
-        "steps": task.steps,
-        "warm_up": task.warm_up,
-        "sequences": task.sequences,
-        "attention": task.attention,
+        **asdict(flags.configuration(options)),
+        **{name: getattr(options, name) for name in ("steps", "warm_up", "sequences", "attention")},
         "optimizer": f"adamw, gradients clipped at {CLIP:g}",
-        "data": task.digest,
+        "data": batches(options, 1).digest(1),
     }
     return Settings(
         SCHEMA, recipe, DIVERGED, options.seeds, options.lr, options.formats, options.kernels, options.stabiliser
@@ -220,10 +167,11 @@ def main(argv: Sequence[str]) -> int:
     gc.enable()  # the command turns it off, for verbs that end in a second
     options = parse(argv)
     try:
-        sweep = open_store(options.out, settings(options))
-        left = tasks(options, sweep.left)
+        asked = settings(options)
     except DataError as error:
         raise UsageError(str(error)) from None
+    sweep = open_store(options.out, asked)
+    left = [Task(place, options, asked.recipe["data"]) for place in sweep.left]
     try:
         if left:
             _run_all(options, sweep, left)
@@ -240,55 +188,52 @@ def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) ->
     """Run what is left, each run into the store as it ends."""
     if options.on is None:
         workers = min(options.workers or worker_count(_WORKER_GIB), len(left))
-        print(_outlook(sweep, left, workers, "here"), flush=True)
-        _show(map(run, left) if workers == 1 else in_processes(run, left, workers), options.out, len(left))
+        _show(map(run, left) if workers == 1 else in_processes(run, left, workers), sweep, left, workers, "here")
         return
-    with on_ray.connected(on_ray.address_of(options.on), options.workers) as cluster:
-        slots = cluster.slots(options.gpus_per_run)
-        print(_outlook(sweep, left, min(slots, len(left)), f"on Ray, {cluster.about}"), flush=True)
-        _show(cluster.run(run, left, gpus=options.gpus_per_run), options.out, len(left))
+    with ray_cluster.connected(ray_cluster.address_of(options.on), options.workers) as cluster:
+        slots = min(cluster.slots(options.gpus_per_run), len(left))
+        _show(cluster.run(run, left, gpus=options.gpus_per_run), sweep, left, slots, f"on Ray, {cluster.about}")
 
 
-def _show(runs: Iterable[SweepRun], folder: Path, total: int) -> None:
-    """Keep runs as they come, and show what each came to."""
+def _show(runs: Iterable[SweepRun], sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> None:
+    """Keep runs as they come, and show what each came to; first what is left, and how long that will take."""
+    steps, options = sum(each.steps for each in sweep.runs), left[0].options
+    each = sum(each.seconds for each in sweep.runs) / steps * options.steps if steps else 0.0
+    time = f": {expected(each * len(left) / workers)}" if steps else ""
+    kept = counted(len(sweep.runs), "run")
+    print(f"{kept} kept, {len(left)} to run, {workers} at a time {where}{time}", flush=True)
 
     def lines() -> Iterator[str]:
         for each in runs:
-            keep(each, folder)
+            keep(each, options.out)
             end = f"diverged ({each.diverged}) at step {each.steps}" if each.diverged else f"loss {each.loss:.3f}"
-            yield f"{each.place.text}: {end}"
+            yield f"{each.text}: {end}"
 
-    show_progress(lines(), total, "run")
-
-
-def _outlook(sweep: Sweep, left: Sequence[Task], workers: int, where: str) -> str:
-    steps = sum(each.steps for each in sweep.runs)
-    each = sum(each.seconds for each in sweep.runs) / steps * left[0].steps if steps else 0.0
-    time = f": {expected(each * len(left) / workers)}" if steps else ""
-    return f"{counted(len(sweep.runs), 'run')} kept, {len(left)} to run, {workers} at a time {where}{time}"
+    show_progress(lines(), len(left), "run")
 
 
 def run(task: Task) -> SweepRun:
     """Do a run on one core; DataError: no data, or others than the sweep's."""
     torch.set_num_threads(1)
-    started, place = time.perf_counter(), task.place
-    if task.batches(1).digest(1) != task.digest:
-        raise DataError(f"{task.data}: other data here than where the sweep began")
-    stabiliser = STABILISERS[place.stabiliser]
-    with torch.device(task.device):
-        model = emulated_gpt2(place.kernel, stabiliser.mitigation.configured(task.sizes), place.seed)
-    recipe = Recipe(Schedule(task.steps, place.rate, task.warm_up))
-    taken = Steps(model, task.batches(place.seed), recipe, Ranks())
+    started, place, options = time.perf_counter(), task.place, task.options
+    if batches(options, 1).digest(1) != task.digest:
+        raise DataError(f"{options.data}: other data here than where the sweep began")
+    stabiliser, device = STABILISERS[place.stabiliser], "cuda" if options.gpus_per_run else "cpu"
+    with torch.device(device):
+        model = reduced.emulated_gpt2(
+            place.kernel, stabiliser.mitigation.configured(flags.configuration(options)), place.seed
+        )
+    taken = Steps(model, batches(options, place.seed), Recipe(Schedule(options.steps, place.rate, options.warm_up)))
     losses, largest, diverged = list[float](), -math.inf, None
     divergence, clipper = Divergence(limit=LARGEST_LOGIT), stabiliser.mitigation.clipper()
-    reduction, attention = parse_reduction(place.format), parse_attention(task.attention)
+    reduction, attention = parse_reduction(place.format), parse_attention(options.attention)
     logits: list[float] = []  # the largest of each call of a step that is looked at
 
     def look(observation: Observation) -> None:
         logits.append(MEASURES["max_logit"](View(observation)).max().item())
 
-    with reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
-        for step in range(task.steps):
+    with reduced.reduced_gpt2(model, reduction, stabiliser.otherwise, attention):
+        for step in range(options.steps):
             logits.clear()
             observers = [look] if (step + 1) % LOOK_EVERY == 0 else []
             losses.append(taken.take(step, observers if clipper is None else [*observers, clipper]).loss)
@@ -299,20 +244,18 @@ def run(task: Task) -> SweepRun:
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
+    numbers = (sum(tail) / len(tail), divergence.lowest, largest)
+    loss, lowest, max_logit = (number if math.isfinite(number) else None for number in numbers)
     return SweepRun(
         **structs.asdict(place),
         diverged=diverged,
         steps=len(losses),
-        loss=_finite(sum(tail) / len(tail)),
-        lowest=_finite(divergence.lowest),
-        max_logit=_finite(largest),
+        loss=loss,
+        lowest=lowest,
+        max_logit=max_logit,
         seconds=round(time.perf_counter() - started, 2),
-        platform=_platform(task.device),
+        platform=_platform(device),
     )
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 @cache

@@ -28,51 +28,34 @@ from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
-from tiebreak.laboratory.options import (
-    DEFAULTS,
-    FOLDER,
-    LENGTH,
-    MODEL,
-    NAME,
-    NUMBER,
-    RATE,
-    Options,
-    checked,
-    configuration,
-    fill,
-    of_preset,
-    parser,
-)
-from tiebreak.laboratory.progress import COLLAPSED_DIVERSITY, COLLAPSED_REPORTS, EarlyWarning
-from tiebreak.laboratory.ranks import Ranks, joined, take_device
-from tiebreak.laboratory.training import CHECKPOINT, LOG, PRECISIONS, Recipe, Steps, Training
+from tiebreak.laboratory import flags
+from tiebreak.laboratory.training import CHECKPOINT, LOG, PRECISIONS, Ranks, Recipe, Steps, Training, joined
+from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 
-DONE, EXPLODED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
+# arXiv 2510.04202 calls the collapse of the sign diversity an early warning. The numbers are this suite's: six sound
+# runs of the preset tiny (seeds 0 to 5, 400 steps, reports every 10) were below for 5 reports in a row at most, two at
+# learning rates 30 and 300 times too high for 24 and 21.
+COLLAPSED_DIVERSITY = 0.02  # 99 of 100 tokens point one way ...
+COLLAPSED_REPORTS = 8  # ... in this many reports in a row
 # What may differ between a run and its resumption.
 _FREE = ("out", "resume", "report_every", "checkpoint_every", "data")
 _MUON_RATE = 5e-4
+_AT_ONCE = {"gpt2_small": 16, "gpt2_medium": 8, "tiny": 8}  # sequences of one forward pass, at most
 _WARNING = (
     f"early warning: nearly all tokens point one way at a layer's W_Q (sign diversity below {COLLAPSED_DIVERSITY} in"
     f" {COLLAPSED_REPORTS} reports in a row): the loss may explode (arXiv 2510.04202)"
 )
-_EPILOG = """several GPUs: torchrun --nproc-per-node N --no-python tiebreak lab train ...
+_EPILOG = f"""{flags.PRESET_LINES}
+several GPUs: torchrun --nproc-per-node N --no-python tiebreak lab train ...
 exit codes: 0 done, 1 the loss exploded, 2 bad usage, data or checkpoint, 130 interrupted"""
 
-
-def _seed(text: str) -> int:
-    if not 0 <= int(text) < 2**32:
-        raise ValueError(f"must be in [0, 2**32), not {text}")
-    return int(text)
-
-
-_AT_ONCE = ", ".join(f"{each.at_once} ({preset})" for preset, each in DEFAULTS.items())
-_WHAT: Options = {
-    **MODEL,
-    "--seed": {**NUMBER, "type": checked(_seed), "default": 0, "help": "of weights, batches and noise; default: 0"},
+_WHAT: flags.Options = {
+    **flags.MODEL,
+    "--seed": {**flags.NUMBER, "type": count, "default": 0, "help": "of weights, batches and noise; default: 0"},
     "--kernel": {
-        **NAME,
+        **flags.NAME,
         "default": "flash@paper",
         "help": "of attention: standard, fair, rule@plan, the backend's own, or path/to/file.py:function",
     },
@@ -82,42 +65,25 @@ _WHAT: Options = {
         "help": "other kernels in some layers or heads, counted from 1: 2=standard,3.1=flash@fp32 is standard attention"
         " in layer 2 and fp32 in head 1 of layer 3",
     },
-    "--backward": {
-        "choices": ("own", "emulated"),
-        "default": "own",
-        "help": "what a kernel of yours trains with: its own backward pass, or this suite's in fp32",
-    },
+    "--backward": {"choices": ("own", "emulated"), "default": "own", "help": "your kernel's, or this suite's in fp32"},
     "--backend": {"choices": BACKENDS, "default": "cpu", "help": "what everything runs on"},
 }
-_HOW: Options = {
-    **LENGTH,
+_HOW: flags.Options = {
+    **flags.LENGTH,
     "--at-once": {
-        **NUMBER,
+        **flags.NUMBER,
         "help": "sequences of one forward pass, the gradients of several are added up; default: the most that divides a"
-        f" process' share, of at most {_AT_ONCE}",
+        " process' share, of at most 16 (gpt2_small) or 8",
     },
-    "--optimizer": {
-        "choices": OPTIMIZERS,
-        "default": "adamw",
-        "help": "muon: on the matrices of the blocks, AdamW on the rest",
-    },
-    "--rate": {**RATE, "help": f"{RATE['help']}; muon: {_MUON_RATE}"},
-    "--precision": {
-        "choices": PRECISIONS,
-        "help": of_preset(
-            "of the linear layers; weights stay in fp32, attention rounds as its kernel says", "precision"
-        ),
-    },
+    "--optimizer": {"choices": OPTIMIZERS, "default": "adamw", "help": "muon: on the blocks' matrices, else AdamW"},
+    "--rate": {**flags.RATE, "help": f"highest learning rate; muon: {_MUON_RATE} by default"},
+    "--precision": {"choices": PRECISIONS, "help": "of the linear layers; weights stay in fp32"},
 }
-_RUN: Options = {
-    "--out": {
-        **FOLDER,
-        "default": Path("out", "train"),
-        "help": "for log, checkpoint and, should the loss explode, the last attention inputs",
-    },
+_RUN: flags.Options = {
+    "--out": {**flags.FOLDER, "default": Path("out", "train"), "help": "for log, checkpoint, inputs of an explosion"},
     "--resume": {"action": "store_true", "help": "go on from the checkpoint in --out"},
-    "--report-every": {**NUMBER, "help": of_preset("steps; monitors look then", "report_every")},
-    "--checkpoint-every": {**NUMBER, "help": of_preset("steps; a killed run loses no more", "checkpoint_every")},
+    "--report-every": {**flags.NUMBER, "help": "steps; monitors look then"},
+    "--checkpoint-every": {**flags.NUMBER, "help": "steps; a killed run loses no more"},
 }
 
 
@@ -142,8 +108,7 @@ def main(argv: Sequence[str]) -> int:
 def ctrl_c(*, once: bool) -> Iterator[Callable[[], bool]]:
     """Let Ctrl-C ask, not interrupt; yields whether it did.
 
-    Args:
-        once: whether a second Ctrl-C interrupts at once. Not under torchrun, which passes the signal on once more.
+    A second one interrupts at once, where it is to ask `once`: not under torchrun, which passes the signal on again.
     """
     pressed: list[int] = []
     former = signal.getsignal(signal.SIGINT)
@@ -186,12 +151,8 @@ def _tell(problem: object) -> None:
 
 
 def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
-    """Return the options and the run, at its start or where its checkpoint was taken.
-
-    Raises:
-        UsageError, ValueError, OSError: in one line what is wrong, and where.
-    """
-    options = parser(
+    """Return the options and the run, at its start or where its checkpoint was taken."""
+    options = flags.parser(
         "train",
         "Train a GPT-2 with any attention kernel of the suite, watched by monitors.",
         _EPILOG,
@@ -200,10 +161,9 @@ def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
         the_run=_RUN,
     ).parse_args(list(argv))
     options.rate = _MUON_RATE if options.rate is None and options.optimizer == "muon" else options.rate
-    fill(options)
+    flags.fill(options)
     backend = _backend(options.backend)
-    take_device(backend.device)
-    sizes = configuration(options)
+    sizes = flags.configuration(options)
     schedule = Schedule(options.steps, options.rate, options.warm_up)
     recipe = Recipe(schedule, options.optimizer, options.precision, _parts(options, ranks.size))
     batches = batches_of(options.data, sizes.vocabulary, sizes.context, options.sequences, options.seed)
@@ -217,32 +177,37 @@ def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
     elif ranks.first:
         options.out.mkdir(parents=True, exist_ok=True)
     if ranks.first:
-        _introduce(options, training, batches, ranks)
+        _introduce(options, steps, training.done, batches)
     return options, training
 
 
 def _backend(name: str) -> Backend:
-    """Return the backend, once it is sure that the run can keep what an explosion leaves."""
-    reason = BACKENDS[name].unavailable()
+    """Return the backend, set up, once it is sure that the run can keep what an explosion leaves.
+
+    Under torchrun it works on the device numbered as this process' place on its machine; all share a `cpu`.
+    """
+    backend = BACKENDS[name]
+    reason = backend.unavailable()
     if reason is not None:
         raise UsageError(f"--backend {name}: {reason}")
-    BACKENDS[name].set_up()
     if find_spec("safetensors") is None:
         raise UsageError("safetensors keeps the attention inputs of an explosion: pip install safetensors")
-    return BACKENDS[name]
+    backend.set_up()
+    if backend.device != "cpu" and "LOCAL_RANK" in os.environ:
+        place, there = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        if place >= there:
+            raise UsageError(f"torchrun started more processes than the {there} {name} devices of this machine")
+        torch.accelerator.set_device_index(place)
+    return backend
 
 
 def _parts(options: argparse.Namespace, ranks: int) -> int:
-    """Return in how many parts a batch is processed by all processes; settle `at_once` where it was not given.
-
-    Raises:
-        UsageError: the processes, or the sequences at once, don't divide the batch.
-    """
+    """Return in how many parts a batch is processed by all processes; settle `at_once` where it was not given."""
     if options.sequences % ranks:
         raise UsageError(f"--sequences {options.sequences} must be a multiple of the {ranks} processes")
     each = options.sequences // ranks
     if options.at_once is None:
-        options.at_once = math.gcd(each, DEFAULTS[options.preset].at_once)
+        options.at_once = math.gcd(each, _AT_ONCE[options.preset])
     if each % options.at_once:
         raise UsageError(f"--at-once {options.at_once} does not divide the {each} sequences of a process")
     return int(options.sequences // options.at_once)
@@ -280,30 +245,37 @@ def _head(flag: str, name: str, options: argparse.Namespace, sizes: Configuratio
     return replace(head, inputs=Cast(FP32)) if kernel.declaration.plan == FP32_PLAN else head
 
 
-def _introduce(options: argparse.Namespace, training: Training, batches: Batches, ranks: Ranks) -> None:
+def _introduce(options: argparse.Namespace, steps: Steps, done: int, batches: Batches) -> None:
     data = "the text that ships" if options.data is None else options.data
+    parameters = sum(weight.numel() for weight in steps.weights)
     print(
         f"{options.preset}: {options.layers} layers, {options.heads} heads, width {options.width},"
-        f" {training.parameters:,} parameters; {options.kernel} on {options.backend}, linear layers in"
-        f" {options.precision}; {options.optimizer}, {options.sequences} sequences of {options.context} tokens a step"
-        f" on {ranks.size} process{'es' if ranks.size > 1 else ''}; {len(batches.tokens):,} tokens of {data}"
+        f" {parameters:,} parameters; {options.kernel} on {options.backend}, linear layers in {options.precision};"
+        f" {options.optimizer}, {options.sequences} sequences of {options.context} tokens a step"
+        f" on {steps.ranks.size} process{'es' if steps.ranks.size > 1 else ''};"
+        f" {len(batches.tokens):,} tokens of {data}"
     )
     if options.resume:
-        print(f"going on after step {training.done} of {options.steps}")
+        print(f"going on after step {done} of {options.steps}")
     sys.stdout.flush()
 
 
 def _train(training: Training, options: argparse.Namespace, ranks: Ranks, asked: Callable[[], bool]) -> None:
     """Train, and show each report with the time and the tokens since the last."""
-    step, since, warning = training.done, time.perf_counter(), EarlyWarning()
+    step, since, low = training.done, time.perf_counter(), 0
     for progress in training.reports(options.report_every, options.checkpoint_every, asked):
         if not ranks.first:
             continue
         each = (time.perf_counter() - since) / (progress.step - step)
         step, since = progress.step, time.perf_counter()
-        tokens = options.sequences * options.context
-        print(f"{progress.line}  {each:.3g} s a step  {tokens / each:,.0f} tokens/s", flush=True)
-        if warning.due(progress):
+        print(
+            f"step {step}  loss {progress.loss:.4f}  rate {progress.rate:.2e}  max logit {progress.max_logit:.1f}"
+            f"  drift {progress.drift:+.2e}  sign diversity {progress.sign_diversity:.2f}"
+            f"  {each:.3g} s a step  {options.sequences * options.context / each:,.0f} tokens/s",
+            flush=True,
+        )
+        low = low + 1 if progress.sign_diversity < COLLAPSED_DIVERSITY else 0
+        if low == COLLAPSED_REPORTS:  # once in each collapse
             print(_WARNING, flush=True)
 
 
@@ -312,12 +284,12 @@ def _end(training: Training, options: argparse.Namespace, ranks: Ranks) -> int:
     if training.exploded:
         text = f"the loss exploded at step {training.done}; q, k, v, dO of {len(training.captured)} of the last steps"
         text += f" are in {options.out}: pytest tests/matrix --captured {options.out}"
-        code = EXPLODED
+        code = FELL
     elif training.interrupted:
         text = f"interrupted after step {training.done}; {options.out / CHECKPOINT} has it all: go on with --resume"
         code = INTERRUPTED
     else:
-        text, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", DONE
+        text, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", HELD
     if ranks.first:
         print(text, flush=True)
     return code

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from tiebreak.backends.backend import Backend
@@ -22,37 +23,30 @@ from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 
-_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
+FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `identify`; see `tiebreak.reports.cli.main`.
-
-    Returns:
-        0 if a plan is known of every kernel, 1 if none is of one, 2 on bad usage, or where one can't be asked.
-    """
+    """The verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
-    backends = devices(options.backend, options.targets, options.card)
     identities: list[Identity] = []
     failures: dict[str, str] = {}
-    for backend in backends:
+    for backend in devices(options.backend, options.targets, options.card):
         for kernel in _kernels(options):
             tell = partial(_progress, kernel.name)
             try:
-                asked = Asked(backend, kernel, _FORMATS[options.dtype])
-                identity = identify(KnownPlans(asked, options.seed, tell))
-            except UnidentifiedError as error:
-                failures[kernel.name] = str(error)
+                identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
             except Exception as error:  # whatever the kernel raises
-                failures[kernel.name] = f"it raised {raised(error, kernel)}"
+                known = isinstance(error, UnidentifiedError)
+                failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
                 if not options.json:
-                    terminal.show("\n".join(_report(identity)))
+                    terminal.show("\n".join(identity.lines()))
     for name, why in failures.items():
         print(f"tiebreak identify: {name}: {why}", file=sys.stderr)
     if options.json:
-        parts = {"schema": SCHEMA, "identities": [each.as_dict() for each in identities], "failures": failures}
+        parts = {"schema": SCHEMA, "identities": [asdict(each) for each in identities], "failures": failures}
         print(json.dumps(parts, indent=2, allow_nan=False))
     if failures:
         return USAGE
@@ -71,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")
     parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
-    parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
+    parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument(
         "--seed", type=count, default=1, metavar="N", help="of the inputs by which no plan is chosen (default: 1)"
     )
@@ -80,11 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
-    """The backends of these names, set up for kernels of users.
-
-    Raises:
-        UsageError: one is unknown, can't run here, or is the emulation.
-    """
+    """The backends of these names, set up for kernels of users; it is bad usage if one can't run them here."""
     selection = Selection(backends=names, kernel=tuple(targets), card=card)
     try:
         backends = matching_backends(selection)
@@ -103,13 +93,6 @@ def _kernels(options: argparse.Namespace) -> list[Kernel]:
         return [external_kernel(target, flags=options.declare) for target in options.targets]
     except LoadError as error:
         raise UsageError(str(error)) from error
-
-
-def _report(identity: Identity) -> list[str]:
-    """The identity, then the inputs that it rests on."""
-    asked = [f"  {name:20}{shows} [{method}]" for name, (shows, method) in identity.asked.items()]
-    refused = [f"  not asked: {name}: {why}" for name, why in identity.refused.items()]
-    return [*identity.lines(), "inputs:", *asked, *refused]
 
 
 def _progress(kernel: str, line: str) -> None:

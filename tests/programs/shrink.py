@@ -1,32 +1,41 @@
-"""`tiebreak shrink`: the smallest input on which a kernel still goes wrong, as a script for a bug report."""
+"""`tiebreak shrink`: the smallest input on which a kernel still goes wrong, as a script for a bug report.
+
+The script needs torch alone: the tensors' bits are in it, and the user's kernel by its path.
+"""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.script_call import ScriptCall
-from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.programs.identify import devices
-from tiebreak.programs.shrink_script import WRITTEN, Origin, script
-from tiebreak.programs.shrink_search import BOUND, FINITE, Seen, Shrinker, mean_error
+from tiebreak.programs.identify import FORMATS, devices
+from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
 
-_FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _ANYWHERE = {"finite": FINITE, "bound": BOUND}  # checks that one element can fail
 _SECONDS = 600  # that the written script may take
+_LINE = 120  # of the script
+#: What inputs may ask for that a script can write.
+_WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,9 +58,18 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"--kernel {options.kernel}: fails on the whole case: {failure}") from error
     check, sign, wrong = _chosen(options, whole)
     print(f"{options.case}, {shrinker.part.size}: {wrong}", flush=True)
-    interrupted = not _shrunk(shrinker, check, sign)
-    origin = Origin(script_call, backend.device, options.case, options.seed, wrong)
-    store.write_text(script(shrinker.seen(shrinker.part), shrinker.finding, sign, origin), options.output)
+    interrupted = False
+    try:
+        if check == "bias":
+            shrinker.bias(sign)
+        else:
+            shrinker.shrink(_ANYWHERE[check])
+    except KeyboardInterrupt:
+        interrupted = True
+        print("shrink: interrupted; the best so far is kept", file=sys.stderr, flush=True)
+    left, finding = shrinker.seen(shrinker.part), shrinker.finding
+    origin = f"{options.case}, seed {options.seed}" + ("" if wrong == finding.about else f": {wrong}")
+    store.write_text(script(left, finding, sign, script_call, backend.device, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
     return INTERRUPTED if interrupted else (HELD if shown else FELL)
@@ -72,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", choices=(*_ANYWHERE, "bias"), help="what to keep; by default the first of these that holds"
     )
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where the kernel runs (default: cpu)")
-    parser.add_argument("--dtype", choices=_FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
+    parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of a scripted case (default: 1)")
     parser.add_argument(
         "--heads", type=positive, default=256, metavar="N", help="query heads to start from (default: 256)"
@@ -95,7 +113,7 @@ def _kernel(spec: str) -> tuple[Kernel, ScriptCall]:
 
 
 def _inputs(options: argparse.Namespace) -> AttentionInputs:
-    fmt = _FORMATS[options.dtype]
+    fmt = FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
         known = {case.name: case for case in (*captured, *SCRIPTED)}
@@ -107,14 +125,14 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
-    if unwritten := [feature.words for feature in inputs.asks() if feature not in WRITTEN]:
+    if unwritten := [feature.words for feature in inputs.asks() if feature not in _WRITTEN]:
         raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
     return inputs
 
 
 def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     """The check to keep, the sign of the bias, and one line of what was found."""
-    mean, biased = mean_error(whole)
+    mean, biased = whole.mean_error
     bias = f"mean error of O {mean:+.3f} ulp"
     found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
     found |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
@@ -125,19 +143,6 @@ def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     measured = f"{bias}; {'biased' if biased else 'unbiased or not settled'}"
     measured += f", finite {'finite' not in found}, within the bound {'bound' not in found}"
     raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
-
-
-def _shrunk(shrinker: Shrinker, check: str, sign: float) -> bool:
-    """Shrink; whether it came to its end."""
-    try:
-        if check == "bias":
-            shrinker.bias(sign)
-        else:
-            shrinker.shrink(_ANYWHERE[check])
-    except KeyboardInterrupt:
-        print("shrink: interrupted; the best so far is kept", file=sys.stderr, flush=True)
-        return False
-    return True
 
 
 def _rechecked(path: Path) -> bool:
@@ -152,3 +157,70 @@ def _rechecked(path: Path) -> bool:
     if not shown:
         print(f"shrink: {path} does not show it when run: is the kernel's result the same twice?", file=sys.stderr)
     return shown
+
+
+def script(seen: Seen, finding: Finding, sign: float, call: ScriptCall, device: str, origin: str) -> str:
+    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong.
+
+    It shows the finding on what is left of a case, whose origin is in words; of a bias the sign matters.
+    """
+    inputs, fmt = seen.inputs, seen.inputs.formats.inputs
+    dtype = TORCH_DTYPES[fmt]
+    wrong, message = _verdict(seen, finding, sign)
+    grouped = "" if inputs.groups == 1 else f".repeat_interleave({inputs.groups}, 1)"
+    k, v = (f"{x}.cpu().double(){grouped}" for x in "kv")
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    mask = f" + torch.full(({queries}, {keys}), -torch.inf).triu({keys - queries + 1})" if inputs.causal else ""
+    about = f"{call.function}: {finding.about}. By tiebreak shrink from {origin}. Ends with 1 if it is wrong."
+    lines = [
+        *textwrap.wrap(f'"""{about}"""', _LINE, break_long_words=False),
+        "import importlib, sys, torch",
+        f"sys.path.insert(0, {json.dumps(call.folder)})",
+        f"kernel = importlib.import_module({json.dumps(call.module)})",
+        "def bits(shape, text):",
+        f'    return torch.frombuffer(bytearray.fromhex(text), dtype={dtype}).reshape(shape).to("{device}")',
+        *(f"{name} = {_bits(getattr(inputs, name), dtype)}" for name in "qkv"),
+        f"o = {call.call(inputs)}.cpu()",
+        f"s = q.cpu().double() @ {k}.mT * {inputs.scale!r}{mask}",
+        f"reference = s.softmax(-1) @ {v}",
+        f"exponent = (torch.frexp(reference).exponent - 1).clamp_min({fmt.min_exponent}) - {fmt.mantissa_bits}",
+        "error = reference.sign() * (o.double() - reference) / torch.ldexp(torch.ones_like(reference), exponent)",
+        'shown = f"O             {o.tolist()}\\nreference     {reference.tolist()}\\nerror in ulps {error.tolist()}"',
+        'print(shown, "(+ is away from zero)")',
+        f"wrong = {wrong}",
+        f'print({message} if wrong else "nothing is wrong")',
+        "sys.exit(int(wrong))",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bits(tensor: Tensor, dtype: torch.dtype) -> str:
+    text = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex(" ", dtype.itemsize)
+    shape = tuple(tensor.shape)
+    if len(text) + 40 <= _LINE:
+        return f'bits({shape}, "{text}")'
+    rows = "\n".join(text[start : start + 115] for start in range(0, len(text), 115))  # 23 numbers a line
+    return f'bits({shape}, """\n{rows}""")'
+
+
+def _verdict(seen: Seen, finding: Finding, sign: float) -> tuple[str, str]:
+    """Two expressions: whether it is wrong, and one line of what."""
+    if finding.name == FINITE.name:
+        bad = "(~o.isfinite() & reference.isfinite())"
+        return (
+            f"bool({bad}.any())",
+            f'f"{{int({bad}.sum())}} elements of O are NaN or Inf where the reference is finite"',
+        )
+    if finding.name == BOUND.name:
+        share = seen.over_bound.flatten()
+        at = int(share.argmax())
+        limit = ((seen.o.double() - seen.ref.o).abs().flatten()[at] / share[at]).item()
+        off = f"(o.double() - reference).abs().flatten()[{at}]"
+        message = f"element {at} of O is off by {{{off}:.3g}}; the loosest rounding plan allows {limit:.3g}"
+        return f"not bool({off} <= {limit!r})", f'f"{message}"'
+    if finding.name == "mean":
+        return f"bool({sign:g} * error.nanmean() > 0.05)", 'f"the mean error of O is {error.nanmean():+.3f} ulp"'
+    at = int((sign * seen.error).nan_to_num(nan=0.0).flatten().argmax())
+    off = f"error.flatten()[{at}]"
+    message = f"O is {{o.flatten()[{at}]}}, not the nearest to {{reference.flatten()[{at}]}}: off by {{{off}:+.3f}} ulp"
+    return f"bool({sign:g} * {off} > 0.5)", f'f"{message}"'

@@ -40,9 +40,14 @@ class Part:
     columns: tuple[int, ...]  # of q, k and v alike
     causal: bool
 
+    @classmethod
+    def whole(cls, inputs: AttentionInputs) -> "Part":
+        (batch, heads, queries, d), groups = inputs.q.shape, inputs.groups
+        sizes = batch, heads // groups, groups, queries, inputs.k.shape[2], d
+        return cls(*(tuple(range(size)) for size in sizes), causal=inputs.causal)
+
     @property
     def size(self) -> str:
-        """In words."""
         heads = len(self.batch) * len(self.heads) * len(self.group)
         return f"heads {heads}, queries {len(self.queries)}, keys {len(self.keys)}, d {len(self.columns)}"
 
@@ -56,7 +61,6 @@ class Seen:
 
     @cached_property
     def ref(self) -> Reference:
-        """In fp64."""
         return reference(self.inputs)
 
     @cached_property
@@ -72,6 +76,19 @@ class Seen:
         s = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
         return (s >= s.amax(-1, keepdim=True) - _REPEATED).sum(-1, keepdim=True) > 1
 
+    @cached_property
+    def over_bound(self) -> Tensor:
+        """|error| as a share of the loosest plan's rounding-error bound, by element."""
+        bound = error_bound(self.inputs, self.ref, UNDECLARED)
+        return ((self.o.double() - self.ref.o).abs() / bound).nan_to_num(nan=0.0)
+
+    @cached_property
+    def mean_error(self) -> tuple[float, bool]:
+        """The mean error, and whether it is beyond the margin at 99.9 %; never of fewer than `MANY` key heads."""
+        means = by_key_head(self.error, self.inputs.groups)
+        bias = interval(means[torch.isfinite(means)])
+        return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -83,49 +100,22 @@ class Finding:
     limit: float  # beyond which one is wrong
 
     def holds(self, seen: Seen) -> bool:
-        """Whether anything is wrong."""
         return bool((self.badness(seen) > self.limit).any())
 
 
-def nonfinite(seen: Seen) -> Tensor:
-    """1 where O is NaN or Inf though the reference is finite, by element."""
-    return (~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)).double()
-
-
-def over_bound(seen: Seen) -> Tensor:
-    """|error| as a share of the loosest plan's rounding-error bound, by element."""
-    bound = error_bound(seen.inputs, seen.ref, UNDECLARED)
-    return ((seen.o.double() - seen.ref.o).abs() / bound).nan_to_num(nan=0.0)
-
-
-def mean_error(seen: Seen) -> tuple[float, bool]:
-    """The mean signed error, and whether it is beyond the margin at 99.9 %; never of fewer than `MANY` key heads."""
-    means = by_key_head(seen.error, seen.inputs.groups)
-    bias = interval(means[torch.isfinite(means)])
-    return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
-
-
-FINITE = Finding("finite", "NaN or Inf where the reference is finite", nonfinite, 0.0)
-BOUND = Finding("bound", "an error beyond the rounding-error bound of the loosest plan", over_bound, 1.0)
-
-
-def mean_of(sign: float) -> Finding:
-    """A mean signed error of one sign, beyond the margin at 99.9 %: a question to many heads."""
-
-    def badness(seen: Seen) -> Tensor:
-        mean, biased = mean_error(seen)
-        return torch.tensor(sign * mean if biased else 0.0)
-
-    return Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
+FINITE = Finding(
+    "finite",
+    "NaN or Inf where the reference is finite",
+    lambda seen: (~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)).double(),
+    0.0,
+)
+BOUND = Finding(
+    "bound", "an error beyond the rounding-error bound of the loosest plan", lambda seen: seen.over_bound, 1.0
+)
 
 
 def wrong_way(sign: float, *, tied: bool) -> Finding:
-    """A single element that is rounded the wrong way, off by more than half an ulp to one side.
-
-    Args:
-        sign: of the side.
-        tied: whether its row repeats its maximum, and the error is that of a tie.
-    """
+    """An element that is off by more than half an ulp to one side; of a tie, a little more, in a row that repeats."""
 
     def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
@@ -147,18 +137,10 @@ class Shrinker:
     trials: int = 0
 
     def __post_init__(self) -> None:
-        batch, heads, queries, d = self.inputs.q.shape
-        groups, keys = self.inputs.groups, self.inputs.k.shape[2]
-        sizes = dict(zip(AXES, (batch, heads // groups, groups, queries, keys, d), strict=True))
-        places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in sizes.items()}
-        self.part = Part(**places, causal=self.inputs.causal)
+        self.part = Part.whole(self.inputs)
 
     def seen(self, part: Part) -> Seen:
-        """Run the kernel on a part.
-
-        Raises:
-            Exception: whatever the kernel raises.
-        """
+        """Run the kernel on a part; it may raise anything."""
         inputs = cut(self.inputs, part)
         return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
 
@@ -190,7 +172,12 @@ class Shrinker:
 
         Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
         """
-        mean = self.finding = mean_of(sign)
+
+        def badness(seen: Seen) -> Tensor:
+            mean, biased = seen.mean_error
+            return torch.tensor(sign * mean if biased else 0.0)
+
+        mean = self.finding = Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
         while len(self.part.batch) * len(self.part.heads) >= 2 * MANY:
             axis = "batch" if len(self.part.batch) > 1 else "heads"
             kept = getattr(self.part, axis)
@@ -207,16 +194,14 @@ class Shrinker:
 
     def _sort(self, finding: Finding) -> None:
         """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
-        if self.inputs.causal:
-            return
-        whole, groups = self.inputs, self.inputs.groups
-        scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
-        shared = scores.reshape(scores.shape[0], -1, groups, scores.shape[-1]).mean(2)
-        order = torch.argsort(shared, dim=-1, descending=True, stable=True)[..., None]
-        k, v = (x.gather(2, order.expand_as(x)) for x in (whole.k, whole.v))
-        self.inputs = replace(whole, k=k, v=v)
-        if not self.keeps(self.part, finding):
-            self.inputs = whole
+        whole = self.inputs
+        if not whole.causal:
+            scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
+            order = scores.unflatten(1, (-1, whole.groups)).mean(2).argsort(descending=True, stable=True)[..., None]
+            k, v = (x.gather(2, order.expand_as(x)) for x in (whole.k, whole.v))
+            self.inputs = replace(whole, k=k, v=v)
+            if not self.keeps(self.part, finding):
+                self.inputs = whole
 
     def _one_row(self, finding: Finding) -> bool:
         """Go down to the worst row on which a finding holds alone."""
@@ -267,11 +252,9 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """A part of `items` that `keeps` and that keeps no more without any one of its items; in the order of `items`.
+    """Return a part of the items, in order, that `keeps` accepts, but not without any one of its items.
 
-    Args:
-        items: on all of them it is known to keep.
-        keeps: asked of parts, never of an empty one.
+    `keeps` accepts all of them, and is asked of no empty part.
     """
     left, parts = tuple(items), 2
     while len(left) > 1:

@@ -1,6 +1,9 @@
-"""The audit's record, file and comparison."""
+"""Audits: their file and comparison, and what verbs make of them on the terminal and on the page."""
 
+import csv
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,34 +11,26 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import ONE
-from tiebreak.reports.audit.record import Audit, Audits, check_update, differences
-from tiebreak.reports.errors import UsageError
+from tiebreak.defects.made_up import ONE, Call
+from tiebreak.reports.audit.record import Audit, Audits, check_update, differences, kinds
+from tiebreak.reports.audit.tables import HEADERS, LEGEND, audit_tables
+from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.records.store import UnreadableRecordsError, UnwritableFolderError
+from tiebreak.reports.records.store import UnreadableRecordsError
+from tiebreak.reports.tables.grids import text
 
 KeepAudits = Callable[[Audits, str], Path]
 SKIP = Audit.skip("sm_80", "fp8/forward", "no fp8 there")
-
-
-def test_a_file_comes_back_as_it_was_written(audits: Audits, keep: KeepAudits) -> None:
-    assert store.load(keep(audits, "audit"), Audits) == audits
-    assert audits.kernels == ["flash/forward", "fp8/forward"]
+UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda plain: plain["audits"][0].pop("mode"), "audits[0]: Object missing required field `mode`"),
-        (lambda plain: plain["audits"][0].update(extra=1), "audits[0]: Object contains unknown field `extra`"),
-        (lambda plain: plain["audits"][0].update(fused="many"), "audits[0].fused: Expected `int`, got `str`"),
-        (lambda plain: plain["audits"][0].update(products="wgmma"), "audits[0].products: Expected `array`, got `str`"),
         (lambda plain: plain["audits"].append(plain["audits"][0]), "audits: sm_80 flash/forward twice"),
         (lambda plain: plain["audits"][0].update(target="a\nb"), r"cards.a\nb: missing"),
-        (lambda plain: plain["cards"].pop("sm_90"), "cards.sm_90: missing"),
-        (lambda plain: plain.pop("cards"), "Object missing required field `cards`"),
-        (lambda plain: plain.pop("schema"), "schema: missing is not 7"),
         (lambda plain: plain.update(schema=1), "schema: 1 is not 7, the one that this tiebreak reads: make the file"),
     ],
 )
@@ -43,6 +38,7 @@ def test_a_file_with_a_wrong_field_is_refused(
     change: Callable[[dict[str, Any]], object], message: str, audits: Audits, keep: KeepAudits
 ) -> None:
     path = keep(audits, "audit")
+    assert store.load(path, Audits) == audits
     plain = json.loads(path.read_text())
     change(plain)
     path.write_text(json.dumps(plain))
@@ -54,56 +50,127 @@ def test_a_file_with_a_wrong_field_is_refused(
 
 def test_records_of_a_run_are_refused_as_such(telling: Run, keep: Callable[[Run, str], Path]) -> None:
     path = keep(telling, "run")
-    with pytest.raises(UnreadableRecordsError) as refused:
+    with pytest.raises(UnreadableRecordsError, match="records of a run: tiebreak show, page, "):
         store.load(path, Audits)
-    assert str(refused.value).startswith(f"{path}: records of a run: tiebreak show, page, ")
 
 
-def test_equal_audits_do_not_differ_whatever_the_schedule() -> None:
-    others = [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]
-    assert differences([ONE, SKIP], others) == []
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("products", ("wgmma k32 bf16*bf16 -> f32",), "was wgmma k16 bf16*bf16 -> f32, is wgmma k32 bf16*bf16 -> f32"),
-        ("operand_casts", ("cvt.rz.bf16x2.f32",), "was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"),
-        ("output_casts", (), "was cvt.rn.bf16x2.f32, is none"),
-        ("exponential", ("ex2.approx.f32",), "was ex2.approx.ftz.f32, is ex2.approx.f32"),
-        ("exponent", ("add", "fma"), "was add, is add, fma"),
-        ("logarithm", ("lg2.approx.f32",), "was none, is lg2.approx.f32"),
-        ("division", ("div.full.f32",), "was div.rn.f32, is div.full.f32"),
-        ("contraction", ("fma",), "was none, is fma"),
-        ("flushes", (), "was ex2, is none"),
-        ("mode", "to even, rz", "was to even, is to even, rz"),
-    ],
-)
-def test_every_field_that_rounds_is_compared(field: str, value: object, message: str) -> None:
-    assert differences([ONE], [replace(ONE, **{field: value})]) == [f"sm_90 flash/forward: {field}: {message}"]
-
-
-def test_a_kernel_that_one_side_lacks_is_no_pass() -> None:
-    assert differences([ONE, SKIP], [ONE]) == ["sm_80 fp8/forward: expected, but not compiled"]
-    assert differences([], [ONE]) == ["sm_90 flash/forward: not in the expectation"]
-
-
-def test_a_skip_on_one_side_is_no_pass() -> None:
+def test_every_field_that_rounds_is_compared_and_no_schedule() -> None:
+    for field in set(Audit.__struct_fields__) - set(UNGATED):
+        changed = replace(ONE, **{field: "other" if field == "mode" else ("other",)})
+        was = ", ".join(kinds(getattr(ONE, field)))
+        assert differences([ONE], [changed]) == [f"sm_90 flash/forward: {field}: was {was}, is other"]
+    assert differences([ONE, SKIP], [replace(ONE, fused=0, separate=9), replace(SKIP, skipped="other words")]) == []
     skip = Audit.skip("sm_90", "flash/forward", "no ptxas")
-    assert differences([ONE], [skip]) == ["sm_90 flash/forward: skipped: was no, is no ptxas"]
     assert differences([skip], [ONE]) == ["sm_90 flash/forward: skipped: was no ptxas, is no"]
 
 
-def test_an_update_takes_all_that_the_file_has(audits: Audits, keep: KeepAudits, tmp_path: Path) -> None:
-    coming = {(audit.target, audit.kernel) for audit in audits.audits}
+def test_an_update_may_bring_more_than_the_file_has_and_needs_a_file_that_can_be_read(
+    audits: Audits, keep: KeepAudits
+) -> None:
+    coming = {(audit.target, audit.kernel) for audit in audits.audits} | {("sm_121", "flash/forward")}
     path = keep(audits, "audit")
     check_update(path, coming)
-    check_update(path, coming | {("sm_121", "flash/forward")})
-    check_update(tmp_path / "new" / "audit.json", coming)
-    with pytest.raises(UsageError, match="it has sm_80 fp8/forward, not asked for"):
-        check_update(path, coming - {("sm_80", "fp8/forward")})
-    with pytest.raises(UnwritableFolderError, match="cannot write"):
-        check_update(path / "audit.json", coming)
     path.write_text("{")
     with pytest.raises(UnreadableRecordsError):
         check_update(path, coming)
+
+
+def rows(shown: str) -> dict[str, list[str]]:
+    """By target, the texts of its row in a table for the terminal."""
+    found = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines() if re.match(r"(sm_|gfx)\w+ \(", line))
+    return {name: texts for name, *texts in found}
+
+
+def test_the_table_has_a_row_a_target_and_says_what_was_skipped(audits: Audits) -> None:
+    flash, fp8 = (
+        text(audit_tables(replace(audits, audits=part))) for part in (audits.audits[::2], audits.audits[1::2])
+    )
+    nvidia = ["wgmma k16 bf16*bf16 -> f32", "cvt.rn.bf16x2.f32", "cvt.rn.bf16x2.f32", "ex2.approx.ftz.f32", "add",
+              "none", "div.rn.f32", "none (0/7)", "ex2", "to even"]  # fmt: skip
+    amd = ["mfma k8 bf16*bf16 -> f32, mfma k8 f16*f16 -> f32", nvidia[1], "v_add3_u32 0x7fff + last bit", *nvidia[3:]]
+    assert rows(flash) == {"sm_80 (A100)": nvidia, "sm_90 (H100, H200)": nvidia, "gfx942 (MI300)": amd}
+    assert rows(fp8)["sm_80 (A100)"] == ["skip"] * 10
+    assert "skipped sm_80 fp8/forward: no fp8 there" in fp8
+    assert "skipped sm_80" not in flash
+    assert fp8.endswith(f"Nothing in it ran on a GPU.\n{LEGEND}")
+
+
+def test_show_takes_an_audit_in_every_format(audits: Audits, tiebreak: Call) -> None:
+    def show(*words: str) -> str:
+        told = tiebreak("show", audits, *words)
+        assert told.code == 0
+        return told.out
+
+    assert set(rows(show())) == {"sm_80 (A100)", "sm_90 (H100, H200)", "gfx942 (MI300)"}
+    assert "| sm_90 (H100, H200) |" in show("--format", "github")
+    assert r"sm\_90 (H100, H200)" in show("--format", "latex")
+    assert show("--format", "json") == Path("1.json").read_text(encoding="utf-8")
+    assert "flash/forward" not in show("--kernels", "fp8*")
+    lines = list(csv.DictReader(io.StringIO(show("--format", "csv"))))
+    assert len(lines) == len(audits.audits)
+    skipped, amd = lines[1], lines[4]
+    assert (skipped["target"], skipped["skipped"], skipped["products"]) == ("sm_80", "no fp8 there", "")
+    assert (amd["triton"], amd["cards"], amd["logarithm"], amd["separate"]) == ("3.9.0", "MI300", "", "7")
+    assert amd["products"] == "mfma k8 bf16*bf16 -> f32 | mfma k8 f16*f16 -> f32"
+
+
+def test_the_page_has_a_table_a_kernel_with_a_row_a_target(audits: Audits) -> None:
+    html = page([], [], [], {"Triton 3.9.0": audits})
+    flash, fp8 = (
+        [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", table)]
+        for table in re.findall('<table class="grid">(.*?)</table>', html)
+    )
+    assert flash[0] == list(HEADERS)
+    assert [row[0] for row in flash[1:]] == ["sm_80 (A100)", "sm_90 (H100, H200)", "gfx942 (MI300)"]
+    assert flash[3][1] == "mfma k8 bf16*bf16 -&gt; f32<br>mfma k8 f16*f16 -&gt; f32"
+    assert [len(row) for row in flash] == [len(HEADERS)] * 4
+    assert fp8[1] == ["sm_80 (A100)", *["skip"] * (len(HEADERS) - 1)]
+    assert "<p>skipped sm_80 fp8/forward: no fp8 there</p>" in html
+    assert "<p>Compiled by Triton 3.9.0 and read from the assembly. Nothing in it ran on a GPU.<br>" in html
+    for mark in ('id="findings"', 'id="map"', 'id="pooled"', 'id="all"', "<script"):
+        assert mark not in html, "a page of an audit alone has nothing of runs"
+
+
+def test_a_page_of_runs_and_audits_has_both_whatever_their_order(audits: Audits, telling: Run, tiebreak: Call) -> None:
+    newer = replace(audits, triton="4.0.0")
+    for order in ([telling, audits, newer], [audits, newer, telling], [telling]):
+        assert tiebreak("page", *order, "-o", "page").code == 0
+        html = Path("page", "index.html").read_text(encoding="utf-8")
+        assert "Made-up 9000" in html
+        both = len(order) > 1
+        assert re.findall("<h3>(.*?)</h3>", html) == (["Triton 3.9.0", "Triton 4.0.0"] if both else [])
+        assert ('id="audit"' in html) == ("Compiled by Triton" in html) == both
+    # After the key's; the first of each file is open.
+    assert tiebreak("page", audits, newer, "-o", "page").code == 0
+    html = Path("page", "index.html").read_text(encoding="utf-8")
+    assert html.count("<details open>") == 2
+    assert re.findall("<summary>(.*?)</summary>", html) == 2 * ["flash/forward", "fp8/forward"]
+
+
+AUDIT = "an audit of compiled kernels: tiebreak show, page and audit --expect take it\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("compare RUN AUDIT", f"2.json: {AUDIT}"),
+        ("gate AUDIT RUN", f"1.json: {AUDIT}"),
+        ("gate new.json AUDIT --update-baseline", f"2.json: {AUDIT}"),
+        ("page AUDIT AUDIT -o new.json", "2.json: the same as in 1.json; give each once\n"),
+        ("page RUN AUDIT RUN -o new.json", "3.json: the same as in 1.json; give each once\n"),
+        ("show AUDIT --cases tied*", "--cases: 1.json is an audit of compiled kernels; --kernels alone narrows it\n"),
+        ("show AUDIT --backend cpu", "--backend: 1.json is an audit"),
+        ("show AUDIT --only fell", "--only: 1.json is an audit"),
+        ("show AUDIT --kernels nope", "--kernels: unknown kernel 'nope': known are flash/forward, fp8/forward\n"),
+    ],
+)
+def test_verbs_of_runs_say_what_an_audit_is_and_what_it_does_not_have_is_refused(
+    words: str, message: str, audits: Audits, telling: Run, tiebreak: Call
+) -> None:
+    verb, *rest = words.split()
+    run = replace(telling, run="b" * 32)
+    told = tiebreak(verb, *({"AUDIT": audits, "RUN": run}.get(word, word) for word in rest))
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith(f"tiebreak {verb}: {message}")
+    assert told.err.count("\n") == 1
+    assert not Path("new.json").exists()

@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
     truth = parse_declaration(plan)
     answers = list(_asked(composed("k", truth)).answers.values())
-    searched = Search(answers, BF16, candidates().values())
+    searched = Search(answers, BF16, [forward_alone(known, BF16) for known in candidates().values()])
     nearest = searched.nearest(lambda line: None)
     assert searched.cost(nearest) == 0.0
     assert forward_alone(truth, BF16) == nearest, text(nearest)
@@ -94,7 +94,7 @@ def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with() -> None
 def _asked(kernel: Kernel) -> Asked:
     asked = Asked(EMULATION, kernel, BF16)
     for designed in DESIGNED:
-        asked.ask(designed.name, designed.make(BF16))
+        asked.ask(designed)
     return asked
 
 
@@ -130,13 +130,13 @@ def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
     plan, rival = _plan("standard"), _plan("standard,p_bar=fp32")
     normal = next(designed for designed in DESIGNED if designed.name == "normal")
     asked = Asked(EMULATION, composed("k", plan), BF16)
-    changed = asked.ask(normal.name, normal.make(BF16))
+    changed = asked.ask(normal)
     assert changed is not None
     row, other = (0, 0, 0), changed.predicted(rival)
     assert int((changed.o[row] != other[row]).sum()) > 12
     changed.o[row] = other[row]
     change = next(change for change, each in changes(plan, BF16) if each == rival)
-    assert Rivals(asked).duel(plan, rival, change) == (changed.rows_missed(rival), 1)
+    assert Rivals(asked).duel(plan, rival, change) == (changed.miss(rival).rows, 1)
 
 
 def test_two_casts_that_trade_places_are_told_together() -> None:

@@ -31,11 +31,10 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.questions import answers
 from tiebreak.matrix.questions.answers import PARTS
+from tiebreak.matrix.questions.comparison import Difference, WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.questions.session import Session
-from tiebreak.matrix.questions.within_error import difference
-from tiebreak.matrix.questions.without_bias import WithoutBias
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.matrix.settings import Settings
@@ -188,7 +187,7 @@ def test_one_wrong_head_of_many_is_harm_and_another_order_of_summation_is_none()
     plain, other = exact.bfloat16().float(), (exact * (1 + 1e-4)).bfloat16().float()
     wrong = plain.clone()
     wrong[1, 3] = plain[0, 0]
-    harmless, harmful = (difference("O", plain, ours, exact, BF16) for ours in (other, wrong))
+    harmless, harmful = (Difference.between(plain, ours, exact, BF16) for ours in (other, wrong))
     assert harmless.harmless
     assert 0 < harmless.share < 0.1
     assert not harmful.harmless
@@ -218,16 +217,18 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(name: str) -> None:
     q, k, v = (torch.randn(2, 3, n, 64, generator=generator).bfloat16().float() for n in (5, 40, 40))
     inputs = AttentionInputs(q, k, v, q, Formats.of(BF16))
     make, declared, wrong = LSE[name]
-    judged = judge_lse(make(reference(inputs).s).float(), inputs, declared)
-    assert bool(judged.why) == bool(wrong)
-    assert wrong in judged.why
+    found = WithinError(BF16)
+    judge_lse(make(reference(inputs).s).float(), inputs, declared, found)
+    (why,) = found.asked.values()
+    assert bool(why) == bool(wrong)
+    assert wrong in why
 
 
 @pytest.mark.parametrize("returned", [None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"])
 def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object) -> None:
     x = torch.zeros(2, 3, 5, 64)
     with pytest.raises(CannotRunError, match="no log-sum-exp"):
-        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "")
+        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
 
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
@@ -439,7 +440,7 @@ def test_views_reach_a_vendors_backward_pass_as_they_lie(placing: Callable[[Tens
 
     kernel = Kernel("vendors", partial(through_autograd, call), None, has_backward=True)
     cell = Cell(CPU, kernel, ASKED["invariance[memory]"], BF16)
-    asked = Session(cell, seed=1, heads=32, found=WithoutBias())
+    asked = Session(cell, seed=1, heads=32)
     inputs = asked.draw("normal numbers", normal_numbers, Shape(queries=8, keys=8))
     assert len(asked.place(inputs, Places.all(placing)).backward(torch.empty(0))) == 3
 

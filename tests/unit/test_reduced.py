@@ -11,23 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import HeadKernel, Observation
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.kernels.formats import FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import Cast
-from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.sdpa import cpu_sdpa_flash
 from tiebreak.laboratory.reduced import (
     Reduction,
+    emulated_gpt2,
     masked_attention,
-    masked_product,
     parse_reduction,
     reduce_precision,
+    reduced_gpt2,
     reduction_at,
 )
-from tiebreak.laboratory.reduced_gpt2 import reduced_gpt2
 from tiebreak.studies import truncation
 
 E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
@@ -72,33 +71,34 @@ def _by_gfloat(fmt: Format, mode: Rounding) -> Mask:
 
 def _expected(a: Tensor, b: Tensor, dy: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Y, dA, dB of a matrix product by the paper's figure, written out."""
-    a, b, dy = mask(a), mask(b), mask(dy)
+    a, b, dy = (mask(each.detach().clone()) for each in (a, b, dy))
     return mask(a @ b), mask(dy @ b.mT), mask(a.mT @ dy)
+
+
+def _products(a: Tensor, b: Tensor, dy: Tensor, reduction: Reduction) -> list[Tensor]:
+    """Y, dA, dB as the context gives them."""
+    a.requires_grad_(), b.requires_grad_()
+    with reduce_precision(reduction):
+        y = a @ b
+    y.backward(dy)  # type: ignore[no-untyped-call]
+    assert a.grad is not None
+    assert b.grad is not None
+    return [y, a.grad, b.grad]
 
 
 @each_device
 def test_e8m7_to_even_is_bf16_to_the_bit(device: str) -> None:
     a, b, dy = (_normal(*shape, seed=seed, device=device) for seed, shape in enumerate(((64, 48), (48, 32), (64, 32))))
-    expected = _expected(a, b, dy, _bf16)
-    a.requires_grad_(), b.requires_grad_()
-    with reduce_precision(E8M7):
-        y = a @ b
-    y.backward(dy)  # type: ignore[no-untyped-call]
-    for actual, each in zip((y, a.grad, b.grad), expected, strict=True):
-        assert _equal(actual, each)
+    assert all(map(_equal, _products(a, b, dy, E8M7), _expected(a, b, dy, _bf16)))
 
 
 @pytest.mark.parametrize("mode", IN_GFLOAT, ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", ["E8M3", "E8M5", "E5M4"])
+@pytest.mark.parametrize("name", ["E8M3", "E5M4"])
 def test_fewer_bits_are_gfloats(name: str, mode: Rounding) -> None:
     reduction = Reduction(parse_format(name), mode)
     a, b, dy = _normal(24, 16), 30 * _normal(16, 8, seed=1), 1e-3 * _normal(24, 8, seed=2)
     expected = _expected(a, b, dy, _by_gfloat(reduction.fmt, mode))
-    a.requires_grad_(), b.requires_grad_()
-    y = masked_product(torch.matmul, reduction, a, b)
-    y.backward(dy)  # type: ignore[no-untyped-call]
-    for actual, each in zip((y, a.grad, b.grad), expected, strict=True):
-        assert _equal(actual, each)
+    assert all(map(_equal, _products(a, b, dy, reduction), expected))
 
 
 def test_a_linear_layer_keeps_its_weights_and_masks_all_else() -> None:
@@ -114,22 +114,21 @@ def test_a_linear_layer_keeps_its_weights_and_masks_all_else() -> None:
     assert torch.equal(layer.weight, weight)  # not one bit masked in the master copy
 
 
-A, B = _normal(2, 4, 4), _normal(2, 4, 4, seed=1)
+A, B = _normal(4, 4), _normal(4, 4, seed=1)
 SPELLINGS: dict[str, Callable[[], Tensor]] = {
     "@": lambda: A @ B,
-    "matmul": lambda: torch.matmul(A, B),
     "method": lambda: A.matmul(B),
     "reflected": lambda: B.__rmatmul__(A),
     "linalg": lambda: torch.linalg.matmul(A, B),
-    "bmm": lambda: torch.bmm(A, B),
-    "mm": lambda: torch.stack([torch.mm(a, b) for a, b in zip(A, B, strict=True)]),
-    "linear": lambda: torch.stack([functional.linear(a, b.mT) for a, b in zip(A, B, strict=True)]),
-    "addmm": lambda: torch.stack([torch.addmm(torch.zeros(4), a, b) for a, b in zip(A, B, strict=True)]),
-    "baddbmm": lambda: torch.baddbmm(torch.zeros(4, 4), A, B),
-    "einsum": lambda: torch.einsum("bij,bjk->bik", A, B),
-    "einsum of a list": lambda: torch.einsum("bij,bjk->bik", [A, B]),
-    "tensordot": lambda: torch.stack([torch.tensordot(a, b, dims=1) for a, b in zip(A, B, strict=True)]),
-    "mv": lambda: torch.stack([torch.stack([a.mv(c) for c in b.mT], -1) for a, b in zip(A, B, strict=True)]),
+    "mm": lambda: torch.mm(A, B),
+    "bmm": lambda: torch.bmm(A[None], B[None])[0],
+    "linear": lambda: functional.linear(A, B.mT),
+    "addmm": lambda: torch.addmm(torch.zeros(4), A, B),
+    "baddbmm": lambda: torch.baddbmm(torch.zeros(4, 4), A[None], B[None])[0],
+    "einsum": lambda: torch.einsum("ij,jk->ik", A, B),
+    "einsum of a list": lambda: torch.einsum("ij,jk->ik", [A, B]),
+    "tensordot": lambda: torch.tensordot(A, B, dims=1),
+    "mv": lambda: torch.stack([A.mv(column) for column in B.mT], -1),
 }
 
 
@@ -137,7 +136,7 @@ SPELLINGS: dict[str, Callable[[], Tensor]] = {
 def test_a_product_is_masked_however_it_is_spelled(spelled: Callable[[], Tensor]) -> None:
     with reduce_precision(E8M3):
         actual = spelled()
-    expected = E8M3.mask(torch.bmm(E8M3.mask(A), E8M3.mask(B)))
+    expected = E8M3.mask(E8M3.mask(A) @ E8M3.mask(B))
     assert torch.equal(actual, expected)
     assert not torch.equal(spelled(), expected)  # the context is over
 
@@ -149,7 +148,7 @@ def test_products_of_integers_stay_as_they_are_and_those_that_no_mask_reaches_ar
         with pytest.raises(NotImplementedError, match="multi_head_attention_forward multiplies where no mask"):
             nn.MultiheadAttention(8, 2)(x, x, x)
         with pytest.raises(NotImplementedError, match="out="):
-            torch.bmm(A, B, out=torch.empty(2, 4, 4))
+            torch.mm(A, B, out=torch.empty(4, 4))
 
 
 @pytest.mark.parametrize(
@@ -240,10 +239,7 @@ def test_the_innermost_name_and_the_first_glob_count_and_one_that_matches_nothin
     assert reduction_at("blocks.0", E8M3, rest) is None
     assert reduction_at("head", E8M3, rest) == E8M3
     for model, message in ((_Model(), r"haed: no module .*blocks\.0, .*head"), (None, "there is no model")):
-        with (
-            pytest.raises(ValueError, match=message),
-            reduce_precision(E8M3, model, {"haed" if model else "head": None}),
-        ):
+        with pytest.raises(ValueError, match=message), reduce_precision(E8M3, model, {"haed": None}):
             pass
 
 
@@ -260,8 +256,6 @@ def test_a_range_is_clamped_at_both_ends_apart() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("E1M0", "unknown format 'E1M0'"),
-        ("E9M30", "unknown format 'E9M30'"),
         ("E8M3:inner=4:outer=3", "from inner 4 to outer 3 the range is empty"),
         ("E5M2:inner=-15", "inner is an exponent from -14 to 15, not -15"),
         ("E5M2:outer=16", "outer is an exponent from -14 to 15, not 16"),
@@ -274,12 +268,6 @@ def test_what_makes_no_sense_is_one_line(text: str, message: str) -> None:
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="to even or toward zero, not stochastic"):
         Reduction(FP32, Rounding.STOCHASTIC)
-
-
-def _gpt2(kernel: str) -> GPT2:
-    declared = composed_kernel(kernel).declaration
-    assert declared is not None
-    return GPT2(SMALL, everywhere(HeadKernel(declared), SMALL), EMULATION.arithmetic, seed=5)
 
 
 def _step(model: GPT2) -> list[Observation]:
@@ -295,7 +283,7 @@ def _step(model: GPT2) -> list[Observation]:
 @pytest.mark.parametrize("kernel", ["flash@paper", "flash@fused", "fair"])
 def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(kernel: str, mode: Rounding) -> None:
     reduction = Reduction(parse_format("E8M4"), mode)
-    with reduced_gpt2(_gpt2(kernel), reduction) as model:
+    with reduced_gpt2(emulated_gpt2(kernel, SMALL, 5), reduction) as model:
         seen = _step(model)
     assert len(seen) == SMALL.layers
     for each in seen:
@@ -314,7 +302,7 @@ def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(
 
 
 def test_gpt2_in_fp32_is_itself() -> None:
-    plain, masked = _gpt2("flash@fp32"), _gpt2("flash@fp32")
+    plain, masked = (emulated_gpt2("flash@fp32", SMALL, 5) for _ in range(2))
     plain.kernels = tuple(tuple(replace(head, inputs=Cast(FP32)) for head in layer) for layer in plain.kernels)
     _step(plain)
     with reduced_gpt2(masked, Reduction(FP32)):
@@ -325,7 +313,7 @@ def test_gpt2_in_fp32_is_itself() -> None:
 
 
 def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
-    model = _gpt2("flash@paper")
+    model = emulated_gpt2("flash@paper", SMALL, 5)
     former = model.kernels
     with reduced_gpt2(model, E8M3, {"head": None, "blocks.0": None}):
         second, first = _step(model)
@@ -341,16 +329,15 @@ def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:
 
 
 def test_gpt2_refuses_what_it_can_not_round() -> None:
-    ranged, undeclared, native = (_gpt2("flash@paper") for _ in range(3))
-    undeclared.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
-    native.arithmetic = CPU.arithmetic
-    for model, reduction, message in (
-        (ranged, parse_reduction("E8M3:inner=-3"), "attention has no range of its own"),
-        (undeclared, E8M3, "only a declared kernel"),
-        (native, E8M3, "runs on the emulation alone"),
+    model = emulated_gpt2("flash@paper", SMALL, 5)
+    with (
+        pytest.raises(ValueError, match="has no range of its own"),
+        reduced_gpt2(model, parse_reduction("E8M3:inner=-3")),
     ):
-        with pytest.raises(ValueError, match=message), reduced_gpt2(model, reduction):
-            pass
+        pass
+    model.kernels = everywhere(HeadKernel(cpu_sdpa_flash()), SMALL)
+    with pytest.raises(ValueError, match="only a declared kernel"), reduced_gpt2(model, E8M3):
+        pass
 
 
 def test_the_page_has_what_its_script_measures() -> None:

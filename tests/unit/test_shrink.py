@@ -78,16 +78,15 @@ def picky(q, k, v, *, causal=False, scale=None):
     assert q.shape[-1] % 16 == 0 and k.shape[-2] % 8 == 0
     return unfused(q, k, v, scale=scale)
 """
-
-
 LINES = 20  # of a script whose tensors take one line each
+CAPTURED = ("--case", "captured[step=1.layer=0]", "--captured", ".")
+OVERFLOWS = ("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32")
 
 
-def captured_in(folder: Path, *, causal: bool = False, scale: str | None = None) -> None:
+def captured_in(folder: Path, **keywords: str) -> None:
     """A captured file of one layer, of step 1."""
     rng = torch.Generator().manual_seed(1)
     parts: dict[str, Tensor] = {part: torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")}
-    keywords = {"causal": str(causal).lower()} | ({} if scale is None else {"scale": scale})
     save_file({f"layer0.{part}": x for part, x in parts.items()}, folder / "inputs-1.safetensors", keywords)
 
 
@@ -116,228 +115,196 @@ def run_script(path: Path = Path("shrunk.py")) -> bool:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scripts are run again in this process: another takes seconds to import torch."""
     monkeypatch.setattr(shrink, "_rechecked", run_script)
+    return folder
 
 
-def shape(text: str, name: str) -> tuple[int, ...]:
-    match = re.search(rf"^{name} = bits\(\(([\d, ]+)\)", text, re.MULTILINE)
+def shape(name: str = "k") -> tuple[int, ...]:
+    """That of a tensor in the script."""
+    match = re.search(rf"^{name} = bits\(\(([\d, ]+)\)", Path("shrunk.py").read_text(), re.MULTILINE)
     assert match is not None
     return tuple(map(int, match[1].split(",")))
 
 
-class TestFewest:
-    @pytest.mark.parametrize("needed", [{0}, {63}, {3, 40}, {7, 8, 9, 60}])
-    def test_is_what_is_needed_and_no_more(self, needed: set[int]) -> None:
-        def keeps(part: Sequence[int]) -> bool:
-            assert part
-            return needed <= set(part)
+@pytest.mark.parametrize("needed", [{63}, {7, 8, 9, 60}])
+def test_the_fewest_items_are_what_is_needed(needed: set[int]) -> None:
+    def keeps(part: Sequence[int]) -> bool:
+        assert part
+        return needed <= set(part)
 
-        assert set(fewest(range(64), keeps)) == needed
-
-    def test_nothing_can_go(self) -> None:
-        assert fewest((1, 2, 3), lambda part: False) == (1, 2, 3)
+    assert set(fewest(range(64), keeps)) == needed
 
 
-class TestParts:
-    def test_a_part_is_what_it_was_in_the_whole(self) -> None:
-        rng = torch.Generator().manual_seed(1)
-        q, do = (torch.randn(2, 4, 5, 8, generator=rng) for _ in range(2))
-        k, v = (torch.randn(2, 2, 7, 8, generator=rng) for _ in range(2))
-        inputs = AttentionInputs(q, k, v, do, Formats.of(BF16))
-        part = Part((1,), (0, 1), (1,), (0, 3), tuple(range(7)), tuple(range(8)), causal=False)
-        part_of_inputs = cut(inputs, part)
-        assert part_of_inputs.groups == 1
-        expected = reference(inputs).o[1:, [1, 3]][:, :, [0, 3]]
-        assert torch.equal(reference(part_of_inputs).o, expected)
-
-    def test_the_scale_is_that_of_the_whole(self) -> None:
-        inputs = CASES["tied_maxima[k=2]"].make(1, 0, 4, BF16)
-        part = Part((0,), (0,), (0,), (0, 1, 2, 3), tuple(range(128)), (0, 1, 5), causal=False)
-        part_of_inputs = cut(inputs, part)
-        assert part_of_inputs.scale == inputs.scale == 0.125
-        torch.testing.assert_close(reference(part_of_inputs).p[0, 0], reference(inputs).p[0, 0])
-        torch.testing.assert_close(reference(part_of_inputs).o[0, 0], reference(inputs).o[0, 0][:, [0, 1, 5]])
-
-    def test_under_a_mask_rows_keep_their_keys(self) -> None:
-        """A kernel that is wrong under a mask alone, in its last row."""
-
-        def masked(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
-            del arithmetic, gradients
-            o = reference(inputs).o.bfloat16().float()
-            if inputs.causal:
-                assert reference(inputs).p.gt(0).any(-1).all()
-                o[:, :, -1] = torch.nan
-            return AttentionOutput(o)
-
-        inputs = CASES["random_causal"].make(1, 0, 2, BF16)
-        shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON), inputs, lambda line: None)
-        shrinker.shrink(FINITE)
-        assert shrinker.part.causal
-        assert len(shrinker.part.queries) == len(shrinker.part.keys) == len(shrinker.part.columns) == 1
+def test_a_part_is_what_it_was_in_the_whole_and_has_its_scale() -> None:
+    rng = torch.Generator().manual_seed(1)
+    q, do = (torch.randn(2, 4, 5, 8, generator=rng) for _ in range(2))
+    k, v = (torch.randn(2, 2, 7, 8, generator=rng) for _ in range(2))
+    q[..., 6:] = 0.0  # columns that may go
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16))
+    part = cut(inputs, Part((1,), (0, 1), (1,), (0, 3), tuple(range(7)), tuple(range(6)), causal=False))
+    assert (part.groups, part.scale) == (1, inputs.scale)
+    expected = reference(inputs).o[1:, [1, 3]][:, :, [0, 3], :6]
+    torch.testing.assert_close(reference(part).o, expected)
 
 
-class TestBias:
-    def test_a_tie_is_left_of_a_kernel_whose_ties_go_one_way(self) -> None:
-        inputs = CASES["tied_maxima[k=2]"].make(1, 0, 64, BF16)
-        shrinker = Shrinker(CPU, composed_kernel("flash@paper"), inputs, lambda line: None)
-        shrinker.bias(1.0)
-        part, seen = shrinker.part, shrinker.seen(shrinker.part)
-        assert (len(part.batch), len(part.heads), len(part.queries), len(part.keys)) == (1, 1, 1, 3)
-        assert len(part.columns) <= 3
-        assert 0.5 < seen.error.nan_to_num(nan=0.0).max() < 0.57
-        scores = reference(seen.inputs).s.flatten().sort().values
-        assert scores[1] == scores[2] > scores[0]
+def test_under_a_mask_rows_keep_their_keys() -> None:
+    """A kernel that is wrong under a mask alone, in its last row."""
 
-    def test_exact_ties_that_all_break_one_way_are_shown_by_many_heads(self) -> None:
-        def upwards(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
-            del arithmetic, gradients
-            o = reference(inputs).o.float()
-            return AttentionOutput(((o.view(torch.int32) + 0x8000) & -65536).view(torch.float32))
+    def masked(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+        o = reference(inputs).o.bfloat16().float()
+        if inputs.causal:
+            assert reference(inputs).p.gt(0).any(-1).all()
+            o[:, :, -1] = torch.nan
+        return AttentionOutput(o)
 
-        inputs = CASES["no_tail"].make(1, 0, 64, BF16)
-        shrinker = Shrinker(CPU, Kernel("upwards", upwards, None, takes=COMMON), inputs, lambda line: None)
-        shrinker.bias(1.0)
-        part = shrinker.part
-        assert shrinker.finding.name == "mean"
-        assert len(part.batch) * len(part.heads) == MANY
-        assert (len(part.queries), len(part.keys)) == (1, 2)
+    inputs = CASES["random_causal"].make(1, 0, 2, BF16)
+    shrinker = Shrinker(CPU, Kernel("masked", masked, None, takes=COMMON), inputs, lambda line: None)
+    shrinker.shrink(FINITE)
+    assert shrinker.part.causal
+    assert len(shrinker.part.queries) == len(shrinker.part.keys) == len(shrinker.part.columns) == 1
 
 
-class TestCommand:
-    def test_the_script_shows_it_with_torch_alone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call("--kernel", "mine.py:unfused", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
-        output = capsys.readouterr()
-        assert re.search(
-            r"^O is -?\d\.\d+, not the nearest to -?\d\.\d+: off by \+0\.50\d ulp$", output.out, re.MULTILINE
-        )
-        assert "keys 3, d 2" in output.out
-        text = (folder / "shrunk.py").read_text()
-        assert "tiebreak." not in text
-        assert re.findall(r"^(?:import|from) .*", text, re.MULTILINE) == ["import importlib, sys, torch"]
-        assert shape(text, "k") == (1, 1, 3, 2)
-        assert max(map(len, text.splitlines())) < 200
-        assert len(text.splitlines()) == LINES
-        assert run_script()
-        assert capsys.readouterr().out in output.out
-
-    @pytest.mark.usefixtures("here")
-    def test_the_script_of_a_kernel_that_was_mended_says_so(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert call("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32") == 0
-        assert shape((folder / "shrunk.py").read_text(), "k") == (1, 1, 1, 1)
-        (folder / "mine.py").write_text(KERNELS.replace("2 * s.amax", "s.amax"))
-        assert not run_script()
-        assert capsys.readouterr().out.endswith("nothing is wrong\n")
-
-    @pytest.mark.usefixtures("here")
-    def test_what_the_kernel_refuses_is_not_left(self, folder: Path) -> None:
-        assert call("--kernel", "mine.py:picky", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
-        *_, keys, d = shape((folder / "shrunk.py").read_text(), "k")
-        assert keys in (8, 16)
-        assert d == 16
-
-    def test_an_error_beyond_the_bound_in_a_captured_case(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        captured_in(folder, scale="0.5")
-        assert call("--kernel", "mine.py:zero", "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
-        assert "beyond the rounding-error bound" in capsys.readouterr().out
-        assert len((folder / "shrunk.py").read_text().splitlines()) == LINES
-
-    @pytest.mark.usefixtures("here")
-    @pytest.mark.parametrize(
-        ("kernel", "written"),
-        [
-            (
-                "mine.py:tokens_first",
-                "kernel.tokens_first(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), is_ca",
-            ),
-            (
-                "mine.py:writes",
-                "(o := torch.full_like(q.permute(0, 2, 1, 3).contiguous(), torch.nan), "
-                "kernel.writes(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), ",
-            ),
-            ("mine.py:several", "kernel.several(q, k, v, 0.35355339059327373)[0]"),
-            ("mine.py:Attention.plain", "kernel.Attention.plain(q, k, v)"),
-            ("mine:zero", "kernel.zero(q, k, v, "),
-            ("inside/deep/mine.py:zero", "kernel.zero(q, k, v, "),
-        ],
-    )
-    def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
-        self, folder: Path, kernel: str, written: str
-    ) -> None:
-        deep = folder / "inside" / "deep"
-        deep.mkdir(parents=True)
-        for package in (deep, deep.parent):
-            (package / "__init__.py").touch()
-        (deep / "mine.py").write_text("from .other import zero\n")
-        (deep / "other.py").write_text(KERNELS)
-        captured_in(folder, causal="plain" not in kernel and "several" not in kernel)
-        assert call("--kernel", kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
-        assert written in (folder / "shrunk.py").read_text()
-
-    def test_a_kernel_without_a_scale_keeps_the_columns_whose_scale_it_has(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """With fewer it would be called with another scale than the reference."""
-        captured_in(folder, causal=False)
-        assert call("--kernel", "mine.py:Attention.plain", "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
-        assert ", d 8; written" in capsys.readouterr().out
-
-    @pytest.mark.usefixtures("here")
-    def test_ctrl_c_keeps_the_best_so_far(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        original = Shrinker.keeps
-
-        def keeps(self: Shrinker, *given: object) -> bool:
-            if self.trials == 6:
-                raise KeyboardInterrupt
-            return original(self, *given)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(Shrinker, "keeps", keeps)
-        assert call("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32") == 130
-        assert shape((folder / "shrunk.py").read_text(), "k") == (1, 1, 8, 64)
-        assert "interrupted; the best so far is kept" in capsys.readouterr().err
-
-    def test_a_script_that_does_not_show_it_fails(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(shrink, "script", lambda *given: "print('nothing is wrong')\n")
-        assert call("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32") == 1
-        assert "does not show it when run" in capsys.readouterr().err
+def test_a_tie_is_left_of_a_kernel_whose_ties_go_one_way() -> None:
+    inputs = CASES["tied_maxima[k=2]"].make(1, 0, 64, BF16)
+    shrinker = Shrinker(CPU, composed_kernel("flash@paper"), inputs, lambda line: None)
+    shrinker.bias(1.0)
+    part, seen = shrinker.part, shrinker.seen(shrinker.part)
+    assert (len(part.batch), len(part.heads), len(part.queries), len(part.keys)) == (1, 1, 1, 3)
+    assert len(part.columns) <= 3
+    assert 0.5 < seen.error.nan_to_num(nan=0.0).max() < 0.57
+    scores = reference(seen.inputs).s.flatten().sort().values
+    assert scores[1] == scores[2] > scores[0]
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("words", "message"),
-        [
-            ("--kernel none.py:f --case random", "--kernel none.py:f: cannot import none.py: "),
-            ("--kernel mine.py:none --case random", "--kernel mine.py:none: mine.py has no function 'none'"),
-            ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
-            ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
-            ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
-            ("--kernel mine.py:exact --case random --heads 0", "argument --heads: must be at least 1, not 0"),
-            ("--kernel mine.py:exact --case random --seed -1", "argument --seed: must be at least 0, not -1"),
-            ("--kernel mine.py:exact --case random -o mine.py", "-o mine.py: there is such a file"),
-            ("--kernel mine.py:exact --case random -o mine.py/x.py", "cannot write records to mine.py: "),
-            ("--kernel mine.py:exact --case padded", "--case padded: has a key padding mask"),
-            ("--kernel mine.py:exact --case random", "nothing is wrong on random (mean error of O "),
-            ("--kernel mine.py:masked --case random_causal", "--kernel mine.py:masked: the script has no words"),
-            ("--kernel mine.py:square --case random", "--kernel mine.py:square: the script has no words"),
-            ("--kernel mine.py:single --case random", "--kernel mine.py:single: the script has no words"),
-            ("--kernel mine.toml:x --case random", "--kernel mine.toml:x: "),
-            ("--kernel mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
-            ("--case random", "the following arguments are required: --kernel"),
-        ],
-    )  # fmt: skip
-    def test_are_one_line(self, folder: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
-        assert call(*words.split()) == 2
-        output = capsys.readouterr()
-        assert output.err.startswith(f"tiebreak shrink: {message}")
-        assert output.err.count("\n") == 1
-        assert output.out == ""
-        assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["mine.py"]
+def test_exact_ties_that_all_break_one_way_are_shown_by_many_heads() -> None:
+    def upwards(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
+        o = reference(inputs).o.float()
+        return AttentionOutput(((o.view(torch.int32) + 0x8000) & -65536).view(torch.float32))
+
+    inputs = CASES["no_tail"].make(1, 0, 64, BF16)
+    shrinker = Shrinker(CPU, Kernel("upwards", upwards, None, takes=COMMON), inputs, lambda line: None)
+    shrinker.bias(1.0)
+    part = shrinker.part
+    assert shrinker.finding.name == "mean"
+    assert (len(part.batch) * len(part.heads), len(part.queries), len(part.keys)) == (MANY, 1, 2)
+
+
+def test_the_script_shows_it_with_torch_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--kernel", "mine.py:unfused", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
+    output = capsys.readouterr()
+    assert re.search(r"^O is -?\d\.\d+, not the nearest to -?\d\.\d+: off by \+0\.50\d ulp$", output.out, re.MULTILINE)
+    assert "keys 3, d 2" in output.out
+    text = (folder / "shrunk.py").read_text()
+    assert "tiebreak." not in text
+    assert re.findall(r"^(?:import|from) .*", text, re.MULTILINE) == ["import importlib, sys, torch"]
+    assert shape() == (1, 1, 3, 2)
+    assert max(map(len, text.splitlines())) < 200
+    assert len(text.splitlines()) == LINES
+    assert run_script()
+    assert capsys.readouterr().out in output.out
+
+
+def test_the_script_of_a_kernel_that_was_mended_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*OVERFLOWS) == 0
+    assert shape() == (1, 1, 1, 1)
+    (here / "mine.py").write_text(KERNELS.replace("2 * s.amax", "s.amax"))
+    assert not run_script()
+    assert capsys.readouterr().out.endswith("nothing is wrong\n")
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_kernel_refuses_is_not_left() -> None:
+    assert call("--kernel", "mine.py:picky", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
+    *_, keys, d = shape()
+    assert keys in (8, 16)
+    assert d == 16
+
+
+@pytest.mark.parametrize(
+    ("kernel", "written"),
+    [
+        (
+            "mine.py:tokens_first",
+            "kernel.tokens_first(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), is_ca",
+        ),
+        (
+            "mine.py:writes",
+            "(o := torch.full_like(q.permute(0, 2, 1, 3).contiguous(), torch.nan), "
+            "kernel.writes(*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), ",
+        ),
+        ("mine.py:several", "kernel.several(q, k, v, 0.5)[0]"),
+        ("mine.py:Attention.plain", "kernel.Attention.plain(q, k, v)"),
+        ("inside/deep/mine.py:zero", "kernel.zero(q, k, v, "),
+    ],
+)
+def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
+    here: Path, capsys: pytest.CaptureFixture[str], kernel: str, written: str
+) -> None:
+    deep = here / "inside" / "deep"
+    deep.mkdir(parents=True)
+    for package in (deep, deep.parent):
+        (package / "__init__.py").touch()
+    (deep / "mine.py").write_text("from .other import zero\n")
+    (deep / "other.py").write_text(KERNELS)
+    keywords = {"mine.py:several": {"causal": "false", "scale": "0.5"}, "mine.py:Attention.plain": {"causal": "false"}}
+    captured_in(here, **keywords.get(kernel, {"causal": "true"}))
+    assert call("--kernel", kernel, *CAPTURED) == 0
+    text, out = (here / "shrunk.py").read_text(), capsys.readouterr().out
+    assert written in text
+    assert "beyond the rounding-error bound" in out
+    assert len(text.splitlines()) == LINES
+    if "plain" in kernel:  # with fewer columns a kernel without a scale would be called with another than the reference
+        assert ", d 8; written" in out
+
+
+@pytest.mark.usefixtures("here")
+def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    original = Shrinker.keeps
+
+    def keeps(self: Shrinker, *given: object) -> bool:
+        if self.trials == 6:
+            raise KeyboardInterrupt
+        return original(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Shrinker, "keeps", keeps)
+    assert call(*OVERFLOWS) == 130
+    assert shape() == (1, 1, 8, 64)
+    assert "interrupted; the best so far is kept" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_does_not_show_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shrink, "script", lambda *given: "print('nothing is wrong')\n")
+    assert call(*OVERFLOWS) == 1
+    assert "does not show it when run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--kernel none.py:f --case random", "--kernel none.py:f: cannot import none.py: "),
+        ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
+        ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
+        ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
+        ("--kernel mine.py:exact --case random -o mine.py", "-o mine.py: there is such a file"),
+        ("--kernel mine.py:exact --case random -o mine.py/x.py", "cannot write records to mine.py: "),
+        ("--kernel mine.py:exact --case padded", "--case padded: has a key padding mask"),
+        ("--kernel mine.py:exact --case random", "nothing is wrong on random (mean error of O "),
+        ("--kernel mine.py:masked --case random_causal", "--kernel mine.py:masked: the script has no words"),
+        ("--kernel mine.py:square --case random", "--kernel mine.py:square: the script has no words"),
+        ("--kernel mine.py:single --case random", "--kernel mine.py:single: the script has no words"),
+        ("--kernel mine.toml:x --case random", "--kernel mine.toml:x: "),
+        ("--kernel mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert call(*words.split()) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"tiebreak shrink: {message}")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["mine.py"]

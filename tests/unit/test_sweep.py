@@ -1,4 +1,4 @@
-"""The sweep: bad input in one line, runs that a stop loses, what the stabilisers change, and the array script."""
+"""The sweep: runs that a stop loses, that repeat to the bit, that diverge, and what the stabilisers change."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +13,8 @@ from tiebreak.cases.gpt2.attention import HeadKernel, attend
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import sweep as program
-from tiebreak.laboratory.reduced import Reduction
-from tiebreak.laboratory.reduced_gpt2 import emulated_gpt2
-from tiebreak.laboratory.sweep import Task, parse, run, settings, tasks
+from tiebreak.laboratory.reduced import Reduction, emulated_gpt2
+from tiebreak.laboratory.sweep import Task, batches, parse, run, settings
 from tiebreak.reports.cli import main
 from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
@@ -24,13 +23,9 @@ SMALL += ["--attention", "same"]
 QUICK = [*SMALL, "--steps", "3", "--workers", "1", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]
 
 
-def swept(out: Path, *more: str) -> int:
-    return main(["lab", "sweep", *QUICK, "--seeds", "2", "--out", str(out), *more])
-
-
 def task(fmt: str = "E8M4", rate: float = 1e-2, stabiliser: str = "none", steps: int = 2, seed: int = 1) -> Task:
     options = parse([*QUICK, "--steps", str(steps)])
-    return tasks(options, [Place(fmt, rate, "flash@paper", stabiliser, seed)])[0]
+    return Task(Place(fmt, rate, "flash@paper", stabiliser, seed), options, batches(options, 1).digest(1))
 
 
 def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
@@ -45,17 +40,20 @@ def test_a_stop_loses_the_run_in_hand_and_the_same_command_goes_on(
         return run(task)
 
     monkeypatch.setattr(program, "run", stopped)
-    assert swept(tmp_path) == 130
+    sweep = ["lab", "sweep", *QUICK, "--seeds", "2", "--out", str(tmp_path)]
+    assert main(sweep) == 130
     assert "has the 1 run done, and the same command goes on" in capsys.readouterr().err
     first = (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes()
-    assert swept(tmp_path) == 0
-    assert ran == [1, 2, 2]
+    assert main(sweep) == 0
     output = capsys.readouterr().out
     assert "1 run kept, 1 to run, 1 at a time here: about 0 h 0 min to go" in output
     assert "0/2 (0 to 66 %)" in output
     assert (tmp_path / RUNS / read_sweep(tmp_path).runs[0].place.file).read_bytes() == first
-    assert swept(tmp_path) == 0  # nothing left
+    assert main(sweep) == 0  # nothing left
     assert ran == [1, 2, 2]
+    recipe = read_sweep(tmp_path).settings.recipe
+    assert (recipe["steps"], recipe["width"], recipe["vocabulary"]) == (3, 8, 128)
+    assert settings(parse([*QUICK, "--steps", "7"])).recipe == {**recipe, "steps": 7}
 
 
 def test_a_run_is_the_same_to_the_bit_wherever_its_data_are() -> None:
@@ -72,25 +70,6 @@ def test_a_run_that_diverges_ends_there() -> None:
     assert ended.steps < 30
 
 
-def _masks(monkeypatch: pytest.MonkeyPatch, stabiliser: str) -> dict[str, list[str]]:
-    """The formats in which linear layers and attention computed one step, by place."""
-    seen: dict[str, list[str]] = {"attention": [], "linear": []}
-    mask = Reduction.mask
-
-    def told(self: Reduction, x: Tensor) -> Tensor:
-        seen["linear"].append(self.fmt.name)
-        return mask(self, x)
-
-    def attended(q: Tensor, k: Tensor, v: Tensor, kernels: Sequence[HeadKernel], call: object) -> Tensor:
-        seen["attention"].append(kernels[0].inputs.fmt.name)
-        return attend(q, k, v, kernels, call)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Reduction, "mask", told)
-    monkeypatch.setattr("tiebreak.cases.gpt2.model.attend", attended)
-    run(task(stabiliser=stabiliser, steps=1))
-    return seen
-
-
 @pytest.mark.parametrize(
     ("stabiliser", "attention", "linear"),
     # A block has six linear layers, the head is one more; a product has six masks, forward and backward.
@@ -104,9 +83,21 @@ def _masks(monkeypatch: pytest.MonkeyPatch, stabiliser: str) -> dict[str, list[s
 def test_masks_are_off_where_a_stabiliser_says(
     monkeypatch: pytest.MonkeyPatch, stabiliser: str, attention: list[str], linear: dict[str, int]
 ) -> None:
-    seen = _masks(monkeypatch, stabiliser)
-    assert seen["attention"] == attention
-    assert {name: seen["linear"].count(name) for name in set(seen["linear"])} == linear
+    attended, masked, mask = list[str](), list[str](), Reduction.mask
+
+    def told(self: Reduction, x: Tensor) -> Tensor:
+        masked.append(self.fmt.name)
+        return mask(self, x)
+
+    def attending(q: Tensor, k: Tensor, v: Tensor, kernels: Sequence[HeadKernel], call: object) -> Tensor:
+        attended.append(kernels[0].inputs.fmt.name)
+        return attend(q, k, v, kernels, call)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Reduction, "mask", told)
+    monkeypatch.setattr("tiebreak.cases.gpt2.model.attend", attending)
+    run(task(stabiliser=stabiliser, steps=1))
+    assert attended == attention
+    assert {name: masked.count(name) for name in set(masked)} == linear
 
 
 @pytest.mark.parametrize(("stabiliser", "more"), [("qk_norm", "q_norm"), ("gated", "gate")])
@@ -117,19 +108,13 @@ def test_a_stabiliser_changes_the_model(monkeypatch: pytest.MonkeyPatch, stabili
         made.append(emulated_gpt2(*words))
         return made[0]
 
-    monkeypatch.setattr(program, "emulated_gpt2", noted)
+    monkeypatch.setattr("tiebreak.laboratory.reduced.emulated_gpt2", noted)
     run(task(stabiliser=stabiliser, steps=1))
     assert getattr(made[0].block(0), more) is not None
 
 
 def test_qk_clip_keeps_logits_at_what_it_may_have() -> None:
-    plain, clipped = (run(task("E8M7", 0.5, name, steps=60)) for name in ("none", "qk_clip"))
+    plain, clipped = (run(task("E8M7", 0.5, name, steps=30)) for name in ("none", "qk_clip"))
     assert plain.max_logit is not None
     assert clipped.max_logit is not None
     assert plain.max_logit > 1000 > clipped.max_logit
-
-
-def test_sizes_and_lengths_are_part_of_what_a_sweep_is() -> None:
-    recipe = settings(parse([*QUICK, "--steps", "7"])).recipe
-    assert (recipe["steps"], recipe["width"], recipe["vocabulary"]) == (7, 8, 128)
-    assert settings(parse(QUICK)).recipe["data"] == recipe["data"]

@@ -1,7 +1,7 @@
 """Whether calls agree: two on the same input, or those of a question, to the size of their errors or without a bias."""
 
 from tiebreak.matrix.checks import Check
-from tiebreak.matrix.questions import within_error, without_bias
+from tiebreak.matrix.questions import comparison
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer
 
@@ -15,14 +15,14 @@ def _repeatable(result: Result) -> Answer | None:
 
 REPEATABLE = Check("repeatable", "two runs on the same input give the same bits", _repeatable)
 USAGE = Check(
-    within_error.KIND,
+    comparison.USAGE,
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
-    lambda result: result.agreement.get(within_error.KIND),
+    lambda result: result.agreement.get(comparison.USAGE),
     wrong=True,
 )
 INVARIANCE = Check(
-    without_bias.KIND,
+    comparison.INVARIANCE,
     "a call that is changed in what should not matter has the same bits, or others without a bias",
-    lambda result: result.agreement.get(without_bias.KIND),
+    lambda result: result.agreement.get(comparison.INVARIANCE),
     judges=True,
 )

@@ -10,11 +10,9 @@ from tiebreak.kernels.external.options import split_words
 from tiebreak.kernels.formats import Formats
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
-from tiebreak.matrix.questions import invariance, usage, within_error, without_bias
-from tiebreak.matrix.questions.comparison import Comparison
+from tiebreak.matrix.questions import comparison, invariance, usage
+from tiebreak.matrix.questions.comparison import WithinError, WithoutBias
 from tiebreak.matrix.questions.session import Question, Session
-from tiebreak.matrix.questions.within_error import WithinError
-from tiebreak.matrix.questions.without_bias import WithoutBias
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
@@ -26,7 +24,7 @@ class _Table:
 
     kind: str
     group: str  # in words
-    comparing: Callable[[Cell], Comparison]  # what compares the answers
+    comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
     calls: float  # what its calls cost, as a share of those of a call's cell
     in_profiles: bool  # whether statements ask them
     of_users: bool  # whether users' kernels are asked, and a device's own only where the question is named
@@ -76,29 +74,29 @@ class Asked(Experiment):
         return self.table.calls * backend.call_steps
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        session = Session(cell, bench.settings.seed, bench.settings.heads, self.table.comparing(cell))
+        session, found = Session(cell, bench.settings.seed, bench.settings.heads), self.table.comparing(cell)
         for look in range(LOOKS):
             for session.index in range(2**look // 2, 2**look):
-                self.question.ask(session)
-            if session.found.nothing:
+                self.question.ask(session, found)
+            if found.nothing:
                 raise CannotRunError("; ".join(session.refused))
-            if session.found.settled:
+            if found.settled:
                 break
-        return session.found.result
+        return found.result
 
 
-def _without_bias(cell: Cell) -> Comparison:
+def _without_bias(cell: Cell) -> WithoutBias:
     """What compares the answers of a kernel that perhaps declares that this change alters no bit."""
     kernel = cell.kernel
     declared = kernel.caller.convention.options.invariant if isinstance(kernel, UserKernel) else ""
-    names = {f"{without_bias.KIND}[{word}]" for word in split_words(declared)}
+    names = {f"{comparison.INVARIANCE}[{word}]" for word in split_words(declared)}
     return WithoutBias(declared=cell.experiment.name in names)
 
 
 _USAGE = _Table(
-    within_error.KIND, usage.GROUP, lambda cell: WithinError(fmt=cell.fmt), calls=0.25, in_profiles=True, of_users=True
+    comparison.USAGE, usage.GROUP, lambda cell: WithinError(cell.fmt), 0.25, in_profiles=True, of_users=True
 )
-_INVARIANCE = _Table(without_bias.KIND, invariance.GROUP, _without_bias, calls=2.0, in_profiles=False, of_users=False)
+_INVARIANCE = _Table(comparison.INVARIANCE, invariance.GROUP, _without_bias, 2.0, in_profiles=False, of_users=False)
 USAGE = Kind(
     _USAGE.kind,
     records.ExperimentRecord(
@@ -108,7 +106,7 @@ USAGE = Kind(
         " of hidden NaN the share of O or a gradient lost.",
     ),
     experiments=tuple(Asked(_USAGE, question) for question in usage.QUESTIONS),
-    measured=within_error.MEASURES,
+    measured=comparison.WITHIN_ERROR,
     advice=f"{usage.QUESTIONS[0].name} and its like are asked of users' kernels, which --kernel names, and of a"
     " device's own where --cases names the question",
 )
@@ -121,5 +119,5 @@ INVARIANCE = Kind(
     ),
     on_request=True,
     experiments=tuple(Asked(_INVARIANCE, question) for question in invariance.QUESTIONS),
-    measured=without_bias.MEASURES,
+    measured=comparison.WITHOUT_BIAS,
 )

@@ -1,14 +1,9 @@
 """Which rounding plan a kernel follows, from its outputs alone: designed inputs, the space of plans, the search.
 
-What says which plan a kernel follows, and who asks:
-
-1. `tiebreak.matrix.candidates` has the known plans, `tiebreak.kernels.backward_passes` the known backward passes and
-   `tiebreak.cases.slips` the usual mistakes: all are candidates, told apart by shares of equal bits.
-2. `identify` asks a kernel that declares nothing of designed inputs. Where a known plan explains them all, the cell
-   `identity` goes no further. Else, and always for the command of that name, it climbs, change by change, to a plan
-   that need not be known. The cell comes first; `known` keeps what it found, and the backward pass on normal numbers.
-3. In a cell `tiebreak.matrix.attribution` and `backward_attribution` try what was found first, and all others only
-   where it does not have the bits. The checks of accuracy and of gradients hold the kernel to what has them.
-4. At the end of a run `tiebreak.matrix.explain` has one answer for each kernel, which tables and verdicts read: what
-   `identify` came to, or else the candidate with most bits in all cells.
+What is known lies in `tiebreak.matrix.candidates`, `tiebreak.kernels.backward_passes` and `tiebreak.cases.slips`.
+`identify` asks a kernel that declares nothing of designed inputs. Where a known plan explains them all, the cell
+`identity`, which comes first, goes no further; else, and always for the command of that name, it climbs, change by
+change, to a plan that need not be known. `known` keeps what it found. In other cells `tiebreak.matrix.attribution` and
+`backward_attribution` try that first, all else only where it does not have the bits. At the end of a run
+`tiebreak.matrix.explain` has one answer for each kernel: what `identify` came to, or else the candidate with most bits.
 """

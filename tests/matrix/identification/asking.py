@@ -13,8 +13,9 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
-from tiebreak.matrix.bits import equal_bits, same_bits
+from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.candidates import clipped
+from tiebreak.matrix.identification.designed import Designed
 from tiebreak.matrix.sharing import SharedEmulation
 from tiebreak.matrix.trial import failed_trial
 
@@ -33,12 +34,12 @@ def threads(number: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Miss:
+class Miss:
     """What of one answer a plan does not have."""
 
-    share: float  # of elements
-    rows: int
-    bits_between: float
+    share: float  # of elements of O
+    rows: int  # of O, that have such an element
+    bits_between: float  # mean of log2(1 + ulps between the plan's O and the kernel's), none more than 2^8 ulps
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,51 +49,35 @@ class Answer:
     name: str  # of the input
     inputs: AttentionInputs
     o: Tensor
-    _misses: dict[Declaration, _Miss] = field(default_factory=dict)
+    misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
 
     @cached_property
     def emulation(self) -> Arithmetic:
         """The emulation's, with what plans share on this input."""
         return SharedEmulation(self.inputs)
 
-    @property
-    def tried(self) -> int:
-        """How many plans were held against it."""
-        return len(self._misses)
+    def _clipped(self, declaration: Declaration) -> Declaration:
+        return clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
 
     def predicted(self, declaration: Declaration) -> Tensor:
-        """What a plan makes of the input."""
-        _, _, queries, _ = self.inputs.q.shape
-        declaration = clipped(declaration, queries, self.inputs.k.shape[2])
-        return run_forward(declaration, self.inputs, self.emulation).o
+        return run_forward(self._clipped(declaration), self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
         """The share of elements of O in which a plan does not have the kernel's bits."""
-        return self._miss(declaration).share
+        return self.miss(declaration).share
 
-    def rows_missed(self, declaration: Declaration) -> int:
-        """How many rows of O have such an element."""
-        return self._miss(declaration).rows
-
-    def apart(self, declaration: Declaration) -> float:
-        """How far a plan's O is from the kernel's: the mean of log2(1 + ulps between them), none more than 2^8 ulps."""
-        return self._miss(declaration).bits_between
-
-    def _miss(self, declaration: Declaration) -> _Miss:
-        key = clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
-        if key not in self._misses:
+    def miss(self, declaration: Declaration) -> Miss:
+        """What a plan does not have, computed once."""
+        key = self._clipped(declaration)
+        if key not in self.misses:
             prediction = self.predicted(key)
-            missed = ~same_bits(self.o, prediction)
-            rows = int(missed.any(-1).sum())
-            between = self._bits_between(prediction) if rows else 0.0
-            self._misses[key] = _Miss(missed.double().mean().item(), rows, between)
-        return self._misses[key]
-
-    def _bits_between(self, prediction: Tensor) -> float:
-        ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
-        ulps = ((self.o - prediction).abs() / ulp).clamp_(max=_FAR)
-        ulps.masked_fill_(same_bits(self.o, prediction), 0.0)
-        return torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
+            missed, between = ~same_bits(self.o, prediction), 0.0
+            if rows := int(missed.any(-1).sum()):
+                ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
+                ulps = ((self.o - prediction).abs() / ulp).clamp_(max=_FAR).masked_fill_(~missed, 0.0)
+                between = torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
+            self.misses[key] = Miss(missed.double().mean().item(), rows, between)
+        return self.misses[key]
 
 
 @dataclass(frozen=True)
@@ -103,22 +88,19 @@ class Asked:
     kernel: Kernel
     fmt: Format  # of q, k and v
     threads: int = field(default_factory=torch.get_num_threads)  # that it runs with
-    answers: dict[str, Answer] = field(default_factory=dict)  # by the name of the input
+    answers: dict[str, Answer] = field(default_factory=dict)  # to designed inputs, by name
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
-    def ask(self, name: str, inputs: AttentionInputs) -> Answer | None:
-        """As `answer`, remembered: the kernel is asked once."""
-        unasked = name not in self.answers and name not in self.refused
-        if unasked and (answer := self.answer(name, inputs)) is not None:
+    def ask(self, designed: Designed, seed: int = 0) -> Answer | None:
+        """As `answer`, of an input that the format can hold; remembered, so that the kernel is asked once."""
+        name = f"{designed.name}#{seed}" if seed else designed.name
+        unasked = name not in self.answers and name not in self.refused and self.fmt in designed.formats
+        if unasked and (answer := self.answer(name, designed.make(self.fmt, seed))) is not None:
             self.answers[name] = answer
         return self.answers.get(name)
 
     def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
-        """Its answer; None where it does not take such inputs.
-
-        Raises:
-            Exception: whatever it raises on inputs that it should take.
-        """
+        """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
         why = self.kernel.refusal(to_device(inputs, self.backend.device))
         why = why or failed_trial(self.backend, self.kernel, inputs)
         try:
@@ -133,7 +115,3 @@ class Asked:
         """One call, with as many threads as the process had at first."""
         with threads(self.threads):
             return self.backend.run(self.kernel, inputs, gradients=False).o.float()
-
-    def repeats(self, answer: Answer) -> bool:
-        """Whether a second call has the same bits."""
-        return self.backend.repeats(self.kernel) or equal_bits(answer.o, self.run(answer.inputs)) == 1.0

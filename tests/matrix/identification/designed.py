@@ -14,7 +14,7 @@ from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 
 HEAD_DIMENSION = _D = 64  # of most inputs
 _PIECES = 3  # bf16 numbers that add up to an fp32 number
@@ -26,8 +26,10 @@ _SMALLEST = -14  # exponent of a score of which fp16 has all bits in three piece
 FPREV = "FPRev (arXiv 2411.00442)"
 HAWKEYE = "Hawkeye (arXiv 2603.20421)"
 MMA_SIM = "MMA-Sim (arXiv 2511.10909)"
-OWN = "this suite"
 
+# Roles of an input: a plan has to explain all of it; or fp32's last bits show, so that it tells plans apart, and no
+# plan has to; or besides it shows how products are added up, and is asked of that alone.
+_BINDS, _FINE, _SUMS = "binds", "fine", "sums"
 Make = Callable[[Generator, Format], AttentionInputs]
 
 
@@ -38,13 +40,11 @@ class Designed:
     name: str  # how the report calls it
     recipe: Make  # makes one
     shows: str  # what of a plan, in words
-    method: str = OWN  # whose
+    method: str = "this suite"  # whose
+    role: str = _BINDS
     formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
-    fine: bool = False  # whether fp32's last bits show: it tells plans apart, and no plan has to explain all of it
-    sums: bool = False  # whether it shows how products are added up, to be asked of that alone
 
     def make(self, fmt: Format, seed: int = 0) -> AttentionInputs:
-        """The input of a seed, in a format."""
         return self.recipe(Generator(Philox(SeedSequence([seed, *self.name.encode()]))), fmt)
 
 
@@ -52,60 +52,50 @@ def _drawn(rng: Generator, low: float, high: float, *shape: int) -> Tensor:
     return torch.from_numpy(rng.uniform(low, high, shape))
 
 
+def _signs(rng: Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.choice([-1.0, 1.0], shape))
+
+
 def _rounded(x: Tensor, fmt: Format) -> Tensor:
-    return x.to(torch.bfloat16 if fmt == BF16 else torch.float16).float()
-
-
-def _pieces(x: Tensor, fmt: Format) -> Tensor:
-    """Numbers of a format that add up to each fp32 number, in a last dimension."""
-    parts, left = [], x.clone()
-    for _ in range(_PIECES):
-        parts.append(_rounded(left, fmt))
-        left = left - parts[-1]
-    assert not left.any(), "three pieces hold it"
-    return torch.stack(parts, -1)
-
-
-def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
-    """Inputs whose scores are chosen.
-
-    Args:
-        scores: (heads, rows, keys), fp32 numbers.
-        v: (heads, keys, 64), numbers of the format.
-        fmt: of q, k and v.
-    """
-    heads, rows, keys = scores.shape
-    q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
-    parts = _pieces(scores.float() / _SCALE, fmt)
-    for row in range(rows):
-        columns = slice(row * _PIECES, (row + 1) * _PIECES)
-        q[:, row, columns], k[:, :, columns] = 1.0, parts[:, row]
-    q, k, v = (x[None].contiguous() for x in (q, k, v.float()))
-    return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt))
-
-
-def _one_hot(heads: int, keys: int, rng: Generator) -> Tensor:
-    """V with one key to a column, one of each run of keys / 64; the others are 0."""
-    v, apart = torch.zeros(heads, keys, _D), keys // _D
-    for head in range(heads):
-        v[head, torch.arange(_D) * apart + torch.from_numpy(rng.integers(0, apart, _D)), torch.arange(_D)] = 1.0
-    return v
+    return x.to(TORCH_DTYPES[fmt]).float()
 
 
 def _on_grid(x: Tensor) -> Tensor:
     return ((x / _GRID).round() * _GRID).float()
 
 
+def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
+    """Inputs with these scores, (heads, rows, keys), fp32 numbers, and this V, (heads, keys, 64), of the format."""
+    heads, rows, keys = scores.shape
+    q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
+    left = scores.float() / _SCALE
+    for piece in range(_PIECES):
+        part = _rounded(left, fmt)
+        left = left - part
+        columns = torch.arange(rows) * _PIECES + piece
+        q[:, torch.arange(rows), columns] = 1.0
+        k[:, :, columns] = part.transpose(1, 2)
+    assert not left.any(), "three pieces hold every score"
+    q, k, v = (x[None].contiguous() for x in (q, k, v.float()))
+    return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt))
+
+
+def _one_hot(heads: int, keys: int, rng: Generator) -> Tensor:
+    """V with one key to a column, one of each run of keys / 64; the others are 0."""
+    at = torch.arange(0, keys, keys // _D) + torch.from_numpy(rng.integers(0, keys // _D, (heads, _D)))
+    return torch.zeros(heads, keys, _D).scatter_(1, at[:, None], 1.0)
+
+
 def _signed_values(rng: Generator, heads: int, keys: int, fmt: Format) -> Tensor:
     """Between 1 and 4, one sign a column."""
-    signs = torch.from_numpy(rng.choice([-1.0, 1.0], (heads, 1, _D)))
+    signs = _signs(rng, heads, 1, _D)
     return _rounded(_drawn(rng, 1.0, 4.0, heads, keys, _D) * signs, fmt)
 
 
-def _maxima(rng: Generator, heads: int, keys: int, counts: Tensor, top: Tensor | float = 0.0) -> Tensor:
-    """Scores with so many equal maxima a row, anywhere, and nothing else to be seen."""
+def _maxima(rng: Generator, heads: int, keys: int, counts: Tensor) -> Tensor:
+    """Scores with so many equal maxima a row, anywhere, of 0, and nothing else to be seen."""
     order = torch.from_numpy(rng.permuted(np.broadcast_to(np.arange(keys), (heads, len(counts), keys)), axis=-1).copy())
-    return torch.where(order < counts[None, :, None], 0.0, _HIDDEN) + top
+    return torch.where(order < counts[None, :, None], 0.0, _HIDDEN)
 
 
 def _equal_keys(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -124,22 +114,24 @@ def _probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
     return chosen(_on_grid(scores), _one_hot(4, _D, rng), fmt)
 
 
+def _ties(x: Tensor, exponents: Tensor | float, fmt: Format) -> Tensor:
+    """Numbers of these exponents halfway between neighbours of the format in even columns, of 11 bits in odd ones."""
+    spacing = torch.exp2(exponents - torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10))
+    return ((x / spacing).floor() + 0.5) * spacing
+
+
 def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Half of them between neighbours of the format, the others of 11 bits; every third row's maximum is 0."""
+    """Every third row's maximum is 0."""
     scores = _drawn(rng, -8.0, 6.0, 4, _ROWS, _D)
     scores[:, ::3] = -scores[:, ::3].abs()
-    bits = torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10)
-    spacing = torch.exp2(scores.abs().log2().floor().clamp(min=_SMALLEST) - bits)
-    scores = ((scores / spacing).floor() + 0.5) * spacing
+    scores = _ties(scores, scores.abs().log2().floor().clamp(min=_SMALLEST), fmt)
     scores[:, ::3, 0] = 0.0
     return chosen(scores, _one_hot(4, _D, rng), fmt)
 
 
 def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
     """Rows of 64 keys with ties of P-bar, then rows of two keys whose P / l are ties."""
-    bits = torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10)
-    spacing = torch.exp2(-1.0 - bits)
-    ties = ((_drawn(rng, 0.52, 0.93, 4, _ROWS, _D) / spacing).floor() + 0.5) * spacing
+    ties = _ties(_drawn(rng, 0.52, 0.93, 4, _ROWS, _D), -1.0, fmt)
     scores = torch.log(ties).float()
     scores[:, :, 0] = 0.0
     pairs = slice(_ROWS // 2, None)
@@ -186,9 +178,7 @@ def _repeated_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
 
 def _large_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
     """Two equal maxima of 5 and more, of which S times a constant is no fp32 number, and V whose sum is a tie."""
-    tops = torch.exp2(_drawn(rng, 2.3, 9.8 if fmt == FP16 else 17.5, 1, _ROWS, 1)) * torch.from_numpy(
-        rng.choice([-1.0, 1.0], (1, _ROWS, 1))
-    )
+    tops = torch.exp2(_drawn(rng, 2.3, 9.8 if fmt == FP16 else 17.5, 1, _ROWS, 1)) * _signs(rng, 1, _ROWS, 1)
     scores = _maxima(rng, 4, _D, torch.full((_ROWS,), 2))
     return chosen(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
 
@@ -201,7 +191,7 @@ def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
     scores[:, :, :half] = _maxima(rng, 4, half, torch.full((_ROWS,), 2))
     scores.scatter_(-1, torch.from_numpy(rng.integers(half, _D, tails.shape)), tails)
     v = _signed_values(rng, 4, _D, fmt)
-    v[:, half:] *= torch.from_numpy(rng.choice([-1.0, 1.0], (4, half, 1)))
+    v[:, half:] *= _signs(rng, 4, half, 1)
     return chosen(scores, v, fmt)
 
 
@@ -217,8 +207,7 @@ def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
 
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
     """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
-    exponents = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D)))
-    ulp = 2.0**-fmt.mantissa_bits
+    exponents, ulp = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D))), 2.0**-fmt.mantissa_bits
     ties = (1.0 + ((_drawn(rng, 0.0, 1.0, 4, _ROWS, _D) / ulp).floor() + 0.5) * ulp) * torch.exp2(exponents.double())
     scores = torch.log(ties).float()
     scores[:, :, 0] = 0.0
@@ -229,93 +218,44 @@ def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
 
 def _normal(heads: int, rows: int, keys: int, d: int, scale: float | None = None, size: float = 1.0) -> Make:
     def make(rng: Generator, fmt: Format) -> AttentionInputs:
-        def draw(length: int) -> Tensor:
-            return _rounded(torch.from_numpy(rng.standard_normal((1, heads, length, d), dtype=np.float32)), fmt)
-
-        q, k, v = _rounded(draw(rows) * size, fmt), draw(keys), draw(keys)
+        shapes = ((1, heads, length, d) for length in (rows, keys, keys))
+        q, k, v = (_rounded(torch.from_numpy(rng.standard_normal(x, dtype=np.float32)), fmt) for x in shapes)
+        q = _rounded(q * size, fmt)
         return AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(fmt), softmax_scale=scale)
 
     return make
 
 
 DESIGNED = (
-    Designed(
-        "equal_keys",
-        _equal_keys,
-        "how O is cast, and O-bar or P / l before it: 1 to 16 equal keys, whose V adds up to ties",
-    ),
+    Designed("equal_keys", _equal_keys, "casts of O, and of O-bar or P / l: the V of equal keys adds up to ties"),
     Designed("probabilities", _probabilities, "casts on the way to P: V shows each key's"),
     Designed("tied_scores", _tied_scores, "modes of the casts of Q K^T, S and S - m: every score is a tie", HAWKEYE),
-    Designed(
-        "tied_probabilities",
-        _tied_probabilities,
-        "modes of P's casts: each is a tie, or next to it",
-        HAWKEYE,
-        fine=True,
-    ),
+    Designed("tied_probabilities", _tied_probabilities, "modes of P's casts: ties, and next to them", HAWKEYE, _FINE),
     Designed("long_sums", _long_sums, "l, and which P it sums: V shows 1 / l"),
-    Designed(
-        "repeated_maxima", _repeated_maxima, "the shift rule: maxima repeat or nearly do, are positive, 0 and negative"
-    ),
-    Designed(
-        "large_maxima",
-        _large_maxima,
-        "contraction, by ties that the last bit of P breaks where S times a constant is inexact; S beyond fp16",
-        fine=True,
-    ),
-    Designed(
-        "faint_tails",
-        _faint_tails,
-        "how products are added up: a term of 2^-17 to 2^-34 of the others tips a tie, is cut off, or leaves a mark",
-        MMA_SIM,
-        fine=True,
-        sums=True,
-    ),
-    Designed(
-        "swallowed",
-        _swallowed,
-        "in which order products are added up: large numbers that cancel swallow what meets one of them before",
-        FPREV,
-        fine=True,
-        sums=True,
-    ),
-    Designed(
-        "deep", _deep, "the exponential's base: arguments of -60 to -80, at ties of P", formats=(BF16,), fine=True
-    ),
+    Designed("repeated_maxima", _repeated_maxima, "the shift rule: maxima of either sign repeat, or nearly do"),
+    Designed("large_maxima", _large_maxima, "contraction, by ties that P's last bit breaks; S beyond fp16", role=_FINE),
+    Designed("faint_tails", _faint_tails, "sums of products: terms of 2^-17 to 2^-34 tip ties", MMA_SIM, _SUMS),
+    Designed("swallowed", _swallowed, "the order of sums: large numbers that cancel swallow others", FPREV, _SUMS),
+    Designed("deep", _deep, "the exponential's base: arguments of -60 to -80", role=_FINE, formats=(BF16,)),
     Designed("normal", _normal(4, 16, 128, _D, size=1.5), "everything at once: normal numbers, 128 keys"),
-    Designed(
-        "normal_128",
-        _normal(4, 16, 16, 128, size=1.5),
-        "roundings of the scale and of q: normal numbers, d = 128, whose root is inexact; few keys, for tiles go by d",
-    ),
-    Designed(
-        "normal_96",
-        _normal(4, 16, 16, 96, size=1.5),
-        "formats of the scale and of the divisor: normal numbers, d = 96, whose root bf16 and fp16 round differently",
-    ),
+    # Few keys, for tiles go by d.
+    Designed("normal_128", _normal(4, 16, 16, 128, size=1.5), "casts of the scale and of q: d = 128, of inexact root"),
+    Designed("normal_96", _normal(4, 16, 16, 96, size=1.5), "formats of scale and divisor: d = 96, of inexact root"),
     Designed("own_scale", _normal(4, 16, 64, _D, scale=0.3), "the same: normal numbers, a scale of 0.3"),
-    Designed(
-        "many_equal_keys",
-        _many_equal_keys,
-        "formats of l and of O-bar, and where they are added up: 65 to 255 equal keys",
-    ),
-    Designed(
-        "rising",
-        _rising((1.0, 5.0)),
-        "tiles, and what is rescaled between them: the maximum rises or falls over 256 keys, by 1 to 5",
-        FPREV,
-    ),
+    Designed("many_equal_keys", _many_equal_keys, "l and O-bar, and where they are added up: 65 to 255 equal keys"),
+    Designed("rising", _rising((1.0, 5.0)), "tiles, and what is rescaled between them: maxima rise or fall", FPREV),
     Designed("steep", _rising((6.0, 20.0)), "the same where a lazy rescaling follows: by 6 to 20", FPREV),
 )
 #: Names of what is asked of sums alone: in fp32 their order shows in it, of which most plans say nothing.
-OF_SUMS = frozenset(designed.name for designed in DESIGNED if designed.sums)
+OF_SUMS = frozenset(designed.name for designed in DESIGNED if designed.role == _SUMS)
 #: Names of those that a plan has to explain, but for what it leaves open.
-BINDING = frozenset(designed.name for designed in DESIGNED if not designed.fine)
+BINDING = frozenset(designed.name for designed in DESIGNED if designed.role == _BINDS)
 #: Long rows, for tiles that all others have whole.
 LONG = tuple(
     Designed(f"rising[{keys}]", _rising((2.0, 6.0), keys, 1), f"tiles of {keys // 2} keys, over {keys} keys", FPREV)
     for keys in (512, 1024)
 )
+_SIZES = ((1, 1, 128, 64), (1, 16, 64, 64), (64, 64, 64, 64), (128, 1, 256, 64), (8, 128, 512, 64), (8, 64, 256, 128))
 #: Normal numbers in other shapes, in which a compiler may round elsewhere: by these no plan is chosen.
 SHAPES = tuple(
     Designed(
@@ -323,12 +263,5 @@ SHAPES = tuple(
         _normal(heads, rows, keys, d),
         "heads x queries x keys of another shape",
     )
-    for heads, rows, keys, d in (
-        (1, 1, 128, 64),
-        (1, 16, 64, 64),
-        (64, 64, 64, 64),
-        (128, 1, 256, 64),
-        (8, 128, 512, 64),
-        (8, 64, 256, 128),
-    )
+    for heads, rows, keys, d in _SIZES
 )

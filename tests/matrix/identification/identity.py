@@ -1,9 +1,7 @@
 """What a kernel's outputs say of its rounding: the plan, what is left open, and how much of it was checked."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
@@ -17,7 +15,7 @@ from tiebreak.matrix.identification.rivals import Rivals
 from tiebreak.matrix.identification.space import QUICK, TILE, Change, changes, named, plainness, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Explanation
+from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
@@ -67,12 +65,8 @@ class Identity:
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values that JSON has."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """As the command prints it."""
+        """As the command prints it: what is known, then the inputs that it rests on."""
         yield self.headline
         if self.plan is None:
             for names, what in ((self.unexplained, "designed inputs miss"), (self._short, "inputs not chosen by have")):
@@ -84,13 +78,19 @@ class Identity:
         for shape, other in self.elsewhere.items():
             name = other.plan or "no plan that is known"
             yield f"  in {shape:24}{name}; the one above has {percent(other.share)} of bits"
-        for name, bias in self.bias.items() if self.plan is not None else ():
-            number = "not finite" if bias.mean is None else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
+        for name, bias in self.bias.items():
+            number = (
+                "not finite"
+                if None in (bias.mean, bias.half_width)
+                else f"{bias.mean:+.3f} +- {bias.half_width:.3f} ulp"
+            )
             yield f"  on {name:24}{number}, {bias.verdict}"
+        yield "inputs:"
+        yield from (f"  {name:20}{shows} [{method}]" for name, (shows, method) in self.asked.items())
+        yield from (f"  not asked: {name}: {why}" for name, why in self.refused.items())
 
     @property
     def headline(self) -> str:
-        """One line."""
         inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
         if self.plan is not None:
             changes = "; its plan changes with the shape of the call" if self.elsewhere else ""
@@ -100,7 +100,6 @@ class Identity:
 
     @property
     def explanation(self) -> Explanation:
-        """As runs have it."""
         if self.plan is not None:
             elsewhere = {shape: other.share for shape, other in self.elsewhere.items()}
             return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share, elsewhere)
@@ -113,42 +112,58 @@ class Identity:
 
 
 def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
-    """Find the plan that a kernel follows, from its outputs alone.
+    """Find the plan that a kernel follows, from its outputs alone; it raises what `KnownPlans.designed` does.
 
     Args:
         known: what the kernel has been asked so far, and whom to tell how far it is.
         beyond_known: whether to look for a nearer plan where a known one explains every designed input.
-
-    Raises:
-        UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
-        Exception: whatever it raises on inputs that it should take.
     """
     asked, tell = known.asked, known.tell
     with threads(1):
-        answers = known.designed
         search = known.search()
-        nearest = search.nearest_known()
-        explained = not unexplained(answers, nearest)
-        known.followed = known.named(nearest) if explained else None
+        plan = search.nearest_known()
+        explained = not unexplained(known.designed, plan)
+        known.followed = known.named(plan) if explained else None
         if beyond_known or not explained:
-            nearest = search.nearest(tell)
+            plan = search.nearest(tell)
         tried, stopped = search.tried, search.stopped
-        plan, alike = _settled(asked, answers, nearest, tell)
-        return replace(_identity(asked, answers, plan, alike, known.seed, tell), tried=tried, stopped=stopped)
+        plan, alike = _settled(known, plan)
+        tell("running inputs that it was not chosen by")
+        held_out, elsewhere = _held_out(asked, plan, known.seed)
+        missed = unexplained(known.designed, plan)
+        follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
+        any_tile = len(alike.get(TILE, ())) > _ANY_TILE
+        declaration = named(plan)
+        declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not any_tile)
+        return Identity(
+            kernel=asked.kernel.name,
+            backend=asked.backend.name,
+            format=asked.fmt.name,
+            plan=declaration.label if follows else None,
+            nearest=declaration.label,
+            share=sum(held_out.values()) / len(held_out) if held_out else None,
+            held_out=held_out,
+            unexplained=missed,
+            alike=alike,
+            bias=_biases(declaration, asked.fmt, known.seed) if follows else {},
+            asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
+            refused=asked.refused,
+            elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
+            tried=tried,
+            stopped=stopped,
+        )
 
 
-def _settled(
-    asked: Asked, answers: Sequence[Answer], plan: Declaration, tell: Callable[[str], None]
-) -> tuple[Declaration, Mapping[Change, Declaration]]:
-    """The plan that no change betters, the plainest of those that are like it, and what is."""
-    rivals = Rivals(asked)
+def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping[str, Sequence[str]]]:
+    """The plan that no change betters, the plainest of those that are like it, and what is, by point."""
+    rivals = Rivals(known.asked)
     for _ in range(_SWAPS):
-        tell(f"holding {text(plan)} against its changes")
+        known.tell(f"holding {text(plan)} against its changes")
         better = rivals.better(plan)
         if better is None:
             break
         plan = better
-    if unexplained(answers, plan):  # what is like the nearest plan is not the kernel's either
+    if unexplained(known.designed, plan):  # what is like the nearest plan is not the kernel's either
         return plan, {}
     alike = rivals.alike(plan)
     for _ in range(_SWAPS):
@@ -156,43 +171,10 @@ def _settled(
         if plainest == plan:
             break
         plan, alike = plainest, rivals.alike(plainest)
-    return plan, alike
-
-
-def _identity(
-    asked: Asked,
-    answers: Sequence[Answer],
-    plan: Declaration,
-    alike: Mapping[Change, Declaration],
-    seed: int,
-    tell: Callable[[str], None],
-) -> Identity:
-    tell("running inputs that it was not chosen by")
-    held_out, elsewhere = _held_out(asked, plan, seed)
-    missed = unexplained(answers, plan)
-    follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
-    elsewhere |= _in_other_shapes(asked, plan, tell) if follows else {}
     points: dict[str, list[str]] = {}
     for change in alike:
         points.setdefault(change.key, []).append(change.value)
-    any_tile = len(points.get(TILE, ())) > _ANY_TILE
-    declaration = named(plan)
-    declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not any_tile)
-    return Identity(
-        kernel=asked.kernel.name,
-        backend=asked.backend.name,
-        format=asked.fmt.name,
-        plan=declaration.label if follows else None,
-        nearest=declaration.label,
-        share=sum(held_out.values()) / len(held_out) if held_out else None,
-        held_out=held_out,
-        unexplained=missed,
-        alike=points,
-        bias=_biases(declaration, asked.fmt, seed) if follows else {},
-        asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
-        refused=asked.refused,
-        elsewhere=elsewhere if follows else {},
-    )
+    return plan, points
 
 
 def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
@@ -220,9 +202,10 @@ def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None
     for designed in SHAPES:
         tell(f"asking {designed.name}")
         answer = asked.answer(designed.name, designed.make(asked.fmt))
-        if answer is not None:
-            others[designed.name] = _elsewhere(answer, plan, changes(plan, asked.fmt, QUICK))
-    return {name: other for name, other in others.items() if other is not None}
+        other = None if answer is None else _elsewhere(answer, plan, changes(plan, asked.fmt, QUICK))
+        if other is not None:
+            others[designed.name] = other
+    return others
 
 
 def _elsewhere(answer: Answer, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> Elsewhere | None:
@@ -238,8 +221,6 @@ def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
     biases = {}
     for name in _FAILING:
         _, errors = CaseBench(_SCRIPTED[name], fmt, Settings(seed, _BIASED)).emulated(0, plan)
-        bias = errors.bias
-        finite = math.isfinite(bias.mean) and math.isfinite(bias.half_width)
-        mean, half_width = (bias.mean, bias.half_width) if finite else (None, None)
-        biases[name] = Bias(mean, half_width, judge(bias).value)
+        estimate = Estimate.of(errors.bias.mean, errors.bias.half_width)
+        biases[name] = Bias(estimate.mean, estimate.half_width, judge(errors.bias).value)
     return biases

@@ -1,12 +1,13 @@
 """Which known plan a kernel follows: asked of designed inputs and normal numbers, once a kernel, whatever its cells."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import eight_bit_kernels
+from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
@@ -51,21 +52,23 @@ class KnownPlans:
 
     @cached_property
     def designed(self) -> Sequence[Answer]:
-        """What the kernel makes of the designed inputs, where that can tell anything.
+        """What the kernel makes of the designed inputs, where that can tell anything; it may raise anything.
 
         Raises:
             UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
-            Exception: whatever it raises on inputs that it should take.
         """
+        answers = []
         for designed in DESIGNED:
-            if self.asked.fmt in designed.formats:
-                self.tell(f"asking {designed.name}")
-                self.asked.ask(designed.name, designed.make(self.asked.fmt))
-        answers = [self.asked.answers[each.name] for each in DESIGNED if each.name in self.asked.answers]
+            self.tell(f"asking {designed.name}")
+            if (answer := self.asked.ask(designed)) is not None:
+                answers.append(answer)
         if len(answers) < _LEAST:
             why = next(iter(self.asked.refused.values()), "none is for this format")
             raise UnidentifiedError(f"it takes {counted(len(answers), 'input')} of {len(DESIGNED)}: {why}")
-        if unsteady := next((answer.name for answer in answers if not self.asked.repeats(answer)), None):
+        again = [] if self.asked.backend.repeats(self.asked.kernel) else answers
+        if unsteady := next(
+            (each.name for each in again if equal_bits(each.o, self.asked.run(each.inputs)) < 1.0), None
+        ):
             raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
         if not any(answer.o.isfinite().any() for answer in answers):
             raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
@@ -75,7 +78,8 @@ class KnownPlans:
         """A search from the known plans, by all designed inputs but those that ask of sums."""
         answers = [answer for answer in self.designed if answer.name not in OF_SUMS]
         eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-        return Search(answers, self.asked.fmt, [*on_device(self.asked.backend).values(), *eight_bits])
+        known = [*on_device(self.asked.backend).values(), *eight_bits]
+        return Search(answers, self.asked.fmt, [forward_alone(each, self.asked.fmt) for each in known])
 
     def named(self, plan: Declaration) -> str | None:
         """The accepted plan that does the same forward; None: there is none."""
@@ -85,21 +89,16 @@ class KnownPlans:
     @cached_property
     def on_normal_numbers(self) -> tuple[str, ...]:
         """The accepted plan with the most bits; where O may have random bits, all that have; none if it can't run."""
-        known = accepted(on_device(self.asked.backend))
-        shares = list(self._normal_shares(known))
-        total = {name: sum(bits[name] for bits in shares) for name in known}
-        best = max(total, key=total.__getitem__)
-        if not shares or total[best] >= RANDOM * len(shares):
-            return (best,) if shares else ()
-        return tuple(name for name in total if known[name].plan.stochastic)
-
-    def _normal_shares(self, known: Mapping[str, Declaration]) -> list[dict[str, float]]:
-        shares = []
+        known, answers = accepted(on_device(self.asked.backend)), []
         for case in NORMAL:
             try:
                 answer = self.asked.answer(case.name, case.make(self.seed, 0, HEADS, self.asked.fmt))
             except Exception:  # the cell of that case says what it raised
                 continue
             if answer is not None and answer.o.isfinite().any():
-                shares.append({name: 1.0 - answer.missed(plan) for name, plan in known.items()})
-        return shares
+                answers.append(answer)
+        total = {name: sum(1.0 - answer.missed(plan) for answer in answers) for name, plan in known.items()}
+        best = max(total, key=total.__getitem__)
+        if not answers or total[best] >= RANDOM * len(answers):
+            return (best,) if answers else ()
+        return tuple(name for name in total if known[name].plan.stochastic)

@@ -10,7 +10,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.identification.asking import Answer, Asked
-from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS, Designed
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, OF_SUMS
 from tiebreak.matrix.identification.space import ALGORITHM, RULE, SLOW, TILE, Change, changes, moves
 
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
@@ -88,42 +88,32 @@ class Rivals:
         A row is one event: its elements come of one P and one l, and chance that gives a plan one gives it others.
         """
         if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
-            return answer.rows_missed(rival), 0
-        one, other = self._prediction(answer, plan), answer.predicted(rival)
+            return answer.miss(rival).rows, 0
+        key = answer.name, plan
+        if key not in self._predictions:  # one plan has a hundred rivals
+            self._predictions[key] = answer.predicted(plan)
+        one, other = self._predictions[key], answer.predicted(rival)
         differ = ~same_bits(one, other)
         ours, theirs = ((differ & same_bits(answer.o, each)).sum(-1) for each in (one, other))
         return int((ours > theirs).sum()), int((theirs > ours).sum())
-
-    def _prediction(self, answer: Answer, plan: Declaration) -> Tensor:
-        """Kept: one plan has a hundred rivals."""
-        key = answer.name, plan
-        if key not in self._predictions:
-            self._predictions[key] = answer.predicted(plan)
-        return self._predictions[key]
 
     def _inputs(self, change: Change) -> Iterator[Answer]:
         """Those that were asked first, then others like them."""
         if change.key == SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
         yield from self._first
-        for designed in LONG if change.key in (TILE, RULE, ALGORITHM) else ():
-            yield from self._asked(designed, 0)
-        for seed in _SEEDS if change.key != SLOW else ():
-            for designed in DESIGNED:
-                yield from self._asked(designed, seed) if designed.name not in OF_SUMS else ()
+        further = [(designed, 0) for designed in LONG if change.key in (TILE, RULE, ALGORITHM)]
+        if change.key != SLOW:
+            further += [(designed, seed) for seed in _SEEDS for designed in DESIGNED if designed.name not in OF_SUMS]
+        for designed, seed in further:
+            if (answer := self.asked.ask(designed, seed)) is not None:
+                yield answer
 
     @property
     def _first(self) -> list[Answer]:
         """What was asked first, but for sums."""
         names = {designed.name for designed in DESIGNED} - OF_SUMS
         return [answer for name, answer in self.asked.answers.items() if name in names]
-
-    def _asked(self, designed: Designed, seed: int) -> Iterator[Answer]:
-        if self.asked.fmt in designed.formats:
-            name = f"{designed.name}#{seed}" if seed else designed.name
-            answer = self.asked.ask(name, designed.make(self.asked.fmt, seed))
-            if answer is not None:
-                yield answer
 
 
 def _beats(ours: int, theirs: int) -> bool:

@@ -10,20 +10,8 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
+from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.asking import Answer
-from tiebreak.matrix.identification.space import (
-    ALGORITHM,
-    QUICK,
-    RULE,
-    SLOW,
-    TILE,
-    changes,
-    combined,
-    forward_alone,
-    moves,
-    without,
-    without_one,
-)
 
 _FEW = 3  # plans that lead on where the best one does not
 _LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation
@@ -34,7 +22,7 @@ _MOST = 20_000
 _OF_A_BIT = math.log1p(1.0 / _LOST) / 1.5
 _HIDDEN = 0.5  # share of the largest cost of shares above which a plan shows nothing of the kernel's
 _RACE, _AHEAD = 4, 0.98  # inputs after which one of two changes at once must cost so much less than the plan
-_RULES = frozenset({RULE, ALGORITHM})
+_RULES = frozenset({space.RULE, space.ALGORITHM})
 _STARTS = tuple(f"flash@fused{q}" for q in ("", ",q=input,base=2", ",q=fp16,base=2"))  # where nothing shows
 _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by as much as counts as none
 
@@ -45,7 +33,7 @@ class Search:
 
     answers: Sequence[Answer]
     fmt: Format  # of the call
-    known: Iterable[Declaration]  # plans to start from
+    starts: Sequence[Declaration]  # known plans, as `forward_alone` gives them
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
     _shown: dict[str, list[float]] = field(default_factory=dict)  # by input: costs of plans there, their number
 
@@ -56,10 +44,8 @@ class Search:
         it explains better, so that points are found one by one, by the inputs that show them. And of how far it is from
         what it misses: where one point hides another, that one shows nothing but nearness.
 
-        Args:
-            declaration: as `forward_alone` gives it.
-            least: from which on it does not matter how much more it is.
-            than: another, which it must be ahead of after a few inputs; where nothing shows, clearly so.
+        From `least` on it does not matter how much more it is. After a few inputs it must be ahead of the plan `than`,
+        and clearly so where nothing shows.
         """
         if declaration in self.costs:
             return self.costs[declaration]
@@ -79,7 +65,7 @@ class Search:
 
     def _hidden(self, declaration: Declaration) -> bool:
         """Whether a plan misses so much that it shows nothing of the kernel's."""
-        cost = sum(_share_cost(answer, declaration) for answer in self.answers)
+        cost = sum(math.log1p(answer.missed(declaration) / _LOST) for answer in self.answers)
         return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
     def _mean_cost(self, answer: Answer) -> float:
@@ -90,7 +76,7 @@ class Search:
     @property
     def tried(self) -> int:
         """How many plans were held against an input, counted once for each."""
-        return sum(answer.tried for answer in self.answers)
+        return sum(len(answer.misses) for answer in self.answers)
 
     @property
     def stopped(self) -> bool:
@@ -103,34 +89,24 @@ class Search:
 
     def nearest_known(self) -> Declaration:
         """The known plan with the least cost, the first of equals."""
-        self._try((forward_alone(known, self.fmt) for known in self.known), _FEW)
+        self._try(self.starts, _FEW)
         return self._best
 
     def nearest(self, tell: Callable[[str], None]) -> Declaration:
-        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on.
-
-        Args:
-            tell: how far it is.
-        """
-        self.nearest_known()
-        starts = [forward_alone(known, self.fmt) for known in self.known]
-        self._cast_o(starts)
+        """The plan with the least cost: from the best known one, as long as a group of plans near it leads on."""
+        plan = self.nearest_known()
+        if self._cost_of_best >= _ENOUGH:  # the cast of O hides from every input what else a plan has right
+            self._try((other for _, other in space.changes(plan, self.fmt, {"o"})), _FEW)
+            cast = self._best.plan.o
+            if cast != plan.plan.o:
+                self._try((replace(start, plan=replace(start.plan, o=cast)) for start in self.starts), _FEW)
         if self._hidden(self._best):
-            self._try(combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
-        while not self._ended and self._improves(starts):
+            self._try(space.combined(map(parse_declaration, _STARTS), self.fmt, _RULES, {"s"}, usual=True), _FEW)
+        while not self._ended and self._improves():
             tell(f"{len(self.costs)} plans tried on all inputs")
         return self._best
 
-    def _cast_o(self, starts: Sequence[Declaration]) -> None:
-        """Try how O is cast, and then all with that cast: it hides from every input what else a plan has right."""
-        plan = self._best
-        if self._cost_of_best >= _ENOUGH:
-            self._try((other for _, other in changes(plan, self.fmt, {"o"})), _FEW)
-            cast = self._best.plan.o
-            if cast != plan.plan.o:
-                self._try((replace(start, plan=replace(start.plan, o=cast)) for start in starts), _FEW)
-
-    def _improves(self, starts: Sequence[Declaration]) -> bool:
+    def _improves(self) -> bool:
         """Whether a better plan is near the best one, or near the next best, by the first group that has one.
 
         One change; how devices add up; what together alone shows, where nothing shows; two changes at once, of which
@@ -141,19 +117,21 @@ class Search:
         if self._expands(1):
             return True
         fmt, plan = self.fmt, self._quick[0]
-        sums = (other for _, other in changes(plan, fmt, {SLOW}))
+        sums = (other for _, other in space.changes(plan, fmt, {space.SLOW}))
         flash = replace(plan, algorithm=FLASH_ATTENTION)  # which alone has every shift rule
         hidden = [
-            combined([plan], fmt, {"q"}, {"s"}, usual=True),
-            combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
-            combined(starts, fmt, _RULES),
+            space.combined([plan], fmt, {"q"}, {"s"}, usual=True),
+            space.combined([flash], fmt, _RULES, {"s"}, {"shifted"}, usual=True),
+            space.combined(self.starts, fmt, _RULES),
         ]
         together = [
-            combined([without(plan, fmt, "pv", "o_bar")], fmt, {ALGORITHM}, {TILE}, {"pv", "o_bar"}),
-            combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
+            space.combined(
+                [space.without(plan, fmt, "pv", "o_bar")], fmt, {space.ALGORITHM}, {space.TILE}, {"pv", "o_bar"}
+            ),
+            space.combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
         ]
-        firsts = chain(without_one(plan, fmt), self._level(plan), combined([plan], fmt, _RULES))
-        pairs = (combined([first], fmt, QUICK) for first in firsts)
+        firsts = chain(space.without_one(plan, fmt), self._level(plan), space.combined([plan], fmt, _RULES))
+        pairs = (space.combined([first], fmt, space.QUICK) for first in firsts)
         groups = chain(hidden if self._hidden(plan) else (), together, pairs)
         return self._leads_on(sums, 1) or any(self._leads_on(group, 1, plan) for group in groups) or self._expands(_FEW)
 
@@ -161,9 +139,11 @@ class Search:
         """Whether one change of the best few plans leads on."""
         done: set[Declaration] = set()
         while left := [plan for plan in self._quick if plan not in done]:
-            done.add(left[0])
+            plan = left[0]
+            done.add(plan)
+            near = chain(space.changes(plan, self.fmt, space.QUICK), space.moves(plan, self.fmt))
             # Where nothing shows, a small gain is chance.
-            if self._leads_on(self._near(left[0]), patience, left[0] if self._hidden(left[0]) else None):
+            if self._leads_on((other for _, other in near), patience, plan if self._hidden(plan) else None):
                 return True
         return False
 
@@ -175,14 +155,10 @@ class Search:
         self._try(group, patience, than)
         return self._cost_of_best < before
 
-    def _near(self, plan: Declaration) -> Iterator[Declaration]:
-        """What one change makes of a plan, or one move."""
-        return (other for _, other in chain(changes(plan, self.fmt, QUICK), moves(plan, self.fmt)))
-
     def _level(self, plan: Declaration) -> Iterator[Declaration]:
         """Moves that cost nothing."""
         cost = self.costs[plan]
-        for _, other in moves(plan, self.fmt):
+        for _, other in space.moves(plan, self.fmt):
             if self.cost(other, math.nextafter(cost, math.inf)) <= cost:
                 yield other
 
@@ -196,7 +172,6 @@ class Search:
 
     @property
     def _quick(self) -> list[Declaration]:
-        """The best few plans without a device's sums."""
         quick = (plan for plan in self.costs if plan.plan.accumulator is Accumulator.EXACT)
         return sorted(quick, key=self.costs.__getitem__)[:_FEW]
 
@@ -207,9 +182,6 @@ class Search:
             self.cost(plan, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
-def _share_cost(answer: Answer, declaration: Declaration) -> float:
-    return math.log1p(answer.missed(declaration) / _LOST)
-
-
 def _cost(answer: Answer, declaration: Declaration) -> float:
-    return _share_cost(answer, declaration) + _OF_A_BIT * answer.apart(declaration)
+    miss = answer.miss(declaration)
+    return math.log1p(miss.share / _LOST) + _OF_A_BIT * miss.bits_between

@@ -14,7 +14,7 @@ from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
 from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, SumOf
-from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import nameless
 
 TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
@@ -33,6 +33,7 @@ _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _FP32 = Cast(FP32)
 _MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
+_parsed = cache(parse_declaration)
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,12 @@ class Change:
     key: str  # as --plan has it, or what it is that no field of a plan says
     value: str  # the same; behind a comma, another point and what it is there
 
-    def __str__(self) -> str:
-        """As --plan has it, where it does."""
-        return f"{self.key}={self.value}"
-
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
-    """What a declaration does forward: two that do the same are equal.
+    """What a declaration does forward in a call's format: two that do the same are equal.
 
     What the algorithm makes nothing of is `fused`'s, and so is the backward pass.
-
-    Args:
-        declaration: of any name.
-        inputs: format of the call.
     """
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
@@ -63,13 +56,19 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         dead |= {"scale", "divisor"}
     elif plan.divisor.narrows:
         dead |= {"scale"}
-    if not _clamps(plan):
+    if plan.p8 is None and not plan.p_bar.saturates:
         same = plan.row_sum_of is SumOf.CLAMPED or _fits(plan.exp, plan.p_bar, inputs)
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
-        dead |= {"offset"} if _range(plan, inputs) >= FP32.exponent_bits else set()  # a power of two is divided out
+        wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
+        dead |= {"offset"} if wide else set()  # a power of two is divided out
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
-    sided: dict[str, Any] = {field: _sided(getattr(plan, field)) for field in _POSITIVE}
-    plan = _cast_once(declaration, replace(plan, **sided), inputs)
+    positive = {field: getattr(plan, field) for field in _POSITIVE}
+    toward_zero: dict[str, Any] = {
+        field: replace(cast, rounding=Rounding.TOWARD_ZERO)
+        for field, cast in positive.items()
+        if cast.rounding is Rounding.DOWN
+    }
+    plan = _cast_once(declaration, replace(plan, **toward_zero), inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
     if rule.lag and declaration.block.keys == ONE_TILE.keys:
         rule = _SAFE  # it lags behind an earlier tile, and there is none
@@ -92,15 +91,6 @@ def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> 
     return replace(plan, o=FUSED.o)
 
 
-def _clamps(plan: RoundingPlan) -> bool:
-    return plan.p8 is not None or plan.p_bar.saturates
-
-
-def _range(plan: RoundingPlan, inputs: Format) -> int:
-    """Bits of the exponent that P-bar has."""
-    return _fmt(plan.p_bar, inputs).exponent_bits
-
-
 def _fmt(cast: Cast, inputs: Format) -> Format:
     return inputs if cast.follows is not None else cast.fmt
 
@@ -111,11 +101,6 @@ def _fits(first: Cast, then: Cast, inputs: Format) -> bool:
     return before.exponent_bits <= after.exponent_bits and before.mantissa_bits <= after.mantissa_bits
 
 
-def _sided(cast: Cast) -> Cast:
-    """Of what is never negative: down is toward zero."""
-    return replace(cast, rounding=Rounding.TOWARD_ZERO) if cast.rounding is Rounding.DOWN else cast
-
-
 def text(declaration: Declaration) -> str:
     """As --plan takes it."""
     return named(declaration).label
@@ -123,8 +108,8 @@ def text(declaration: Declaration) -> str:
 
 def named(declaration: Declaration) -> Declaration:
     """With the shortest name, and the shift rule that it had before it lost its own."""
-    rule = next(rule for rule in SHIFT_RULES.values() if _same_rule(declaration, rule))
-    return shortest(replace(declaration, shift_rule=rule))
+    known = (replace(declaration, shift_rule=rule) for rule in SHIFT_RULES.values())
+    return shortest(next(each for each in known if nameless(each).shift_rule == nameless(declaration).shift_rule))
 
 
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
@@ -134,20 +119,10 @@ def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
     return label.count(",") + label.count(":"), fixed, declaration.algorithm not in usual, len(label)
 
 
-def _same_rule(declaration: Declaration, rule: ShiftRule) -> bool:
-    return nameless(replace(declaration, shift_rule=rule)).shift_rule == nameless(declaration).shift_rule
-
-
 def changes(
     declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
 ) -> Iterator[tuple[Change, Declaration]]:
-    """Every declaration that differs in one point, each once.
-
-    Args:
-        declaration: as `forward_alone` gives it.
-        inputs: format of the call.
-        keys: of the points.
-    """
+    """Every declaration that differs, in one point of these keys, from one that `forward_alone` gives, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
         for value, other in _with_another(key, declaration, inputs) if key in keys else ():
@@ -177,8 +152,9 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
     elif key == RULE:
         yield from ((rule.name, replace(declaration, shift_rule=rule)) for rule in SHIFT_RULES.values())
     elif key == FAST and not plan.contracted:
-        exponential = Exponential() if plan.exponential.correction else _fast()
-        name = "fast" if exponential.correction else "exact"
+        # The fast one that is known, as it is on this machine.
+        fast, exact = _parsed("flash@fused_fast_exp").plan.exponential, Exponential()
+        name, exponential = ("exact", exact) if plan.exponential.correction else ("fast", fast)
         yield name, replace(declaration, plan=replace(plan, exponential=exponential))
     elif key in FORWARD:
         field = FORWARD[key]
@@ -193,32 +169,22 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
     """With every algorithm in its tiles, or in every tile where it has none. Lagging alone is as little to be seen as
     the algorithm is: both at once.
     """
-    tiled = declaration.algorithm.tiled
-    lagging = [rule for rule in SHIFT_RULES.values() if rule.lag and declaration.algorithm is not FLASH_ATTENTION]
     others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
-    others += [(rule.name, FLASH_ATTENTION, rule) for rule in lagging]
+    if declaration.algorithm is not FLASH_ATTENTION:
+        others += [(rule.name, FLASH_ATTENTION, rule) for rule in SHIFT_RULES.values() if rule.lag]
     for name, algorithm, rule in others:
-        for block in (declaration.block,) if tiled or not algorithm.tiled else _BLOCKS:
-            value = name if tiled or not algorithm.tiled else f"{name},{TILE}={block}"
+        tiles_appear = algorithm.tiled and not declaration.algorithm.tiled
+        for block in _BLOCKS if tiles_appear else (declaration.block,):
+            value = f"{name},{TILE}={block}" if tiles_appear else name
             yield value, replace(declaration, algorithm=algorithm, shift_rule=rule, block=block)
-
-
-@cache
-def _fast() -> Exponential:
-    """The fast one that is known, as it is on this machine."""
-    return parse_declaration("flash@fused_fast_exp").plan.exponential
 
 
 def combined(
     declarations: Iterable[Declaration], inputs: Format, *stages: Collection[str], usual: bool = False
 ) -> Iterator[Declaration]:
-    """Plans with up to one change of each stage, for points that show together alone.
+    """Plans with up to one change of each stage, keys of points that show together alone.
 
-    Args:
-        declarations: to be changed.
-        inputs: format of the call.
-        stages: keys of points, of which one is changed.
-        usual: whether casts to other formats than the inputs' are left out.
+    Usual ones have no new cast to other formats than fp32 and the inputs'.
     """
     if not stages:
         yield from (forward_alone(declaration, inputs) for declaration in declarations)

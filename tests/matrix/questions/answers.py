@@ -1,6 +1,6 @@
 """The answer of a call, O and the gradients that it gave; the exact one, in fp64; and the part that is compared."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tiebreak.cases.gradients import row_units
 from tiebreak.kernels.formats import ulp
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
-from tiebreak.kernels.reference import Reference, reference, reference_gradients
+from tiebreak.kernels.reference import reference, reference_gradients
 
 O, DQ, DK, DV = "O", "dQ", "dK", "dV"
 PARTS = (O, DQ, DK, DV)
@@ -19,19 +19,8 @@ OF_QUERIES = (O, DQ)  # parts that have a row for every query
 Answers = Mapping[str, Tensor]
 
 
-def named(tensors: Iterable[Tensor]) -> Answers:
-    """Return O, dQ, dK and dV, or the first of them, by name."""
-    return dict(zip(PARTS, tensors, strict=False))
-
-
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
-    """Return the answer of a whole call from those of its pieces.
-
-    Args:
-        answers: of the pieces, in order.
-        dimension: along which the call was cut.
-        parts: those that the pieces have a share of.
-    """
+    """Return the answer of a call that was cut along a dimension, in the parts that its pieces have a share of."""
     pieces = list(answers)
     return {part: torch.cat([each[part] for each in pieces], dimension) for part in parts if part in pieces[0]}
 
@@ -44,21 +33,20 @@ class Cut:
     rows: slice | None = None  # of O and dQ
     keys: slice | None = None  # of dK and dV
 
-    def __call__(self, answers: Answers) -> Answers:
-        """Return that part of an answer."""
-        every = slice(None)
-        if self == WHOLE:
-            return answers  # the tensors themselves: what is computed of them is cached
-        rows = {part: (self.rows if part in OF_QUERIES else self.keys) or every for part in answers}
-        return {part: x[self.batch or every, :, rows[part]] for part, x in answers.items()}
+    def of(self, part: str, x: Tensor) -> Tensor:
+        """Return what is compared of O, dQ, dK or dV."""
+        rows, every = self.rows if part in OF_QUERIES else self.keys, slice(None)
+        return x[self.batch or every, :, rows or every]
+
+    def pairs(self, plain: Answers, other: Answers) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield each part that two answers have, and what is compared of it."""
+        for part in plain:
+            if part in other:
+                yield part, self.of(part, plain[part]), self.of(part, other[part])
 
 
 WHOLE = Cut()
-
-
-@lru_cache(maxsize=2)  # parts of one answer, one after the other
-def _reference(inputs: AttentionInputs) -> Reference:
-    return reference(inputs)
+_reference = lru_cache(maxsize=2)(reference)  # parts of one answer, one after the other
 
 
 @lru_cache(maxsize=2)

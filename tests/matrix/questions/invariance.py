@@ -4,14 +4,15 @@ A control is a second change that must change O, by what it does to the numbers.
 nothing, and that bits are the same says nothing. Each question's docstring ends with its control, and why that tells.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import Shape, normal_numbers
+from tiebreak.cases.case import ONE_SIGNED, Draw, Scores, Shape, Values, normal_numbers, scripted
 from tiebreak.kernels.algorithms import SPLIT_ATTENTION
 from tiebreak.kernels.external.call import CONTIGUOUS, Places
 from tiebreak.kernels.external.kernels import UserKernel
@@ -22,11 +23,12 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn
 from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
-from tiebreak.matrix.questions.materials import cancelling
+from tiebreak.matrix.questions.comparison import WithoutBias
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
-from tiebreak.matrix.questions.session import SHARE, Question, Session
+from tiebreak.matrix.questions.session import SHARE, Material, Question, Session
 
 GROUP = "a call compared with itself"
+_Pieces = Mapping[str, Sequence[AttentionInputs]]  # calls that have the queries of another between them, by words
 _KEYS = 128  # where no other number matters more
 _ALONE = 4  # sequences that are called alone, at most
 _NEIGHBOURS, _ROWS = (9, 10, 200), (9, 10)  # keys of one more sequence; queries
@@ -40,6 +42,38 @@ _PREFILL, _CHUNKS = 192, (64, 50)  # queries and keys; queries of a chunk
 _LONG = 8  # where rows are as many as keys, one in so many heads is drawn
 _SPLITS, _SPLIT_ROWS = (2, 3, 4, 8), (256, 1024, 4096)  # the first row that is long enough to be split is taken
 _CALLS = 100
+_NEAR = (16.0, 20.0)  # below two maxima that cancel: all of it together is about 2^-16 of one
+
+
+def _tied(draw: Draw, shape: Shape, apart: bool = True, values: Values = ONE_SIGNED, **scores: Any) -> AttentionInputs:
+    """Two equal maxima: the last key, and one in the first half or the key before."""
+    first = shape.keys // 4 if apart else shape.keys - 2
+    return scripted(draw, Scores(positions=(first, shape.keys - 1), **scores), values, shape)
+
+
+def _cancelling(draw: Draw, shape: Shape) -> AttentionInputs:
+    """Two equal maxima in different halves whose V cancels.
+
+    What is left of O is about 2^-16 of either: its bf16 bits are the last bits of fp32 sums, and whatever adds these up
+    in another order, or divides a part of them, changes most of them, in any plan.
+    """
+    inputs = _tied(draw, shape, gap=_NEAR)
+    inputs.v[:, :, -1] = -inputs.v[:, :, shape.keys // 4]
+    return inputs
+
+
+#: What is put in, by name: normal numbers, and rows on which a rounding that a change moves shows as a bias.
+_MATERIALS: Mapping[str, Material] = {
+    "normal numbers": normal_numbers,
+    "ties apart": _tied,
+    "ties apart on a sink": partial(_tied, values=Values(tail_mean=-0.1)),
+    "ties at the end": partial(_tied, apart=False),
+}
+
+
+def _drawn(session: Session, shape: Shape, share: int = SHARE) -> Iterator[tuple[str, AttentionInputs]]:
+    for name, material in _MATERIALS.items():
+        yield name, session.draw(name, material, shape, share)
 
 
 def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> AttentionInputs:
@@ -49,7 +83,6 @@ def _of_rows(inputs: AttentionInputs, rows: slice, keys: int, **other: Any) -> A
 
 
 def _negated(x: Tensor, at: slice, dimension: int) -> Tensor:
-    """Return x with a part of it negated."""
     other = x.clone()
     other.movedim(dimension, 0)[at] *= -1.0
     return other
@@ -64,24 +97,23 @@ def _with_more(inputs: AttentionInputs, names: str, more: int, session: Session)
     return replace(inputs, **longer)
 
 
-def batch(session: Session) -> None:
+def batch(session: Session, found: WithoutBias) -> None:
     """A sequence alone, among others, and beside one of another length, which grows from 9 to 10 keys, or queries.
 
     Control: V of a neighbour negated, of which the neighbour's own O is a mean.
     """
     if isinstance(session.kernel, UserKernel) and "b" not in session.options.layout:
         raise CannotRunError("is called once for every sequence: it sees no batch")
-    for material, inputs in session.materials(Shape(keys=_KEYS)):
+    for material, inputs in _drawn(session, Shape(keys=_KEYS)):
         number, rows = len(inputs.q), inputs.q.shape[2]
         first = slice(0, min(_ALONE, number))
         alone = joined((session.run(inputs.part(slice(at, at + 1))) for at in range(first.stop)), 0)
         # Two sequences or more there are always, and the last is a neighbour of the others.
         negated = replace(inputs, v=_negated(inputs.v, slice(-1, None), 0))
         together, others = session.run(inputs), session.run(negated, gradients=False)
-        session.found.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
-        session.found.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
-        rest = Cut(slice(0, -1))
-        session.found.compare(f"beside other numbers, {material}", together, others, inputs, rest)
+        found.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
+        found.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
+        found.compare(f"beside other numbers, {material}", together, others, inputs, Cut(slice(0, -1)))
         beside = {f"beside one of {keys} keys": _beside(inputs, keys) for keys in _NEIGHBOURS}
         for queries in _ROWS:
             longer = _with_more(inputs, "q do", queries - rows, session)
@@ -91,75 +123,62 @@ def batch(session: Session) -> None:
         for words, changed in beside.items():
             if session.takes(changed):
                 answer = session.run(changed, gradients=False)
-                answer = answer if changed.lengths is None else {O: _unpacked(answer[O], inputs.q.shape)}
-                cut = Cut(first, rows=slice(0, rows))
-                session.found.compare(f"{words}, {material}", alone, answer, inputs, cut)
+                if changed.lengths is not None:  # packed
+                    o = answer[O][0, :, : number * rows].unflatten(1, (number, rows))
+                    answer = {O: o.transpose(0, 1)}
+                found.compare(f"{words}, {material}", alone, answer, inputs, Cut(first, rows=slice(0, rows)))
 
 
 def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
     """All sequences one behind the other in a batch of 1, and one more of these queries with the keys of the first."""
-
-    def joined(x: Tensor, last: Tensor) -> Tensor:
-        return torch.cat([x.transpose(0, 1).flatten(1, 2)[None], last], 2)
-
-    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
-    number, more = len(inputs.q), queries.shape[2]
+    rows, keys, number, more = inputs.q.shape[2], inputs.k.shape[2], len(inputs.q), queries.shape[2]
     begins = [[size * at for at in range(number + 1)] for size in (rows, keys)]
     lengths = ((*begins[0], number * rows + more), (*begins[1], (number + 1) * keys))
-    q, do = joined(inputs.q, queries), joined(inputs.do, queries)
-    return replace(
-        inputs, q=q, k=joined(inputs.k, inputs.k[:1]), v=joined(inputs.v, inputs.v[:1]), do=do, lengths=lengths
-    )
-
-
-def _unpacked(o: Tensor, shape: torch.Size) -> Tensor:
-    """The first rows of packed ones, as (batch, heads, rows, d)."""
-    batch, heads, rows, d = shape
-    return o[0, :, : batch * rows].reshape(heads, batch, rows, d).transpose(0, 1)
+    added = {"q": queries, "k": inputs.k[:1], "v": inputs.v[:1], "do": queries}
+    packed: dict[str, Any] = {
+        name: torch.cat([getattr(inputs, name).transpose(0, 1).flatten(1, 2)[None], last], 2)
+        for name, last in added.items()
+    }
+    return replace(inputs, **packed, lengths=lengths)
 
 
 def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
     """With one more sequence, a copy of the first in another length: all are padded to the longest."""
-    longest = max(keys, inputs.k.shape[2])
-    k, v = (torch.cat([x, x[:1]]) for x in (inputs.k, inputs.v))
-    k, v = (torch.cat([x, x[:, :, : longest - x.shape[2]]], 2) for x in (k, v))
-    lengths = torch.tensor([*[inputs.k.shape[2]] * len(inputs.k), keys])
-    q, do = (torch.cat([x, x[:1]]) for x in (inputs.q, inputs.do))
+    own = inputs.k.shape[2]
+    longest = max(keys, own)
+    q, k, v, do = (torch.cat([x, x[:1]]) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    k, v = (torch.cat([x, x[:, :, : longest - own]], 2) for x in (k, v))
+    lengths = torch.tensor([*[own] * len(inputs.k), keys])
     return replace(inputs, q=q, k=k, v=v, do=do, key_padding=torch.arange(longest) < lengths[:, None])
 
 
-def split(session: Session) -> None:
+def split(session: Session, found: WithoutBias) -> None:
     """Keys in 2, 3, 4 and 8 splits, against one.
 
-    Control: 1 split and 8 where what they add up cancels (`materials.cancelling`): O is made of fp32's last bits.
+    Control: 1 split and 8 where what they add up cancels (`_cancelling`): O is made of fp32's last bits.
     """
-    in_splits = _splitting(session)
-    keys = session.rows = session.rows or _long_enough(session, in_splits)
-    for material, inputs in session.materials(Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
+    in_splits = _splitting(session.kernel)
+    keys = session.rows = session.rows or _long_enough(session, found, in_splits)
+    for material, inputs in _drawn(session, Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
         whole = session.run(inputs, in_splits(1, keys))
         for number in _SPLITS:
             parts = session.run(inputs, in_splits(number, keys))
-            session.found.compare(f"{number} splits of {keys} keys, {material}", whole, parts, inputs)
+            found.compare(f"{number} splits of {keys} keys, {material}", whole, parts, inputs)
 
 
-def _long_enough(session: Session, in_splits: Callable[[int, int], Kernel]) -> int:
+def _long_enough(session: Session, found: WithoutBias, in_splits: Callable[[int, int], Kernel]) -> int:
     """Return the keys of the shortest rows that the kernel splits as it is told; if it splits none the fewest."""
     for keys in _SPLIT_ROWS:
-        inputs = session.draw("cancelling", cancelling, Shape(keys=keys), share=_LONG)
+        inputs = session.draw("cancelling", _cancelling, Shape(keys=keys), share=_LONG)
         whole, parts = (session.run(inputs, in_splits(number, keys), gradients=False)[O] for number in (1, _SPLITS[-1]))
         if keys == _SPLIT_ROWS[-1] or not torch.equal(whole, parts):
             break
-    session.found.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
+    found.control(f"{_SPLITS[-1]} splits of {keys} keys whose V cancels", whole, parts)
     return _SPLIT_ROWS[0] if torch.equal(whole, parts) else keys
 
 
-def _splitting(session: Session) -> Callable[[int, int], Kernel]:
-    """Return what gives the kernel in so many splits of so many keys.
-
-    Raises:
-        CannotRunError: nothing says how their number is set.
-    """
-    kernel = session.kernel
+def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
+    """Return what gives the kernel in so many splits of so many keys, if anything says how their number is set."""
     if isinstance(kernel, UserKernel):
         keyword = kernel.caller.convention.splits
         if keyword is None:
@@ -173,31 +192,31 @@ def _splitting(session: Session) -> Callable[[int, int], Kernel]:
     )
 
 
-def padding(session: Session) -> None:
+def padding(session: Session, found: WithoutBias) -> None:
     """More keys behind the end, hidden by a mask, and more queries.
 
     Controls: the padded keys seen, which have a P and a V of their own; other rows behind the end, by their own O.
     """
     for keys, more in _PADDED:
-        for material, inputs in session.materials(Shape(keys=keys)):
+        for material, inputs in _drawn(session, Shape(keys=keys)):
             seen = _with_more(inputs, "k v", more, session)
             padded = replace(seen, key_padding=(torch.arange(keys + more) < keys).expand(len(inputs.q), -1))
             if session.takes(inputs, padded):
-                answer, words = session.run(padded), f"{more} padded behind {keys} keys, {material}"
-                session.found.compare(words, session.run(inputs), answer, inputs, Cut(keys=slice(0, keys)))
-                session.found.control("the padded keys seen", answer[O], session.run(seen, gradients=False)[O])
+                plain, answer = session.run(inputs), session.run(padded)
+                words = f"{more} padded behind {keys} keys, {material}"
+                found.compare(words, plain, answer, inputs, Cut(keys=slice(0, keys)))
+                found.control("the padded keys seen", answer[O], session.run(seen, gradients=False)[O])
     for more in _MORE_QUERIES:
-        for material, inputs in session.materials(Shape(keys=_KEYS)):
+        for material, inputs in _drawn(session, Shape(keys=_KEYS)):
             longer, rows = _with_more(inputs, "q do", more, session), inputs.q.shape[2]
             if session.takes(inputs, longer):
-                plain, answer = (session.run(each, gradients=False) for each in (inputs, longer))
-                words, cut = f"{more} more queries, {material}", Cut(rows=slice(0, rows))
-                session.found.compare(words, plain, answer, inputs, cut)
-                other = session.run(replace(longer, q=_negated(longer.q, slice(rows, None), 2)), gradients=False)
-                session.found.control("other queries behind the end", answer[O][:, :, rows:], other[O][:, :, rows:])
+                negated = replace(longer, q=_negated(longer.q, slice(rows, None), 2))
+                plain, answer, other = (session.run(each, gradients=False) for each in (inputs, longer, negated))
+                found.compare(f"{more} more queries, {material}", plain, answer, inputs, Cut(rows=slice(0, rows)))
+                found.control("other queries behind the end", answer[O][:, :, rows:], other[O][:, :, rows:])
 
 
-def memory(session: Session) -> None:
+def memory(session: Session, found: WithoutBias) -> None:
     """Other strides, and a start that is not aligned.
 
     Controls: the same storage read in other strides, whose numbers are in another order; of dO alone, by dQ.
@@ -210,21 +229,20 @@ def memory(session: Session) -> None:
         "one element off alignment": Places.all(misaligned),
     }
     as_contiguous = Places.all(lambda x: read_as_contiguous(transposed(x)))
-    for material, inputs in session.materials(Shape(keys=_KEYS)):
+    for material, inputs in _drawn(session, Shape(keys=_KEYS)):
         plain = {**session.place(inputs, gradients=False).answers(), **_gradients_from(session, inputs, CONTIGUOUS)}
         for words, places in views.items():
             answer = session.lying(inputs, places, gradients=False)
             answer = {**answer, **_gradients_from(session, inputs, places)} if answer else answer
-            session.found.compare(f"{words}, {material}", plain, answer, inputs)
+            found.compare(f"{words}, {material}", plain, answer, inputs)
         paged = _paged(inputs)
         if session.takes(*paged):
-            in_order, shuffled = map(session.run, paged)
-            session.found.compare(f"pages in another order, {material}", in_order, shuffled, inputs)
+            found.compare(f"pages in another order, {material}", *map(session.run, paged), inputs)
         other = session.place(inputs, as_contiguous, gradients=False).answers()
-        session.found.control("the same storage in other strides", plain[O], other[O])
+        found.control("the same storage in other strides", plain[O], other[O])
         if DQ in plain:
             other = session.place(inputs, Places(do=as_contiguous.do)).answers()
-            session.found.control("dO's storage in other strides", plain[DQ], other[DQ])
+            found.control("dO's storage in other strides", plain[DQ], other[DQ])
         session.held.clear()  # a kernel that keeps what it finds by its address is another question's matter
 
 
@@ -247,21 +265,19 @@ def _prefills(session: Session, inputs: AttentionInputs) -> list[AttentionInputs
     return [replace(inputs, causal=causal) for causal in (True, False) if not causal or CAUSAL in session.kernel.takes]
 
 
-def _in_pieces(
-    session: Session, whole: AttentionInputs, pieces: Mapping[str, Sequence[AttentionInputs]], cut: Cut
-) -> bool:
+def _in_pieces(session: Session, found: WithoutBias, whole: AttentionInputs, pieces: _Pieces, cut: Cut) -> bool:
     """Compare a prefill with its queries in pieces, in all ways that the kernel takes; return whether it takes any."""
     taken = {words: calls for words, calls in pieces.items() if session.takes(whole, *calls)}
     if taken:
         answer, at = session.run(whole), slice(-2, -1)
         for words, calls in taken.items():
-            session.found.compare(words, answer, joined(map(session.run, calls), 2, OF_QUERIES), whole, cut)
+            found.compare(words, answer, joined(map(session.run, calls), 2, OF_QUERIES), whole, cut)
         other = session.run(replace(whole, q=_negated(whole.q, at, 2)), gradients=False)
-        session.found.control("another query in a row of the prefill", answer[O][:, :, at], other[O][:, :, at])
+        found.control("another query in a row of the prefill", answer[O][:, :, at], other[O][:, :, at])
     return bool(taken)
 
 
-def decode(session: Session) -> None:
+def decode(session: Session, found: WithoutBias) -> None:
     """One query alone, and as the last row of a prefill.
 
     Control: another q in the row before the last, whose P is another.
@@ -272,28 +288,28 @@ def decode(session: Session) -> None:
     draws = declaration is not None and drawn(declaration)
     rows = _DRAWN_ROWS if draws else 1
     for keys in _DECODED:
-        for material, inputs in session.materials(Shape(queries=keys, keys=keys), share=1):
+        for material, inputs in _drawn(session, Shape(queries=keys, keys=keys), share=1):
+            prefills = _prefills(session, inputs)
             pieces = {
                 f"one query of {keys} keys{', causal' if prefill.causal else ''}, {material}": [
                     _of_rows(prefill, slice(row, row + 1), keys, noise_seed=inputs.noise_seed + row)
                     for row in range(keys - rows, keys)
                 ]
-                for prefill in reversed(_prefills(session, inputs))
+                for prefill in reversed(prefills)
             }
-            for whole in _prefills(session, inputs)[-1 if draws else 0 :]:
-                if _in_pieces(session, whole, pieces, Cut(rows=slice(-rows, None))):
-                    break
-        if not session.found.nothing:
+            wholes, cut = prefills[-1 if draws else 0 :], Cut(rows=slice(-rows, None))
+            any(_in_pieces(session, found, whole, pieces, cut) for whole in wholes)
+        if not found.nothing:
             break
 
 
-def chunks(session: Session) -> None:
+def chunks(session: Session, found: WithoutBias) -> None:
     """The queries of a prefill in chunks, each behind the keys before it.
 
     Control: as of `decode`.
     """
     seeing = Cut(rows=slice(_PREFILL // 4, None))  # a maximum, if there is one: the few keys before it may cancel
-    for material, inputs in session.materials(Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
+    for material, inputs in _drawn(session, Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
         for whole in _prefills(session, inputs):
             pieces = {
                 f"in chunks of {size} queries, {material}": [
@@ -302,24 +318,24 @@ def chunks(session: Session) -> None:
                 ]
                 for size in _CHUNKS
             }
-            if _in_pieces(session, whole, pieces, seeing):
+            if _in_pieces(session, found, whole, pieces, seeing):
                 break
 
 
-def repeat(session: Session) -> None:
+def repeat(session: Session, found: WithoutBias) -> None:
     """The same call 100 times.
 
     Control: V negated: no answer is kept from an earlier call.
     """
     if session.cell.backend.repeats(session.kernel):
         raise CannotRunError("a second run could only have the same bits: one program runs after the other")
-    for material, inputs in session.materials(Shape(keys=_KEYS)):
+    for material, inputs in _drawn(session, Shape(keys=_KEYS)):
         plain = least = session.run(inputs)
         for _ in range(_CALLS - 1):
             again = session.run(inputs)
             least = {part: _less_alike(x, least[part], again[part]) for part, x in plain.items()}
-        session.found.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
-        session.found.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])
+        found.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
+        found.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])
 
 
 def _less_alike(plain: Tensor, kept: Tensor, other: Tensor) -> Tensor:
@@ -331,9 +347,7 @@ QUESTIONS = (
     Question("invariance[batch]", "a sequence alone, and among neighbours of any length", batch, "vLLM issue 51902", 2),
     Question("invariance[split]", "a row's keys in another number of splits", split, "vLLM PR 58131", 2),
     Question("invariance[padding]", "more padded keys, or more queries, behind the end", padding, version=2),
-    Question(
-        "invariance[memory]", "q, k, v and dO in other strides, or at an address that is not aligned", memory, version=3
-    ),
+    Question("invariance[memory]", "q, k, v and dO in other strides, or not aligned", memory, version=3),
     Question("invariance[decode]", "one query alone, and as the last row of a prefill", decode, "vLLM issue 54035", 3),
     Question("invariance[chunks]", "the queries of a prefill in chunks", chunks, version=2),
     Question("invariance[repeat]", f"the same call {_CALLS} times", repeat, version=2),

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.options import BINARY, NATURAL
 from tiebreak.kernels.formats import FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.questions.comparison import WithinError
+from tiebreak.matrix.questions.session import Session
 
 _UNITS = {NATURAL: 1.0, BINARY: math.log(2.0)}  # of a logarithm in each base
 #: Of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
@@ -18,29 +20,24 @@ _OF_THE_SUM = 2.0**-13
 _ROUNDINGS = 3  # of a score in the inputs' format: the scale times q, the product, the product times the scale
 
 
-@dataclass(frozen=True)
-class JudgedLse:
-    """What was returned beside O."""
+def log_sum_exp(session: Session, found: WithinError) -> None:
+    """A question of `usage`: what the kernel returns beside O."""
+    if len(session.options.layout) < len(FULL):
+        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
+    inputs = session.inputs()
+    placed = session.place(inputs, gradients=False)
+    with session.calling(gradients=False):
+        returned = placed.call.returned(placed.placed)
+    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
+    judge_lse(second, inputs, session.options.lse, found)
 
-    asked: str  # what it must be
-    why: str  # what it is instead; empty: it is as it must
-    measures: Mapping[str, float]
-    unit: str = ""  # in which base it is
 
+def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: WithinError) -> None:
+    """Take down whether what a kernel returns beside O is a log-sum-exp, in the base that it declares or in either.
 
-def judge_lse(returned: object, inputs: AttentionInputs, declared: str) -> JudgedLse:
-    """Say whether what a kernel returns beside O is a log-sum-exp.
-
-    Args:
-        returned: the second of its results; None: there is none.
-        inputs: of the call, on the host.
-        declared: the base that the kernel says it has; empty: either will do.
-
-    Raises:
-        CannotRunError: it is nothing that looks like one, and the kernel does not say that it is one.
+    A kernel that declares none, and returns nothing that looks like one, can't be asked.
     """
     shape = inputs.q.shape[:3]
-    asked = f"a log-sum-exp{f' in base {declared}' if declared else ''}"
     lse = _per_row(returned, *shape)
     if lse is None:
         other = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
@@ -48,16 +45,22 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str) -> Judge
         if not declared:
             raise CannotRunError(f"{received}, no log-sum-exp")
         why = f"{received}, expected a log-sum-exp of shape {tuple(shape)}"
-        return JudgedLse(asked, why, {"lse_ulps": math.nan, "lse_error_over_bound": math.nan})
-    s, size = _scores(inputs)
+        found.asked[f"a log-sum-exp in base {declared}"] = why
+        found.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
+        return
+    q, k, hidden = inputs.q.double(), inputs.expanded_k().double(), inputs.hidden()
+    s = q @ k.transpose(-1, -2) * inputs.scale
+    s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
     natural = s.logsumexp(-1)
     # What rounding may change: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
+    size = (q.abs() @ k.abs().transpose(-1, -2)).amax(
+        -1
+    ) * inputs.scale  # that errors of a row's scores are relative to
     bound = inputs.formats.inputs.unit_roundoff * (_ROUNDINGS * size + 1.0) + _OF_THE_SUM + eps * natural.abs()
     shares = {base: _largest((lse * unit - natural).abs() / bound) for base, unit in _UNITS.items()}
     base = declared or min(shares, key=shares.__getitem__)
     exact = natural / _UNITS[base]
-    measures = {"lse_ulps": _largest((lse - exact).abs() / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
     why, other_base = "", next((each for each, share in shares.items() if share <= 1.0), None)
     if shares[base] > 1.0 and other_base is not None:
         why = f"log-sum-exp is in base {other_base}, declared is base {base}"
@@ -65,15 +68,9 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str) -> Judge
         known = (words for words, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0)
         words, off = next(known, "is in neither base"), _largest(lse - natural)
         why = f"log-sum-exp {words}: off by up to {off:.3g}, {shares[base]:.3g} times what rounding allows"
-    return JudgedLse(asked if declared else f"{asked} in base {base}", why, measures, f"ulp, base {base}")
-
-
-def _scores(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Return scaled scores in fp64, and what each row's rounding errors are relative to: the largest |q| |k|."""
-    q, k, hidden = inputs.q.double(), inputs.expanded_k().double(), inputs.hidden()
-    s = q @ k.transpose(-1, -2) * inputs.scale
-    size = (q.abs() @ k.abs().transpose(-1, -2)).amax(-1) * inputs.scale
-    return (s if hidden is None else s.masked_fill(hidden, -torch.inf)), size
+    found.asked[f"a log-sum-exp in base {base}"] = why
+    found.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
+    found.unit = f"ulp, base {base}"
 
 
 def _mistakes(s: Tensor, scale: float) -> Mapping[str, Tensor]:

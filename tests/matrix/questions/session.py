@@ -1,13 +1,12 @@
-"""A kernel that a question is asked of: its inputs, its calls, whole or step by step, and what came of them."""
+"""A kernel that a question is asked of: its inputs, and its calls, whole or step by step."""
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
 from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
@@ -15,19 +14,18 @@ from tiebreak.backends.backend import Backend, to_device
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
+from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
+from tiebreak.kernels.formats import FP32, Format, Formats
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import Answers, named
-from tiebreak.matrix.questions.comparison import Comparison
-from tiebreak.matrix.questions.materials import MATERIALS, Material
-from tiebreak.matrix.questions.within_error import BATCH, HEADS
+from tiebreak.matrix.questions.answers import PARTS, Answers
+from tiebreak.matrix.questions.comparison import BATCH, HEADS
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
+Material = Callable[[Draw, Shape], AttentionInputs]  # what is put into large calls
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Question:
 
     name: str  # of its cells
     about: str  # one line
-    ask: Callable[["Session"], None]  # makes the calls of one batch and has them compared
+    ask: Callable[["Session", Any], None]  # makes the calls of one batch, and has its table's rule compare them
     source: str = "this suite"
     version: int = 1  # raised when the calls change: records of other versions are not comparable
 
@@ -62,59 +60,15 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class DeviceCall:
-    """A call of a device's own kernel in the steps of a user's; see `tiebreak.kernels.external.call.Call`."""
-
-    backend: Backend
-    kernel: Kernel
-    inputs: AttentionInputs
-
-    def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
-        """As `Call.placed`; a composed kernel computes on numbers in fp32."""
-        del gradients
-        dtype = torch.float32 if self.kernel.composed else TORCH_DTYPES[self.inputs.formats.inputs]
-        q, k, v, do = (
-            (getattr(places, each.name) or Tensor.clone)(getattr(self.inputs, each.name).to(dtype))
-            for each in fields(places)
-        )
-        return Placed((q, k, v), (q, k, v), do)
-
-    def _run(self, placed: Placed, *, gradients: bool) -> AttentionOutput:
-        q, k, v = placed.arguments
-        return self.backend.run(self.kernel, replace(self.inputs, q=q, k=k, v=v, do=placed.do), gradients=gradients)
-
-    def returned(self, placed: Placed) -> tuple[Tensor | None, ...]:
-        output = self._run(placed, gradients=False)
-        return output.o, output.lse
-
-    def forward(self, placed: Placed) -> Tensor:
-        return self._run(placed, gradients=False).o
-
-    def backward(self, placed: Placed, o: Tensor) -> Made | None:
-        """As `Call.backward`; its forward pass is run once more."""
-        del o
-        return _gradients(self._run(placed, gradients=True)) if self.kernel.has_backward else None
-
-    def restored(self, x: Tensor) -> Tensor:
-        return x.detach().float()
-
-
-@dataclass(frozen=True)
 class PlacedCall:
     """A call whose arguments lie where they do in memory, to be made step by step."""
 
     session: "Session"
-    call: Call | DeviceCall
+    call: Call
     placed: Placed
     gradients: bool  # whether they are wanted
 
-    def returned(self) -> Any:
-        """Return all that the call returns."""
-        with self.session.calling(gradients=self.gradients):
-            return self.call.returned(self.placed)
-
     def forward(self) -> Tensor:
-        """Return O as the kernel does."""
         with self.session.calling(gradients=self.gradients):
             return self.call.forward(self.placed)
 
@@ -127,12 +81,27 @@ class PlacedCall:
 
     def collected(self, o: Tensor, gradients: Made) -> Answers:
         """Return what the steps have returned as answers are compared."""
-        return named(self.call.restored(x).cpu() for x in (o, *gradients[:3]))
+        return dict(zip(PARTS, (self.call.restored(x).cpu() for x in (o, *gradients[:3])), strict=False))
 
     def answers(self) -> Answers:
-        """Make all steps."""
         o = self.forward()
         return self.collected(o, self.backward(o))
+
+
+def _call_of_device(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> Call:
+    """Return a call of a device's own kernel in the steps of a user's; a composed one computes on numbers in fp32."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        output = backend.run(kernel, replace(inputs, q=q, k=k, v=v), gradients=False)
+        return output.o.to(q), output.lse
+
+    def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Made:
+        del o  # the forward pass is run once more
+        output = backend.run(kernel, replace(inputs, q=q, k=k, v=v, do=do), gradients=True)
+        return tuple(x.to(q) for x in _gradients(output))
+
+    called = convention(forward, KernelOptions(backward=backward if kernel.has_backward else NO_BACKWARD))
+    return Call(forward, called, replace(inputs, formats=Formats.of(FP32)) if kernel.composed else inputs)
 
 
 @lru_cache(maxsize=32)  # what cells of one question share; as many as one draws
@@ -147,7 +116,6 @@ class Session:
     cell: Cell
     seed: int
     heads: int  # of a batch of large calls
-    found: Comparison
     index: int = 0  # of the batch
     refused: dict[str, None] = field(default_factory=dict)  # reasons why calls were left out
     held: list[Placed] = field(default_factory=list)  # arguments of all calls: freed ones would lend their addresses
@@ -160,88 +128,57 @@ class Session:
         return self.cell.kernel
 
     @property
-    def fmt(self) -> Format:
-        """Of q, k, v, dO and O."""
-        return self.cell.fmt
-
-    @property
     def options(self) -> KernelOptions:
         """Of a user's kernel; the defaults of any other."""
         return self.kernel.caller.convention.options if isinstance(self.kernel, UserKernel) else KernelOptions()
 
     def takes(self, *calls: AttentionInputs) -> bool:
         """Whether the kernel can make some calls as they are, without dummies; if not, the reason is kept."""
-        return all(map(self._takes, calls))
-
-    def _takes(self, inputs: AttentionInputs) -> bool:
-        key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.asks()))
-        if key not in self._taken:
-            reason = self._refusal(inputs)
-            if reason is None and self.arranged(inputs) is not inputs:
-                reason = "it is given dummy queries or keys"
-            reason = reason or failed_trial(self.cell.backend, self.kernel, inputs)
-            self._taken[key] = reason is None
-            self.refused |= {} if reason is None else {reason: None}
-        return self._taken[key]
-
-    def _refusal(self, inputs: AttentionInputs) -> str | None:
-        return self.kernel.refusal(to_device(inputs, self.cell.backend.device))
+        for inputs in calls:
+            key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.asks()))
+            if key not in self._taken:
+                reason = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
+                if reason is None and self.arranged(inputs) is not inputs:
+                    reason = "it is given dummy queries or keys"
+                reason = reason or failed_trial(self.cell.backend, self.kernel, inputs)
+                self._taken[key] = reason is None
+                self.refused |= {} if reason is None else {reason: None}
+            if not self._taken[key]:
+                return False
+        return True
 
     # Large calls, of which a batch has as many heads as a run says.
 
     def draw(self, name: str, material: Material, shape: Shape, share: int = SHARE) -> AttentionInputs:
-        """Return a batch of heads, others for every material and every index; two sequences or more.
-
-        Args:
-            name: of the material.
-            material: it.
-            shape: of a head.
-            share: of the heads of a run's batches that is enough, 1 in so many: long rows cost more.
-        """
+        """Return heads of a material, 1 in `share` of a run's batch: others for every name and every index."""
         entropy = (self.seed, *map(zlib.crc32, (self.cell.experiment.name.encode(), name.encode())), self.index)
-        return _drawn(entropy, material, shape, max(2 * HEADS_PER_BATCH, self.heads // share), self.fmt)
-
-    def materials(self, shape: Shape, share: int = SHARE) -> Iterator[tuple[str, AttentionInputs]]:
-        """Yield a batch of every material, by name."""
-        for name, material in MATERIALS.items():
-            yield name, self.draw(name, material, shape, share)
+        return _drawn(entropy, material, shape, max(2 * HEADS_PER_BATCH, self.heads // share), self.cell.fmt)
 
     def run(self, inputs: AttentionInputs, kernel: Kernel | None = None, *, gradients: bool = True) -> Answers:
-        """Return the answer of a call, as any cell runs a kernel.
-
-        Args:
-            inputs: of the call.
-            kernel: another one than the cell's.
-            gradients: whether they are wanted, if the kernel has a backward pass.
-        """
+        """Return the answer of a call, as any cell runs a kernel; gradients are wanted where it has a backward pass."""
         kernel, run = kernel or self.kernel, self.cell.backend.run
         gradients = gradients and kernel.has_backward
         # With gradients to come others may compute O in another way; a composed kernel's backward pass is apart.
         output = run(kernel, inputs, gradients=gradients and kernel.composed)
         made: AttentionOutput = output if kernel.composed or not gradients else run(kernel, inputs, gradients=True)
-        return named(x.detach().float() for x in (output.o, *_gradients(made)))
+        return dict(zip(PARTS, (x.detach().float() for x in (output.o, *_gradients(made))), strict=False))
 
     # Small calls on normal numbers.
 
     def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
-        """Return normal numbers, others for every index."""
         stream = SeedSequence([self.seed, zlib.crc32(self.cell.experiment.name.encode()), index])
-        draw = Draw(Generator(Philox(stream)), Formats.of(self.fmt), batch * heads)
+        draw = Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), batch * heads)
         rows, keys = (batch, heads, shape.queries, shape.d), (batch, heads, shape.keys, shape.d)
         q, k, v, do = (draw.rounded(draw.normal(*size)) for size in (rows, keys, keys, rows))
         return AttentionInputs(q, k, v, _DO * do, draw.formats, causal=shape.causal)
 
     @cached_property
     def _first(self) -> tuple[CallShape, Answers]:
-        """The first shape in which the kernel can be called, and the answer of that call.
-
-        Raises:
-            Exception: what it raised in the last of them.
-        """
+        """The first shape in which the kernel can be called, and the answer of that call; else what it raised last."""
         failure: Exception | None = None
         for shape in SHAPES:
             inputs = self.draw_small(shape)
-            refusal = self._refusal(inputs)
+            refusal = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
             if refusal is not None:
                 failure = failure or CannotRunError(refusal)
                 continue
@@ -264,7 +201,6 @@ class Session:
 
     @property
     def shape(self) -> CallShape:
-        """The first in which the kernel can be called."""
         return self._first[0]
 
     @property
@@ -283,50 +219,32 @@ class Session:
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[None]:
         """Make a step of a user's kernel within; a call of a device's own kernel sees to that itself."""
-        kernel = self.kernel
-        if not isinstance(kernel, UserKernel):
-            yield
-            return
-        with self.cell.backend.in_use(), kernel.caller.calling(gradients=gradients):
+        with ExitStack() as within:
+            if isinstance(self.kernel, UserKernel):
+                within.enter_context(self.cell.backend.in_use())
+                within.enter_context(self.kernel.caller.calling(gradients=gradients))
             yield
 
-    def call(self, inputs: AttentionInputs) -> Call | DeviceCall:
-        """Return a call of these inputs, which the kernel takes."""
+    def call(self, inputs: AttentionInputs) -> Call:
         on_device, kernel = to_device(inputs, self.cell.backend.device), self.kernel
         if isinstance(kernel, UserKernel):
             return kernel.caller.call(on_device)
-        return DeviceCall(self.cell.backend, kernel, on_device)
+        return _call_of_device(self.cell.backend, kernel, on_device)
 
     def place(
-        self,
-        inputs: AttentionInputs,
-        places: Places = CONTIGUOUS,
-        *,
-        gradients: bool = True,
-        call: Call | DeviceCall | None = None,
+        self, given: AttentionInputs | Call, places: Places = CONTIGUOUS, *, gradients: bool = True
     ) -> PlacedCall:
-        """Return a call whose arguments reach the kernel as they lie, at addresses that no other call has.
-
-        Args:
-            inputs: of the call.
-            places: where they lie.
-            gradients: whether they are wanted, if the kernel has a backward pass.
-            call: one of these inputs that is made in a way of its own.
-        """
-        call, gradients = call or self.call(inputs), gradients and self.kernel.has_backward
+        """Return a call whose arguments lie where `places` say, at addresses that no other call of the session has."""
+        call, gradients = given if isinstance(given, Call) else self.call(given), gradients and self.kernel.has_backward
         with self.calling(gradients=gradients):
             self.held.append(call.placed(places, gradients=gradients))
         return PlacedCall(self, call, self.held[-1], gradients)
 
     def answers(self, inputs: AttentionInputs) -> Answers:
-        """Return what a new call gives."""
         return self.place(inputs).answers()
 
     def lying(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
-        """Return what a call gives whose arguments lie elsewhere; nothing where the kernel refuses them, with a reason.
-
-        Arguments as for `place`.
-        """
+        """Return what a call gives whose arguments lie elsewhere; nothing where the kernel refuses them."""
         try:
             return self.place(inputs, places, gradients=gradients).answers()
         except Exception as error:  # it says that it takes no such view, and computes nothing wrong

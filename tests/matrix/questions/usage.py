@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.kernels.external.call import FULL, Call, Places
+from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.questions.answers import Answers, Cut, O
-from tiebreak.matrix.questions.log_sum_exp import judge_lse
+from tiebreak.matrix.questions.answers import Cut, O
+from tiebreak.matrix.questions.comparison import BATCH, WithinError
+from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
 from tiebreak.matrix.questions.session import CallShape, Question, Session
-from tiebreak.matrix.questions.within_error import BATCH
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -28,51 +28,46 @@ _FEW = 16  # queries and keys of such a call
 _HIDDEN = 12  # keys at the end that padding hides
 
 
-def strided_views(session: Session) -> None:
-    """Transposed views, slices of a fused buffer, dO of one expanded number."""
+def strided_views(session: Session, found: WithinError) -> None:
     if session.options.contiguous:
         raise CannotRunError("declares contiguous=true: it is given no views")
-    inputs, plain = session.inputs(), session.plain
     views = {
         "transposed views": Places.all(transposed),
         "slices of a fused qkv buffer": Places.all(fused),
         "k alone transposed": Places(k=transposed),
     }
-    _same_in(session, views, plain, inputs)
-    if session.has_gradients and not session.found.nothing:
+    _compare_views(session, found, views)
+    if session.has_gradients and not found.nothing:
+        inputs = session.inputs()
         ones = replace(inputs, do=torch.ones_like(inputs.do))
-        _same_in(session, {"dO of stride 0": Places(do=expanded)}, session.answers(ones), ones)
+        plain, answer = session.answers(ones), session.lying(ones, Places(do=expanded))
+        found.compare("dO of stride 0", plain, answer, ones)
 
 
-def past_the_end(session: Session) -> None:
-    """NaN in the storage behind the last head, key and column."""
-    inputs, plain = session.inputs(), session.plain
+def past_the_end(session: Session, found: WithinError) -> None:
     views = {"NaN behind the last element": Places.all(before_nan)}
     if not session.options.contiguous:
         views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
-    _same_in(session, views, plain, inputs)
+    _compare_views(session, found, views)
 
 
-def _same_in(session: Session, views: dict[str, Places], plain: Answers, inputs: AttentionInputs) -> None:
-    """Compare where the arguments lie elsewhere, in every place that is not refused."""
+def _compare_views(session: Session, found: WithinError, views: dict[str, Places]) -> None:
+    """Compare where the arguments lie elsewhere; of what the kernel refuses there is no answer."""
+    inputs, plain = session.inputs(), session.plain
     for words, places in views.items():
-        answers = session.lying(inputs, places)
-        if answers:
-            session.found.compare(words, plain, answers, inputs)
+        found.compare(words, plain, session.lying(inputs, places), inputs)
 
 
-def many_heads(session: Session) -> None:
+def many_heads(session: Session, found: WithinError) -> None:
     """More heads than 7 or 8 bits count, each compared with itself in a small call."""
     shape = session.shape
     if session.options.multiple_of == 1:
         shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
     whole = session.draw_small(shape, 0, _BATCHES, _HEADS)
-    some = replace(whole, **{name: getattr(whole, name)[-BATCH:] for name in ("q", "k", "v", "do")})
     # With dummies a row may be an entry of the batch of its own.
-    whole, some = session.arranged(whole), session.arranged(some)
-    last = Cut(batch=slice(-len(some.q), None))
-    answers = session.answers(whole)
-    session.found.compare("the last of 300 heads", session.answers(some), answers, some, last)
+    whole, some = session.arranged(whole), session.arranged(whole.part(slice(-BATCH, None)))
+    answers, last = session.answers(whole), Cut(batch=slice(-len(some.q), None))
+    found.compare("the last of 300 heads", session.answers(some), answers, some, last)
 
 
 def _square(session: Session) -> CallShape:
@@ -83,7 +78,6 @@ def _square(session: Session) -> CallShape:
 
 
 def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
-    """Return a call whose last keys are padding."""
     inputs = session.draw_small(_square(session))
     batch, _, keys, _ = inputs.k.shape
     return replace(inputs, key_padding=(torch.arange(keys) < keys - hidden).repeat(batch, 1))
@@ -98,7 +92,6 @@ def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut
     shape = _square(session)
     keys, unseen, before = shape.keys, shape.keys // 4, slice(0, shape.keys - 1)
     causal = session.draw_small(replace(shape, causal=True))
-    causal = replace(causal, do=causal.do.clone())
     causal.do[:, :, -1] = 0.0
     windowed = session.draw_small(replace(shape, queries=shape.queries // 2))
     windowed = replace(windowed, window=(keys - windowed.q.shape[2] - unseen, 0))
@@ -113,28 +106,26 @@ def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut
 
 
 def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> AttentionInputs:
-    """Return the call with other K and V at some keys."""
     all_k, all_v = inputs.k.clone(), inputs.v.clone()
     all_k[:, :, at], all_v[:, :, at] = k, v
     return replace(inputs, k=all_k, v=all_v)
 
 
-def hidden_keys(session: Session) -> None:
+def hidden_keys(session: Session, found: WithinError) -> None:
     """Other K and V where a mask hides them: large ones where no row sees them, else the same negated.
 
     A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
     """
-    large = torch.tensor(_LARGE if session.fmt.largest > _LARGE**2 else _LARGE_FP16)
+    large = torch.tensor(_LARGE if session.cell.fmt.largest > _LARGE**2 else _LARGE_FP16)
     for words, inputs, at, cut in _masked(session):
         k, v = (-inputs.k[:, :, at], -inputs.v[:, :, at]) if inputs.causal else (large, large)
         plain, answer = session.answers(inputs), session.answers(_with_keys(inputs, at, k, v))
         number = "other numbers" if inputs.causal else f"{large:.0f}"
-        session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+        found.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
-def hidden_nan(session: Session) -> None:
+def hidden_nan(session: Session, found: WithinError) -> None:
     """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
-    measures = session.found.measures
     for words, inputs, at, cut in _masked(session):
         plain = session.answers(inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
@@ -143,10 +134,10 @@ def hidden_nan(session: Session) -> None:
             full = torch.tensor(number)
             answer = session.answers(_with_keys(inputs, at, full, inputs.v[:, :, at] if inputs.causal else full))
             answer = {O: answer[O]} if inputs.causal else answer
-            lost = [(~torch.isfinite(x)).double().mean().item() for x in cut(answer).values()]
-            measures["nan_let_in"] = max(measures.get("nan_let_in", 0.0), *lost)
+            lost = [(~torch.isfinite(cut.of(part, x))).double().mean().item() for part, x in answer.items()]
+            found.measures["nan_let_in"] = max(found.measures.get("nan_let_in", 0.0), *lost)
             if HIDDEN_NAN in session.kernel.takes:
-                session.found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+                found.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
 @dataclass(frozen=True)
@@ -156,18 +147,17 @@ class _MaskInPlace(Call):
     masks: dict[int, Tensor]  # by where the part of K that they are of begins
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """As `Call.keywords`."""
         keywords, name = super().keywords(inputs), str(self.convention.mask)
         there = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
         return keywords | {name: there.copy_(keywords[name])}
 
 
-def other_mask(session: Session) -> None:
+def other_mask(session: Session, found: WithinError) -> None:
     """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
     shape, first, inputs = _square(session), _padded(session), _padded(session, 2 * _HIDDEN)
     if not session.takes(first):
         return
-    keys, seen, takes_part = shape.keys, slice(0, shape.keys - 2 * _HIDDEN), inputs.key_padding
+    keys, takes_part = shape.keys, inputs.key_padding
     assert takes_part is not None
     more = session.draw_small(replace(shape, queries=2 * keys, keys=2 * keys), 1)
     more.do.zero_()
@@ -175,34 +165,29 @@ def other_mask(session: Session) -> None:
         getattr(more, name)[:, :, :keys] = getattr(inputs, name)
     plain = session.answers(replace(more, key_padding=pad(takes_part, (0, keys))))
     session.answers(first)
-    cut = Cut(rows=slice(0, keys), keys=seen)
-    session.found.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
-    masks: dict[int, Tensor] = {}
-    for each in (first, inputs):
-        call = session.call(each)
-        if isinstance(call, Call):  # a device's own kernel makes its mask itself
-            answers = session.place(each, call=_MaskInPlace(**vars(call), masks=masks)).answers()
-    if masks:
-        session.found.compare("a mask rewritten in place", plain, answers, inputs, cut)
+    cut = Cut(rows=slice(0, keys), keys=slice(0, keys - 2 * _HIDDEN))
+    found.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
+    if session.call(first).convention.mask is not None:  # else, as a device's own kernel, it is given none
+        masks: dict[int, Tensor] = {}
+        calls = (_MaskInPlace(**vars(session.call(each)), masks=masks) for each in (first, inputs))
+        _, answers = [session.place(each).answers() for each in calls]
+        found.compare("a mask rewritten in place", plain, answers, inputs, cut)
 
 
-def interleaved(session: Session) -> None:
-    """Two forward passes, then their backward passes in either order."""
+def interleaved(session: Session, found: WithinError) -> None:
     both = [session.inputs(index) for index in range(2)]
     plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
-    orders = list(permutations(range(2))) if session.has_gradients else [(0, 1)]
-    for order in orders:
+    for order in list(permutations(range(2)))[: 2 if session.has_gradients else 1]:
         calls = [session.place(inputs) for inputs in both]
         outputs = [call.forward() for call in calls]
         gradients = {i: calls[i].backward(outputs[i]) for i in order}
         for i, words in enumerate(("the first", "the second")):
             turn = f", backward {'first' if order[0] == i else 'last'}" if session.has_gradients else ""
             answers = calls[i].collected(outputs[i], gradients[i])
-            session.found.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], again=again[i])
+            found.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], again=again[i])
 
 
-def rewritten_in_place(session: Session) -> None:
-    """A second call with other numbers at the same addresses."""
+def rewritten_in_place(session: Session, found: WithinError) -> None:
     both = [session.inputs(index) for index in range(2)]
     first, second = map(session.place, both)
     plain, again = (session.answers(both[1]) for _ in range(2))
@@ -212,42 +197,29 @@ def rewritten_in_place(session: Session) -> None:
         for x, other in zip(there, new, strict=True):
             x.copy_(other)
     answers = replace(second, placed=first.placed).answers()
-    session.found.compare("q, k, v and dO rewritten in place", plain, answers, both[1], again=again)
+    found.compare("q, k, v and dO rewritten in place", plain, answers, both[1], again=again)
 
 
-def third_call(session: Session) -> None:
+def third_call(session: Session, found: WithinError) -> None:
     """The first call of a shape against the third: either may be the wrong one."""
     inputs, first = session.inputs(), session.plain
     _, third = (session.answers(inputs) for _ in range(2))
-    session.found.compare("the third call against the first", first, third, inputs)
-    session.found.compare("the first call against the third", third, first, inputs)
+    found.compare("the third call against the first", first, third, inputs)
+    found.compare("the first call against the third", third, first, inputs)
 
 
-def scaled_do(session: Session) -> None:
+def scaled_do(session: Session, found: WithinError) -> None:
     """dO times a power of two: gradients are finite, and as much larger."""
     inputs, plain = session.inputs(), session.plain
     if not session.has_gradients:
         raise CannotRunError("has no backward pass")
     # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
-    power = 10 if session.fmt.largest > _LARGE else 4
+    power = 10 if session.cell.fmt.largest > _LARGE else 4
     for exponent in (power, -power):
         factor = 2.0**exponent
         answers = session.answers(replace(inputs, do=inputs.do * factor))
         ours = {part: x if part == O else x / factor for part, x in answers.items()}
-        session.found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
-
-
-def log_sum_exp(session: Session) -> None:
-    """The log-sum-exp that it returns beside O, in base e or two."""
-    if len(session.options.layout) < len(FULL):
-        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
-    inputs = session.inputs()
-    returned = session.place(inputs, gradients=False).returned()
-    second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    judged = judge_lse(second, inputs, session.options.lse)
-    session.found.asked[judged.asked] = judged.why
-    session.found.measures |= judged.measures
-    session.found.unit = judged.unit
+        found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
 
 
 QUESTIONS = (

@@ -2,17 +2,23 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiebreak.kernels.triton.roster import Compilation
-from tiebreak.programs.audit.compiling import NotCompiledError, compile_for, compiler, unavailable
+from tiebreak.programs.audit.compiling import (
+    TARGETS,
+    NotCompiledError,
+    Target,
+    compile_for,
+    compiler,
+    sources,
+    unavailable,
+)
 from tiebreak.programs.audit.reading import read
-from tiebreak.programs.audit.sources import sources
-from tiebreak.programs.audit.targets import TARGETS, Target
 from tiebreak.reports.audit import record as records
-from tiebreak.reports.audit import tables as audit_tables
 from tiebreak.reports.audit.record import Audit, Audits
+from tiebreak.reports.audit.tables import audit_tables
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
@@ -23,24 +29,18 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 
 
-def audited(targets: Iterable[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
-    """Compile and read.
-
-    Args:
-        targets: the GPUs.
-        kernels: what to compile for each of them.
-
-    Returns:
-        One audit a target and kernel, skipped with the reason where Triton does not compile it.
-    """
-    for target in targets:
-        for kernel in kernels:
-            try:
-                text = compile_for(target, kernel)
-            except NotCompiledError as error:
-                yield Audit.skip(target.name, kernel.name, str(error))
-            else:
-                yield read(target.name, kernel.name, text, target.assembly)
+def audited(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
+    """Compile each kernel for each target and read it, or skip it with the reason; tell progress on stderr."""
+    total = len(targets) * len(kernels)
+    pairs = ((target, kernel) for target in targets for kernel in kernels)
+    for number, (target, kernel) in enumerate(pairs, 1):
+        try:
+            audit = read(target.name, kernel.name, compile_for(target, kernel), target.assembly)
+        except NotCompiledError as error:
+            audit = Audit.skip(target.name, kernel.name, str(error))
+        state = "read" if audit.skipped is None else f"skipped: {audit.skipped}"
+        print(f"{number}/{total} {audit.id}: {state}", file=sys.stderr)
+        yield audit
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,16 +54,18 @@ def main(arguments: Sequence[str]) -> int:
     kernels = {kernel.name: kernel for kernel in sources()}
     targets = [TARGETS[name] for name in _picked("targets", options.targets, list(TARGETS))]
     chosen = [kernels[name] for name in _picked("kernels", options.kernels, list(kernels))]
-    expected = _expected(options, targets, chosen)
+    # A file that can't be read, or written, is refused here: compiling takes minutes.
+    if options.update:
+        records.check_update(options.expect, {(target.name, kernel.name) for target in targets for kernel in chosen})
+    judging = options.expect is not None and not options.update
+    expected = store.load(options.expect, Audits) if judging else None
     cards = {target.name: target.cards for target in targets}
-    audits = Audits(SCHEMA, compiler(), cards, tuple(_with_progress(targets, chosen)))
-    grids.show(audit_tables.audit_tables(audits), options.format)
+    audits = Audits(SCHEMA, compiler(), cards, tuple(audited(targets, chosen)))
+    grids.show(audit_tables(audits), options.format)
     if options.update:
         store.write(audits, options.expect)
         print(f"expectation written: {options.expect}")
-    if expected is None:
-        return HELD
-    return HELD if _judge(expected, audits, options) else FELL
+    return HELD if expected is None or _judge(expected, audits, options) else FELL
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,41 +73,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="tiebreak audit",
         description="Compile the Triton kernels for GPUs that need not be here; read what rounds in their assembly.",
     )
-    parser.add_argument("--targets", metavar="NAMES", help=f"GPUs (comma list, globs): {', '.join(TARGETS)}")
-    parser.add_argument("--kernels", metavar="NAMES", help="kernels (comma list, globs); all by default")
+    known = ", ".join(TARGETS)
+    parser.add_argument("--targets", metavar="NAMES", default="*", help=f"GPUs (comma list, globs): {known}")
+    parser.add_argument("--kernels", metavar="NAMES", default="*", help="kernels (comma list, globs); all by default")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail if a rounding instruction is not as in FILE")
     parser.add_argument("--update", action="store_true", help="judge nothing, write or replace the file of --expect")
     return parser
 
 
-def _expected(options: argparse.Namespace, targets: Sequence[Target], kernels: Sequence[Compilation]) -> Audits | None:
-    """What to judge by. A file that can't be read, or written, is refused here: compiling takes minutes."""
-    if options.expect is None:
-        return None
-    if options.update:
-        records.check_update(options.expect, {(target.name, kernel.name) for target in targets for kernel in kernels})
-        return None
-    return store.load(options.expect, Audits)
-
-
-def _picked(flag: str, names: str | None, available: Sequence[str]) -> list[str]:
-    if names is None:
-        return list(available)
+def _picked(flag: str, names: str, available: Sequence[str]) -> list[str]:
     picked = pick(flag, flag.removesuffix("s"), names, available, "`tiebreak show reports/baselines/audit.json` has")
     return [name for name in available if name in picked]
 
 
-def _selected(names: str | None, name: str) -> bool:
-    return names is None or any(matching(pattern, [name]) for pattern in split(names))
-
-
-def _with_progress(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
-    total = len(targets) * len(kernels)
-    for number, audit in enumerate(audited(targets, kernels), 1):
-        state = "read" if audit.skipped is None else f"skipped: {audit.skipped}"
-        print(f"{number}/{total} {audit.id}: {state}", file=sys.stderr)
-        yield audit
+def _selected(names: str, name: str) -> bool:
+    return any(matching(pattern, [name]) for pattern in split(names))
 
 
 def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> bool:
@@ -117,7 +100,7 @@ def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> boo
         if _selected(options.targets, audit.target) and _selected(options.kernels, audit.kernel)
     ]
     lines = records.differences(inside, audits.audits)
-    skips = sum(1 for audit in audits.audits if audit.skipped is not None)
+    skips = sum(audit.skipped is not None for audit in audits.audits)
     print(
         f"audit {'FELL' if lines else 'held'}: {counted(len(audits.audits) - skips, 'kernel')} compared with {path},"
         f" {skips} skipped, {len(lines)} differences"

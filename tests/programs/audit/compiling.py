@@ -1,23 +1,53 @@
-"""Kernels compiled to assembly for a GPU that need not be there: Triton's compiler asks for no driver.
+"""Which kernels are audited for which GPUs, compiled to assembly with no GPU: Triton's compiler asks for no driver.
 
 Everything that an environment variable of Triton's could change about the result is pinned.
 """
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
 
 from tiebreak.kernels.triton.loading import installed, missing
-from tiebreak.kernels.triton.roster import Compilation
-from tiebreak.programs.audit.targets import Target
+from tiebreak.kernels.triton.roster import Compilation, compilations
 
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
 OLDEST = "3.8"
 _ALIGNED = 16  # bytes: every tensor of PyTorch's starts at a multiple of more
 _ASSEMBLERS = ("cubin", "hsaco")  # Triton's stages after the assembly's text
+_AUDITED = frozenset(  # each brings a rounding plan or a shift rule that no other has
+    {
+        *(f"triton_{name}/forward" for name in ("flash", "stabilized", "lazy", "fair", "paper", "fp8", "fp8_offset")),
+        *(f"triton_flash/{name}" for name in ("delta", "key_gradients", "query_gradient")),
+        *(f"triton_standard/{name}" for name in ("all_scores", "softmax", "output", "delta")),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU architecture, as Triton names it."""
+
+    name: str  # how tables and --targets call it
+    backend: str  # Triton's compiler for it: cuda, hip
+    arch: int | str  # its number (cuda) or name (hip)
+    cards: str  # what a user would buy
+
+    @property
+    def assembly(self) -> str:
+        """Triton's name of the assembly's text."""
+        return {"cuda": "ptx", "hip": "amdgcn"}[self.backend]
+
+
+_CUDA = {80: "A100", 89: "L4, L40S, RTX 4090", 90: "H100, H200", 100: "B200", 120: "RTX 5090"}
+_HIP = {"gfx942": "MI300", "gfx950": "MI350"}
+TARGETS: Mapping[str, Target] = {
+    **{f"sm_{number}": Target(f"sm_{number}", "cuda", number, cards) for number, cards in _CUDA.items()},
+    **{name: Target(name, "hip", name, cards) for name, cards in _HIP.items()},
+}
 
 
 class NotCompiledError(Exception):
@@ -48,19 +78,13 @@ def compiler() -> str:
     return str(triton.__version__)
 
 
+def sources() -> list[Compilation]:
+    """Kernels to audit, each kind of rounding once; ValueError: triton is not installed."""
+    return [compilation for compilation in compilations() if compilation.name in _AUDITED]
+
+
 def compile_for(target: Target, source: Compilation) -> str:
-    """Compile a kernel.
-
-    Args:
-        target: the GPU.
-        source: the kernel, with whether a product and a sum may be contracted into one fma.
-
-    Returns:
-        The kernel's assembly as text: PTX or AMDGCN. The assembler does not run.
-
-    Raises:
-        NotCompiledError: this triton does not know the target, or does not compile the kernel for it.
-    """
+    """Return a kernel's assembly, PTX or AMDGCN; NotCompiledError: this triton does not compile it for the target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,11 +95,10 @@ def compile_for(target: Target, source: Compilation) -> str:
         with _pinned():
             compiled = triton.compile(
                 ASTSource(source.function, dict(source.signature), dict(source.constexprs), attributes),
-                target=GPUTarget(target.backend, target.arch, target.warp_size),
+                target=GPUTarget(target.backend, target.arch, 32 if target.backend == "cuda" else 64),
                 options=dict(source.options),
             )
-    # A compiler's errors have no common class.
-    except Exception as error:
+    except Exception as error:  # a compiler's errors have no common class
         raise NotCompiledError(_reason(error)) from error
     return str(compiled.asm[target.assembly])
 

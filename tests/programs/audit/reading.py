@@ -13,9 +13,7 @@ instruction set architecture, "Vector ALU Operations", "Matrix Arithmetic Instru
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.programs.audit.assembly import Instruction
-from tiebreak.programs.audit.casts import casts
-from tiebreak.programs.audit.code import FUSED, Code, is_float
+from tiebreak.programs.audit.assembly import FUSED, Code, Instruction
 from tiebreak.reports.audit.record import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
@@ -36,40 +34,48 @@ _DEPTHS = {"f16": 16, "tf32": 8, "f8f6f4": 32}  # K of tcgen05.mma by kind
 _FORMATS = {"f16": ("f16", "bf16"), "tf32": ("?", "?", "tf32"), "f8f6f4": ("e4m3", "e5m2")}  # by code in the descriptor
 _RESULTS = ("f16", "f32", "s32", "?")
 
+# Casts to a narrower format are instructions, or sequences of integers: to even (bits + half - 1 + the last bit kept,
+# upper part), truncating (upper part alone), stochastic (bits + random ones, upper part).
+_NARROW = r"(?:bf16|bf16x2|f16|f16x2|tf32|e4m3x2|e5m2x2|e4m3x4|e5m2x4)"
+_CAST = re.compile(
+    rf"^(?:cvt\.(?:rn|rz|rm|rp|rna|rs)(?:\.\w+)*?\.{_NARROW}\.(?:f32|f16x2|bf16x2)"
+    r"|v_cvt_(?:scalef32_)?(?:sr_)?(?:pk_|pkrtz_|pknorm_)?(?:bf16|f16|fp8|bf8)_f32)$"
+)
+_INTEGER_ADD = re.compile(r"^(?:add\.[su](?:32|64)|v_add_u32|v_add_co_u32|v_add3_u32|v_xad_u32|v_add_lshl_u32)$")
+_MASK = re.compile(r"^(?:and\.b32|v_and_b32|v_and_or_b32)$")
+_BELOW_HALF = (0x7FFF, 0xFFF, 0x7FFFF, 0xFFFFF)  # half - 1 of the last bit kept: bf16, fp16, e4m3, e5m2
+_UPPER_HALF = 0xFFFF0000
+_CUTS = {
+    _UPPER_HALF: "bf16",
+    0xFFFFE000: "fp16",
+    0xFFF00000: "fp8_e4m3",
+    0xFFE00000: "fp8_e5m2",
+}  # masks of fp32's bits
+# What takes upper halves, by the number that makes it do so: the bytes of two numbers, or how far to shift.
+_TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 16, "shr.u32": 16}
+
 
 def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
-    """Read one kernel's assembly.
-
-    Args:
-        target: name of the architecture.
-        kernel: name of the kernel and its settings.
-        text: assembly of that kernel.
-        dialect: `ptx` or `amdgcn`.
-
-    Returns:
-        What rounds there, and how.
-
-    Raises:
-        ValueError: AMDGCN without the mode that it runs in.
-    """
+    """Return what rounds in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
     code = Code(text, dialect)
-    rounding = [(code.after_products(at), how) for at, how in casts(code)]
+    casts = [(code.after_products(at), how) for at, how in _casts(code)]
     exponentials = list(code.matching(_EXPONENTIAL.match))
+    fused, unmarked = _softmax(code, FUSED), _softmax(code, _UNMARKED)
     return Audit(
         target=target,
         kernel=kernel,
         skipped=None,
-        products=_kinds(_products(code)),
-        operand_casts=_kinds(how for after, how in rounding if not after),
-        output_casts=_kinds(how for after, how in rounding if after),
+        products=_kinds(_product(code, at) for at in code.matrix),
+        operand_casts=_kinds(how for after, how in casts if not after),
+        output_casts=_kinds(how for after, how in casts if after),
         exponential=_kinds(at.opcode for at in exponentials),
         exponent=_kinds(_operation(root) for at in exponentials for root in code.roots(at)),
         logarithm=_kinds(at.opcode for at in code.matching(_LOGARITHM.match)),
         division=_kinds(_divisions(code)),
-        contraction=_kinds(_contraction(code)),
+        contraction=_kinds([*(["fma"] if fused else []), *(["left to ptxas"] if unmarked else [])]),
         flushes=_kinds(_flushes(code)),
         mode=_mode(code),
-        fused=len(_softmax(code, FUSED)),
+        fused=len(fused),
         separate=len(_softmax(code, _MULTIPLY)) + len(_softmax(code, _ADD)),
     )
 
@@ -85,37 +91,30 @@ def _operation(instruction: Instruction) -> str:
     return instruction.opcode
 
 
-def _products(code: Code) -> Iterator[str]:
-    for at in code.matrix:
-        if at.opcode.startswith("tcgen05"):
-            yield _tcgen05(code, at)
-        else:
-            yield _amd_product(at.opcode) if code.dialect == "amdgcn" else _ptx_product(at.opcode)
-
-
-def _ptx_product(opcode: str) -> str:
-    parts = opcode.split(".")
+def _product(code: Code, at: Instruction) -> str:
+    """K and types of a matrix product."""
+    if at.opcode.startswith("tcgen05"):
+        return _tcgen05(code, at)
+    if match := _AMD_PRODUCT.match(at.opcode):
+        result, depth, types = match.groups()
+        a, _, b = types.partition("_")
+        return f"mfma k{depth} {a}*{b or a} -> {result}"
+    if code.dialect == "amdgcn":
+        return at.opcode
+    parts = at.opcode.split(".")
     shape = next(part for part in parts if re.fullmatch(r"m\d+n\d+k\d+", part))
     result, a, b, *_ = (part for part in parts[parts.index(shape) + 1 :] if part not in ("row", "col"))
     name = "mma.sync" if parts[0] == "mma" else parts[0]
     return f"{name} k{shape.rpartition('k')[2]} {a}*{b} -> {result}"
 
 
-def _amd_product(opcode: str) -> str:
-    match = _AMD_PRODUCT.match(opcode)
-    if match is None:
-        return opcode
-    result, depth, types = match.groups()
-    a, _, b = types.partition("_")
-    return f"mfma k{depth} {a}*{b or a} -> {result}"
-
-
 def _tcgen05(code: Code, at: Instruction) -> str:
     """Its types stand in a number, the descriptor: of D at bit 4, of A at bit 7, of B at bit 10."""
     kind = at.opcode.rpartition("kind::")[2].split(".")[0]
-    descriptor = code.constant(at.operands[3])  # after D, A and B
-    if descriptor is None:
+    descriptors = code.constants(at.operands[3])  # after D, A and B
+    if len(descriptors) != 1:
         return f"tcgen05.mma kind::{kind}"
+    (descriptor,) = descriptors
     formats = _FORMATS.get(kind, ())
     a, b = (formats[index] if (index := descriptor >> bit & 7) < len(formats) else "?" for bit in (7, 10))
     return f"tcgen05.mma k{_DEPTHS.get(kind, '?')} {a}*{b} -> {_RESULTS[descriptor >> 4 & 3]}"
@@ -137,14 +136,6 @@ def _softmax(code: Code, pattern: re.Pattern[str]) -> list[Instruction]:
     return [at for at in operations if not code.matrix or not code.after_products(at)]
 
 
-def _contraction(code: Code) -> Iterator[str]:
-    """Whether multiplications and additions are fused, or may yet be."""
-    if _softmax(code, FUSED):
-        yield "fma"
-    if _softmax(code, _UNMARKED):
-        yield "left to ptxas"
-
-
 def _flushes(code: Code) -> Iterator[str]:
     """What takes subnormals for zero: PTX marks instructions, AMDGCN the kernel, but for what always does."""
     if code.dialect == "ptx":
@@ -160,7 +151,7 @@ def _mode(code: Code) -> str:
     for fp32, and for fp64 and casts to fp16.
     """
     if code.dialect == "ptx":
-        modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if is_float(at))
+        modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if at.is_float)
         return ", ".join(["to even", *sorted(frozenset().union(*modes))])
     single, other = (_ROUND_MODES[_setting(code, f"float_round_mode_{size}")] for size in ("32", "16_64"))
     text = single if single == other else f"{single}, fp16 {other}"
@@ -173,3 +164,41 @@ def _setting(code: Code, name: str) -> int:
     if match is None:
         raise ValueError(f"the assembly has no .amdhsa_{name}")
     return int(match.group(1))
+
+
+def _casts(code: Code) -> Iterator[tuple[Instruction, str]]:
+    """Every cast of a kernel: its last instruction, and how it rounds, which what made the number that is cut tells."""
+    cut: set[int] = set()
+    alone: list[tuple[Instruction, str]] = []
+    for at in code.instructions:
+        rounding = _rounds(code, at)
+        if rounding is not None:
+            before = {id(root): how for root in code.roots(at) if (how := _masks(code, root)) is not None}
+            cut.update(before)
+            yield at, "; ".join([*sorted(set(before.values())), rounding])
+        elif (how := _masks(code, at)) is not None and _UPPER_HALF in code.literals(at):
+            alone.append((at, how))
+        elif at.opcode in _TAKES_UPPER and _TAKES_UPPER[at.opcode] in code.literals(at):
+            roots = code.roots(at)
+            if roots and all(root.is_float and _rounds(code, root) is None for root in roots):
+                yield at, f"{at.opcode} (upper half, truncated)"
+    yield from (pair for pair in alone if id(pair[0]) not in cut)
+
+
+def _rounds(code: Code, at: Instruction) -> str | None:
+    """How it rounds to a narrower format, to even or as it is called; None if it does not."""
+    if _CAST.match(at.opcode):
+        return at.opcode
+    added = code.literals(at).intersection(_BELOW_HALF) if at.opcode == "v_add3_u32" else set()
+    return f"v_add3_u32 {min(added):#x} + last bit" if added else None
+
+
+def _masks(code: Code, at: Instruction) -> str | None:
+    """How it cuts off a number's lower bits; None if it does not, or they are those of a number already rounded."""
+    masks = _CUTS.keys() & code.literals(at) if _MASK.match(at.opcode) else set()
+    roots = code.roots(at) if masks else []
+    if not roots or any(_rounds(code, root) for root in roots):
+        return None
+    if any(_INTEGER_ADD.match(root.opcode) for root in roots):
+        return f"integer add, cut to {_CUTS[min(masks)]}"
+    return f"cut to {_CUTS[min(masks)]} (truncated)" if any(root.is_float for root in roots) else None

@@ -1,16 +1,14 @@
-"""Options that several of the laboratory's verbs take, and what a preset says of those that are not given."""
+"""Flags that several of the laboratory's verbs take, and what a preset says of those that are not given."""
 
 import argparse
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.model import PRESETS, Configuration
-from tiebreak.laboratory.reduced import parse_reduction
-from tiebreak.laboratory.reduced_gpt2 import parse_attention
+from tiebreak.laboratory.reduced import parse_attention, parse_reduction
 from tiebreak.reports.cli import Parser, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
@@ -22,27 +20,22 @@ FOLDER: Mapping[str, Any] = {"type": Path, "metavar": "DIR"}
 NAME: Mapping[str, Any] = {"metavar": "NAME"}
 _Value = TypeVar("_Value")
 
-
-@dataclass(frozen=True)
-class Preset:
-    """What a run of a preset does unless told otherwise."""
-
-    steps: int  # of the whole run
-    sequences: int  # of a batch
-    at_once: int  # sequences of one forward pass, at most; it depends on the processes, too
-    warm_up: int  # steps
-    rate: float  # AdamW's highest
-    precision: str  # of the linear layers
-    report_every: int  # steps
-    checkpoint_every: int  # steps
-
-
 # arXiv 2510.04212, section 3.1: 524,288 tokens a step, AdamW at 1e-3 after 2,000 steps, bf16 mixed precision. The paper
 # does not print its length (it fails after several thousand steps): nanoGPT's.
-_PAPER = Preset(600_000, 512, 16, 2000, 1e-3, "bf16", report_every=10, checkpoint_every=500)
+_PAPER = {"steps": 600_000, "sequences": 512, "warm_up": 2000, "rate": 1e-3, "precision": "bf16",
+          "report_every": 10, "checkpoint_every": 500}  # fmt: skip
 # In fp32, so that attention's rounding is all that separates two runs.
-_TOY = Preset(1000, 8, 8, 100, 1e-3, "fp32", report_every=10, checkpoint_every=100)
-DEFAULTS = {"gpt2_small": _PAPER, "gpt2_medium": replace(_PAPER, at_once=8), "tiny": _TOY}
+_TOY = {"steps": 1000, "sequences": 8, "warm_up": 100, "rate": 1e-3, "precision": "fp32",
+        "report_every": 10, "checkpoint_every": 100}  # fmt: skip
+#: By preset: what an option is that was not given.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    preset: {**{size: getattr(PRESETS[preset], size) for size in SIZES}, **recipe}
+    for preset, recipe in (("gpt2_small", _PAPER), ("gpt2_medium", _PAPER), ("tiny", _TOY))
+}
+PRESET_LINES = "\n".join(
+    f"preset {preset}: {', '.join(f'{name} {value}' for name, value in own.items())}"
+    for preset, own in DEFAULTS.items()
+)
 
 
 class _Parser(Parser):
@@ -71,10 +64,7 @@ def parser(verb: str, description: str, epilog: str, **options: Options) -> Pars
 def fill(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options, those that a verb has and its user did not name at the preset's values."""
     given = vars(options)
-    own = {each.name: getattr(DEFAULTS[options.preset], each.name) for each in fields(Preset) if each.name != "at_once"}
-    for name, value in {**own, **{name: getattr(PRESETS[options.preset], name) for name in SIZES}}.items():
-        if name in given and given[name] is None:
-            given[name] = value
+    given |= {name: value for name, value in DEFAULTS[options.preset].items() if given.get(name, "none such") is None}
     return options
 
 
@@ -95,8 +85,8 @@ def checked(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return parsed
 
 
-def comma_list(kind: str, parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Return the type of an option that takes a comma list of `kind`: every name parsed, and once."""
+def comma_list(kind: str, parse: Callable[[str], _Value], default: str, about: str) -> Mapping[str, Any]:
+    """Return what argparse is told of an option that takes a comma list of `kind`: every name parsed, and once."""
 
     def parsed(text: str) -> tuple[_Value, ...]:
         values = tuple(dict.fromkeys(map(parse, split(text))))
@@ -104,18 +94,20 @@ def comma_list(kind: str, parse: Callable[[str], _Value]) -> Callable[[str], tup
             raise ValueError(f"no {kind} named")
         return values
 
-    return checked(parsed)
+    return {"type": checked(parsed), "metavar": "LIST", "default": default, "help": about}
 
 
 def above_zero(text: str) -> float:
     """Return the number that a text says; ValueError: it says none that is finite and above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
+    if not 0 < (number := float(text)) < float("inf"):
         raise ValueError(f"expected a number above 0, not {text}")
     return number
+
+
+def formats(default: str) -> Mapping[str, Any]:
+    """Return what argparse is told of an option that takes formats of products."""
+    about = "of linear layers' products: E8M7 is bf16, E8M5 rounds to even, E8M5:zero cuts off as arXiv 2405.18710 does"
+    return comma_list("format", reduction_name, default, about)
 
 
 def emulated_kernel(name: str) -> str:
@@ -129,18 +121,8 @@ def reduction_name(text: str) -> str:
     return parse_reduction(text).name
 
 
-def _attention(text: str) -> str:
-    reduction = parse_attention(text)
-    return text if reduction is None else reduction.name
-
-
-def of_preset(about: str, name: str) -> str:
-    """Return the help of an option whose default a preset says."""
-    presets_by_value: dict[str, list[str]] = {}
-    for preset, defaults in DEFAULTS.items():
-        presets_by_value.setdefault(str(getattr(defaults, name)), []).append(preset)
-    values = ", ".join(f"{value} ({', '.join(presets)})" for value, presets in presets_by_value.items())
-    return f"{about}; default: {values}"
+def _attention_name(text: str) -> str:
+    return text if parse_attention(text) is None else reduction_name(text)
 
 
 #: Which model is trained on what.
@@ -149,25 +131,21 @@ MODEL: Options = {
         "type": lambda text: text.replace("-", "_"),  # gpt2-small is gpt2_small
         "choices": PRESETS,
         "default": "tiny",
-        "help": "sizes and recipe",
+        "help": "sizes and recipe, see below",
     },
     **{f"--{size}": {**NUMBER, "help": "in place of the preset's"} for size in SIZES},
     "--data": {**FOLDER, "help": "with nanoGPT's train.bin; default: the text that ships"},
 }
 #: How many steps are taken over how much.
 LENGTH: Options = {
-    "--steps": {**NUMBER, "help": of_preset("of the whole run", "steps")},
-    "--sequences": {**NUMBER, "help": of_preset("of a batch", "sequences")},
-    "--warm-up": {**NUMBER, "help": of_preset("steps, then a cosine to a hundredth", "warm_up")},
+    "--steps": {**NUMBER, "help": "of the whole run"},
+    "--sequences": {**NUMBER, "help": "of a batch"},
+    "--warm-up": {**NUMBER, "help": "steps, then a cosine to a hundredth"},
 }
-RATE: Mapping[str, Any] = {
-    "type": checked(above_zero),
-    "metavar": "RATE",
-    "help": of_preset("highest learning rate", "rate"),
-}
+RATE: Mapping[str, Any] = {"type": checked(above_zero), "metavar": "RATE", "help": "highest learning rate"}
 ATTENTION: Options = {
     "--attention": {
-        "type": checked(_attention),
+        "type": checked(_attention_name),
         "metavar": "FORMAT",
         "default": "E8M7",
         "help": "what attention rounds to, or same: as the products; E8M7 is bf16, as in arXiv 2405.18710",
