@@ -72,7 +72,8 @@ def _lost(how: Quantization | None, x: Tensor) -> Tensor:
     if how is None:
         return torch.zeros_like(x[..., :1])
     size, steps = (each.norm(dim=-1, keepdim=True) for each in (x, _step(how, x).expand_as(x)))
-    return size * how.relative_error + steps
+    lost: Tensor = size * how.relative_error + steps
+    return lost
 
 
 def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
@@ -124,7 +125,6 @@ class ErrorBounds:
     inputs: AttentionInputs
     ref: Reference
     _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
-    _sums: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def shared_by(self, declaration: Declaration, points: tuple[str, ...] = _IN_O) -> Hashable:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
@@ -204,15 +204,8 @@ class ErrorBounds:
             k, in_format = k - k.mean(-2, keepdim=True), self.inputs.formats.inputs.unit_roundoff
         dq, dk = _lost(plan.q8, q), _lost(plan.k8, k) + k.norm(dim=-1, keepdim=True) * in_format
         q_size, k_size = (operand.norm(dim=-1, keepdim=True) for operand in (q, k))
-        return self.inputs.scale * ((q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT)
-
-    def _summed(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
-        """The bound on |dP| of a row in all, and times |V|."""
-        key = self.shared_by(declaration, IN_P)
-        if key not in self._sums:
-            dp = self.of_probabilities(declaration)
-            self._sums[key] = dp.sum(-1, keepdim=True) + self.of_sink(declaration), dp @ self.values
-        return self._sums[key]
+        changed: Tensor = (q_size + dq) @ (k_size + dk).mT - q_size @ k_size.mT
+        return self.inputs.scale * changed
 
     def of_sink(self, declaration: Declaration) -> Tensor | float:
         """Bound on the error of P of a learned sink, (batch, heads, queries, 1); 0 without one.
@@ -236,16 +229,17 @@ class ErrorBounds:
             return self._bounds[key]
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
-        dp, dp_v = self._summed(declaration)
+        dp = self.of_probabilities(declaration)
         steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-        relative = dp + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
+        relative = dp.sum(-1, keepdim=True) + self.of_sink(declaration)
+        relative = relative + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
         casts = 2 if self.inputs.sink is not None and plan.sink is SinkEntry.AFTERWARDS else 1
-        bound = dp_v + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
+        bound = dp @ self.values + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         self._bounds[key] = bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return self._bounds[key]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,48 +21,20 @@ def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
         ref: the reference, fp64, same shape.
         fmt: the output's format, whose ulp at `ref` is the unit; NaN where `ref` is 0 or either is not finite.
     """
-    return in_units(out.double() - ref, _units(ref, fmt))
+    return in_units(out.double() - ref, units_of(ref, fmt))
 
 
-def _units(ref: Tensor, fmt: Format) -> Tensor:
+def units_of(ref: Tensor, fmt: Format) -> Tensor:
     """What an error is to be multiplied by, exact: the reference's sign over its ulp; NaN where it has none."""
     return torch.where(ref == 0, torch.nan, torch.sign(ref) / ulp(ref, fmt))
 
 
 def in_units(difference: Tensor, units: Tensor) -> Tensor:
-    """Differences from the reference in its units (`Yardstick.units`), NaN where one is not finite."""
+    """Differences from the reference in its units (`units_of`), NaN where one is not finite."""
     return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 _LARGEST = frozenset({"max_ulps", "error_over_bound", "outside_values"})  # of `Errors`: others are sums, or of heads
-
-
-@dataclass(frozen=True)
-class Yardstick:
-    """What errors against one reference have in common, whatever kernel makes them."""
-
-    units: Tensor  # signed error in ulps = difference * units, fp64, (batch, heads, queries, d)
-    finite: Tensor  # where the reference is
-    whole: bool  # whether it is everywhere
-    size: float  # sum of |ref|, if so
-    zeros: int  # elements that are 0
-
-    @cached_property
-    def known(self) -> Tensor:
-        """The units, 0 where there is none."""
-        return self.units.nan_to_num(nan=0.0)
-
-    @cached_property
-    def counted(self) -> Tensor:
-        """Elements of every row that have a unit, (batch, heads, queries), fp64."""
-        return (~self.units.isnan()).sum(-1).double()
-
-    @classmethod
-    def of(cls, ref: Reference, fmt: Format) -> "Yardstick":
-        """That of a reference for an output's format."""
-        finite = torch.isfinite(ref.o)
-        size = ref.o.abs().reshape(-1).sum().item()
-        return cls(_units(ref.o, fmt), finite, bool(finite.all()), size, int((ref.o == 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -147,7 +118,7 @@ def measure(
     inputs: AttentionInputs,
     ref: Reference,
     bound: Tensor,
-    yardstick: Yardstick | None = None,
+    units: Tensor | None = None,
 ) -> Errors:
     """Measure one batch.
 
@@ -156,28 +127,19 @@ def measure(
         delta: the delta that its backward pass used, (batch, heads, queries, 1); None: rowsum(dO * O) of that output.
         inputs, ref: what it was given, and the fp64 reference of it.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
-        yardstick: the reference's, if at hand.
+        units: of the reference, if at hand (`units_of`).
     """
-    yardstick = yardstick or Yardstick.of(ref, inputs.formats.output)
-    finite_out = torch.isfinite(output)
-    whole = yardstick.whole and bool(finite_out.all())
-    both = finite_out if whole else yardstick.finite & finite_out
-    wide = output.to(torch.float64, copy=True)
+    wide = output.double()
     difference = wide - ref.o
-    if whole:
-        error, counted = difference * yardstick.known, yardstick.counted
-    else:
-        error = in_units(difference, yardstick.units)
-        counted = (~error.isnan()).sum(-1).double()
-        error.nan_to_num_(nan=0.0)
-    total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square_()  # of every row
+    error = in_units(difference, units_of(ref.o, inputs.formats.output) if units is None else units)
+    counted = (~error.isnan()).sum(-1).double()  # of every row, as the two sums
+    error.nan_to_num_(nan=0.0)
+    total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square()
     excess = (total / counted).abs() - _independent(square / counted, counted)
-    lowest, highest = error.aminmax()
-    # In place, as all that follows: a fresh large tensor costs as much as what is computed into it.
-    absolute = difference.abs_() if whole else torch.where(both, difference.abs_(), 0.0)
+    finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
+    both = finite & finite_out
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
-    sizes = wide.abs_()
     elements = by_key_head(counted, inputs.groups)
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
@@ -185,14 +147,13 @@ def measure(
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=max(-lowest.item(), highest.item()),
-        error_over_bound=absolute.div_(bound).nan_to_num_(nan=0.0).max().item(),
-        # The sum of a flat tensor: the order of a sum, and so its last bit, depends on the shape.
-        output_size=(sizes.reshape(-1) if whole else sizes[both]).sum().item(),
-        reference_size=yardstick.size if whole else ref.o.abs()[both].sum().item(),
-        left_out=yardstick.zeros,
-        nonfinite=0 if whole else int((yardstick.finite & ~finite_out).sum()),
-        missed=0 if whole else int((~yardstick.finite & finite_out).sum()),
+        max_ulps=error.abs().max().item(),
+        error_over_bound=(difference.abs() / bound).where(both, 0.0).nan_to_num(nan=0.0).max().item(),
+        output_size=wide[both].abs().sum().item(),
+        reference_size=ref.o[both].abs().sum().item(),
+        left_out=int((ref.o == 0).sum()),
+        nonfinite=int((finite & ~finite_out).sum()),
+        missed=int((~finite & finite_out).sum()),
         elements=output.numel(),
     )
 

@@ -92,8 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
     for kernel in dict.fromkeys(kernels):
         heads = tuple(index for index, other in enumerate(kernels) if other == kernel)
         at = torch.tensor(heads, device=q.device)
-        parts = (tensor.index_select(1, at) for tensor in (q, k, v))
-        out = out.index_copy(1, at, _apply(*parts, kernel, heads, call))
+        q_part, k_part, v_part = (tensor.index_select(1, at) for tensor in (q, k, v))
+        out = out.index_copy(1, at, _apply(q_part, k_part, v_part, kernel, heads, call))
     return out
 
 

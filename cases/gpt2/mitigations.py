@@ -52,7 +52,7 @@ class QKClip:
 
 
 def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
-    """Set the gains of QK-norm so that a block's scores are those that it has without; ValueError: it has no QK-norm.
+    """Set the gains of QK-norm so that a block's scores are those that it has without.
 
     A norm takes the length from every query and key, and with it what the script put there: the common score and the
     sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
@@ -64,8 +64,8 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
         block: its gains change in place.
         queries, keys: typical normalised inputs of the tokens that ask and that answer, (tokens, width).
     """
-    if block.q_norm is None or block.k_norm is None:
-        raise ValueError("the block has no QK-norm: set qk_norm in its configuration")
+    assert block.q_norm is not None
+    assert block.k_norm is not None
 
     def of_heads(layer: nn.Linear, x: Tensor) -> Tensor:  # in fp64, (heads, tokens, d)
         return (x.double() @ layer.weight.double().T).view(len(x), block.heads, -1).transpose(0, 1)

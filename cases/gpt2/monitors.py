@@ -225,7 +225,8 @@ def spectral_norms(block: Block) -> Tensor:
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
     finite = torch.isfinite(parts).flatten(1).all(1)
     # Of what is not finite torch would raise.
-    return torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2).where(finite, torch.nan)
+    norms: Tensor = torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2)
+    return norms.where(finite, torch.nan)
 
 
 def sign_diversity(weight: Tensor, x: Tensor) -> float:

@@ -61,7 +61,7 @@ class Observed:
     def row_errors(self) -> Tensor:
         """Signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
         output, batch = self.outputs[0], self.batches[0]
-        return in_units(output.o.double() - batch.ref.o, batch.yardstick.units).flatten(0, -2)
+        return in_units(output.o.double() - batch.ref.o, batch.units).flatten(0, -2)
 
     @cached_property
     def gradient_errors(self) -> GradientErrors | None:

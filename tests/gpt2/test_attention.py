@@ -1,25 +1,19 @@
 """Attention in a model is the suite's kernel, to the bit, and its gradients are those of attention."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, Call, HeadKernel, Heads, Observation, attend, noise_seed
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.counter import random_bits
-from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import run_declared
-from tiebreak.kernels.plans import FP32_PLAN, Cast
-from tiebreak.kernels.sdpa import cpu_sdpa_flash
+from tiebreak.kernels.plans import Cast
 
 SHAPE = (2, 3, 12, 8)
 VARIANTS = variants(rounded=True)
@@ -60,37 +54,6 @@ def test_it_is_the_declared_kernel_to_the_bit(name: str) -> None:
     computed = _run((HeadKernel(declared),) * SHAPE[1], _call(seed=5))
     exact = (expected.o, expected.gradients.dq, expected.gradients.dk, expected.gradients.dv)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(computed, exact, strict=True))
-
-
-def test_a_kernel_without_a_backward_pass_gets_that_of_fp32_attention_with_its_o() -> None:
-    """As a user's own: here plain attention in fp64, O rounded once, which the emulation has as a plan."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
-        scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(hidden & causal, -torch.inf)
-        return (torch.softmax(scores, -1) @ v.double()).to(q.dtype)
-
-    module = ModuleType("mine")
-    module.attention = attention  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "mine", module)
-        kernel = external_kernel("mine:attention", flags=("backward=none",))
-    rounded_once = replace(FP32_ATTENTION, plan=replace(FP32_PLAN, o=Cast(BF16)))
-    expected = _run((HeadKernel(rounded_once),) * SHAPE[1], _call())
-    for ours, theirs in zip(_run((HeadKernel(kernel),) * SHAPE[1], _call()), expected, strict=True):
-        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
-
-
-def test_a_kernel_with_a_backward_pass_of_its_own_is_trained_with_by_it() -> None:
-    """PyTorch's, whose gradients are those of its own autograd, dO rounded as it takes it."""
-    q, k, v, do = (tensor.bfloat16() for tensor in _tensors())
-    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    hidden = torch.ones(SHAPE[2], SHAPE[2], dtype=torch.bool).triu(1)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        out = scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
-    expected = (out.detach(), *torch.autograd.grad(out, leaves, do))
-    computed = _run((HeadKernel(cpu_sdpa_flash()),) * SHAPE[1], _call())
-    assert all(torch.equal(ours, theirs.float()) for ours, theirs in zip(computed, expected, strict=True))
 
 
 def test_every_head_has_its_own_kernel() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
@@ -111,25 +110,6 @@ def test_a_head_norm_by_hand() -> None:
         model.block(0).wq.weight.mul_(64.0)
         model.block(1).wk.weight.mul_(16.0)
     torch.testing.assert_close(model(tokens, 0), before, rtol=1e-3, atol=1e-5)
-
-
-def test_gates_read_the_layers_normalised_input_and_act_before_the_output_weight() -> None:
-    """Shut, they leave what is left without W_O."""
-    tokens, gated, without = torch.arange(6)[None], _model(0, replace(SMALL, gated=True)), _model()
-    read: list[Tensor] = []
-
-    def shut(module: nn.Module, arguments: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
-        del module
-        read.append(arguments[1])
-        return torch.zeros_like(output)
-
-    for layer in range(SMALL.layers):
-        gate = gated.block(layer).gate
-        assert gate is not None
-        gate.register_forward_hook(shut)
-        without.block(layer).wo.weight.data.zero_()
-    torch.testing.assert_close(gated(tokens, 0), without(tokens, 0))
-    assert torch.equal(read[0], gated.block(0).norm_1(gated.tokens(tokens) + gated.positions.weight))
 
 
 def test_a_layer_without_kernels_is_left_out() -> None:

@@ -86,11 +86,6 @@ def test_the_claims_are_those_that_follow_from_the_spreads() -> None:
     assert claims(SPREADS) == FROZEN
 
 
-def test_data_are_of_the_recipes_as_they_are() -> None:
-    assert SPREADS
-    assert [ran for ran in SPREADS if ran.version != SNIPPETS[ran.snippet].version] == []
-
-
 def test_no_run_that_the_data_have_is_beyond_a_bound() -> None:
     """On the emulation and on the CPU's own arithmetic."""
     beyond = [

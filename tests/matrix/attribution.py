@@ -108,5 +108,5 @@ def _blind(inputs: AttentionInputs) -> Tensor:
 def _share_of_bound(o: Tensor, batch: SharedBatch) -> float:
     """The largest error as a share of the bound; Inf where an element is lost."""
     bound = batch.bounds.of(batch.clipped(UNDECLARED))
-    errors = measure(o, None, batch.inputs, batch.ref, bound, batch.yardstick)
+    errors = measure(o, None, batch.inputs, batch.ref, bound, batch.units)
     return errors.error_over_bound if not errors.nonfinite else float("inf")

@@ -80,7 +80,7 @@ class SharedBatch(Batch):
 
     def _tried(self, o: Tensor, declarations: Iterable[Declaration]) -> dict[Declaration, Fit]:
         entries, heads = self.inputs.q.shape[:2]
-        ours, units = o[:entries, :heads].float(), self.yardstick.units
+        ours, units = o[:entries, :heads].float(), self.units
         fitting = {}
         for declaration in dict.fromkeys(declarations):
             theirs = self.predicted(declaration)
@@ -138,7 +138,7 @@ class CaseBench:
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
         errors = replace(
-            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.yardstick),
+            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units),
             outside_values=batch.outside_values(o, declaration),
         )
         return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)

@@ -76,7 +76,7 @@ def rows(task: Task, kernels: Sequence[str]) -> Iterator[Row]:
     no_bound = torch.full((), torch.inf, dtype=torch.float64)  # none is asked for here
     for kernel in kernels:
         output = EMULATION.run(EMULATION.kernel(kernel), batch.inputs, gradients=False)
-        errors = measure(output.o, None, batch.inputs, batch.ref, no_bound, batch.yardstick)
+        errors = measure(output.o, None, batch.inputs, batch.ref, no_bound, batch.units)
         verdict = NONFINITE if errors.nonfinite else judge(errors.bias).value
         numbers = (
             *(math.nan if errors.nonfinite else errors.bias.mean, errors.bias.half_width, errors.gain),

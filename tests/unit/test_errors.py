@@ -42,31 +42,23 @@ ULP_1 = 2.0**-7  # of bf16 in [1, 2)
         (1.0 + ULP_1, 1.0, 1.0),
         (1.0 - ULP_1, 1.0, -1.0),
         (-1.0 - ULP_1, -1.0, 1.0),
-        (-1.0 + ULP_1, -1.0, -1.0),
-        (1.0, 1.0, 0.0),
         (1.0, 1.0 + ULP_1 / 4, -0.25),
         # The paper's worked example (v2): -4.703990459442139 rounds to -4.71875, and bf16 is spaced by 2^-5 there.
         (-4.71875, -4.703990459442139, 0.014759540557861328 * 32),
-        (2.0, 1.0, 128.0),
-        (-1.0, 1.0, -256.0),
         # The ulp is the reference's, just below a power of two as just above it.
         (4.0, 4.0 - 2.0**-6, 1.0),
         (4.0 - 2.0**-6, 4.0, -0.5),
         # What cannot be compared.
-        *((out, ref, NAN) for out, ref in ((1.0, 0.0), (0.0, 0.0), (-1.0, -0.0), (NAN, 1.0), (1.0, NAN), (INF, 1.0))),
-        *((out, ref, NAN) for out, ref in ((-INF, 1.0), (1.0, INF), (INF, INF))),
+        *((out, ref, NAN) for out, ref in ((1.0, 0.0), (-1.0, -0.0), (NAN, 1.0), (1.0, NAN), (-INF, 1.0), (INF, INF))),
     ],
 )
 def test_an_error_is_positive_away_from_zero_in_ulps_of_the_reference(out: float, ref: float, expected: float) -> None:
     error = signed_error_ulps(torch.tensor([out]), torch.tensor([ref], dtype=torch.float64), BF16)
     assert error.dtype == torch.float64
     assert error.item() == pytest.approx(expected, rel=1e-12, nan_ok=True)
-
-
-def test_the_ulp_is_the_formats_and_below_the_normal_range_the_spacing_of_the_subnormals() -> None:
-    tiny = 2.0**-24  # fp16's smallest number
-    out, ref = torch.tensor([1.0 + 2.0**-10, 2 * tiny]), torch.tensor([1.0, tiny / 2], dtype=torch.float64)
-    assert signed_error_ulps(out, ref, FP16).tolist() == [1.0, 1.5]
+    tiny = 2.0**-24  # fp16's smallest number: below the normal range an ulp is the spacing of the subnormals
+    below = signed_error_ulps(torch.tensor([2 * tiny]), torch.tensor([tiny / 2], dtype=torch.float64), FP16)
+    assert below.item() == 1.5
 
 
 # Two-sided quantiles of Student's distribution, as printed in tables.
@@ -150,7 +142,7 @@ def _measured(inputs: AttentionInputs, output: Tensor | None = None, delta: Tens
     return measure(out, delta, inputs, ref, torch.full_like(ref.o, ULP_1))
 
 
-@pytest.mark.parametrize("name", ["random_grouped", "tied_maxima[k=2]", "nan_in_q", "random_mixed_v"])
+@pytest.mark.parametrize("name", ["random_grouped", "nan_in_q"])
 def test_merging_batches_is_measuring_all_at_once(name: str) -> None:
     inputs = _inputs(name)
     parts = (inputs.part(entries) for entries in (slice(1), slice(1, None)))
@@ -214,15 +206,6 @@ def test_what_is_left_out_not_finite_and_missed_is_counted() -> None:
     assert math.isfinite(errors.rms_ulps)
     assert math.isfinite(errors.gain)
     assert errors.bias.mean == errors.max_ulps == 0.0
-
-
-def test_an_output_of_nan_alone_has_no_bias_and_no_verdict() -> None:
-    inputs = _inputs("random")
-    errors = _measured(inputs, torch.full_like(inputs.q, NAN))
-    assert errors.nonfinite == errors.elements
-    assert judge(errors.bias) is Verdict.INCONCLUSIVE
-    assert math.isnan(errors.gain)
-    assert judge(errors.delta_bias) is Verdict.INCONCLUSIVE
 
 
 def test_a_difference_is_paired_head_by_head() -> None:

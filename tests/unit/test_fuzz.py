@@ -333,22 +333,3 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     assert record.outcome == FELL
     assert record.met("bound") is False
     assert message.startswith(f"{record.id} fell: bound: {record.answers['bound'].why}")
-
-
-def test_what_is_drawn_is_what_the_case_gives_back(tmp_path: Path) -> None:
-    """NaN, padding, a row without a key, the order in memory and the scale come back from the file."""
-    example = Example(
-        "fp16", 2, 3, 5, 4, 7, True, (True, False), "bnhd", 0.3, 1, True, (0, 0, 0, 0), (("v", 9, math.nan),), 3
-    )
-    inputs, drawn = example.write(tmp_path).make(1, 0, 256, FP16), example.tensors()
-    for name in TENSORS:
-        torch.testing.assert_close(getattr(inputs, name), drawn[name].float(), rtol=0, atol=0, equal_nan=True)
-    assert inputs.v.isnan().sum() == 1
-    assert inputs.q.transpose(1, 2).is_contiguous()
-    assert inputs.softmax_scale == 0.3
-    assert inputs.causal
-    assert inputs.key_padding is not None
-    assert inputs.key_padding.tolist() == [[True, False, True, False]]
-    hidden = inputs.hidden()
-    assert hidden is not None
-    assert hidden.all(-1).flatten().tolist() == [True, False, False, False, False]

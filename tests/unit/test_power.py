@@ -24,11 +24,6 @@ def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
     assert caught(results) == {"scaled_twice": Caught("padded", "bound range", 16)}
 
 
-@pytest.mark.parametrize("outcome", ["held", "measured", "inconclusive", "skipped"])
-def test_what_did_not_fall_is_not_caught(outcome: str) -> None:
-    assert caught(ran("random", outcome, "16")) == {}
-
-
 def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
     found = {name: Caught(defect.case, defect.checks, defect.heads) for name, defect in DEFECTS.items()}
     assert [*first_catches(found)] == []
@@ -76,13 +71,6 @@ def test_defects_that_a_level_misses_go_through_the_next(
 def test_a_task_runs_its_kernels_in_its_case() -> None:
     outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16))
     assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("fell", "held")
-
-
-def test_bad_heads_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        power.main(["--heads", "none"])
-    assert stopped.value.code == 2
-    assert "--heads" in capsys.readouterr().err
 
 
 def test_a_budget_has_every_case_that_catches_a_defect() -> None:

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP8_E4M3, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.reports.records import store
 from tiebreak.studies import __main__ as command
 from tiebreak.studies import bits, eight_bits, pages, rules
 from tiebreak.studies.pages import PageTable, read_rows, renewed, write_rows
@@ -83,12 +81,6 @@ def test_columns_of_rules_are_what_a_run_gives_and_a_signed_mean_agrees_with_thi
     assert all(map(agrees, told.values()))
 
 
-@pytest.mark.parametrize("case", ["sink_tie", "random"])
-def test_a_signed_mean_agrees_with_this_suite_on_other_inputs(case: str) -> None:
-    bench = rules.bench_of(case, heads=64)
-    assert all(agrees(rules.column(bench, kernel)) for kernel in ("flash@paper", "flash@fused", "stabilized@paper"))
-
-
 def test_a_column_of_fixes_in_8_bits_is_what_a_run_gives() -> None:
     name = "fp8_random"
     inputs = next(case for case in SCRIPTED if case.name == name).make(eight_bits.SEED, 0, eight_bits.HEADS, BF16)
@@ -134,22 +126,11 @@ def test_where_a_sink_makes_half_of_the_others_0_is_the_closed_form_of_the_paper
     assert lost(0.975 * closed) < 0.5 <= lost(1.025 * closed)
 
 
-def test_frozen_bits_are_whole_drawn_and_agree_with_the_baseline_in_bf16() -> None:
+def test_frozen_bits_are_whole_and_drawn() -> None:
     rows = read_rows(bits.CSV, bits.Row)
     wanted = [(fmt, case, kernel) for fmt in bits.FORMATS for case in bits.CASES for kernel in bits.KERNELS]
     assert [(row.format, row.case, row.kernel) for row in rows] == wanted
     assert bits.PICTURE.read_text(encoding="utf-8") == bits.picture(rows)
-    # Another way to the same numbers: there q, k and V are drawn in bf16, and the plan names it.
-    baseline = store.read(CHECKOUT / "reports" / "baselines" / "emulation.json").records
-    known = {
-        (record.case, record.kernel): record.number("bias")
-        for record in baseline
-        if record.heads == bits.HEADS and record.verdict != "nonfinite"
-    }
-    compared = [row for row in rows if row.format == "E8M7" and (row.case, row.kernel) in known]
-    assert len(compared) > 60
-    for row in compared:
-        assert row.bias == pytest.approx(known[row.case, row.kernel], rel=1e-4), row
 
 
 def test_frozen_bits_are_what_a_run_gives() -> None:

@@ -5,8 +5,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from tiebreak.cases.batch import Trace, error_trace, trace
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.trace import Trace, error_trace, trace
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP16, ulp
 from tiebreak.kernels.reference import reference

@@ -105,14 +105,6 @@ def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
         (Selection(backends="cpu", kernels="fair,flash@paper"), {}),
         (Selection(backends="cpu", kernels="fair", cases="train_drift"), {"cpu train_drift": ["fair"]}),
         (
-            Selection(backends="cpu", kernels="sdpa_flash", cases="train_lm,train_amplified"),
-            {f"cpu {name}": ["sdpa_flash"] for name in ("train_lm", "train_amplified")},
-        ),
-        (
-            Selection(backends="emulation", kernels="standard@train"),
-            {"emulation train_drift": ["standard@train"], "emulation train_runaway": ["standard@train"]},
-        ),
-        (
             Selection(backends="emulation", kernels="pv_fp32@*", cases="train_drift"),
             {"emulation train_drift": ["pv_fp32@train", "pv_fp32@train_l_rounded"]},
         ),
