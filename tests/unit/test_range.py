@@ -14,7 +14,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix import attribution
+from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -49,7 +49,7 @@ def returning(fill: float) -> Kernel:
 @pytest.fixture(autouse=True)
 def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros follow no plan, and to try them all takes a hundred times the cell."""
-    monkeypatch.setattr(attribution, "fits", lambda *_: {})
+    monkeypatch.setattr(workbench.SharedBatch, "fits", lambda *_: {})
 
 
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
