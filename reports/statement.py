@@ -55,7 +55,7 @@ class Profile:
     own: Mapping[str, tuple[str, ...]]  # kinds of input: the cases of a backend's own kernel
     users: tuple[str, ...]  # the cases of a user's kernel
     ran: float  # share of the cells that must have run
-    recomputed: int  # cells of the suite's kernels that whoever verifies must run again on the emulation
+    recomputed: int  # cells that `--verify` must recompute, at least
 
     @property
     def hash(self) -> str:

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS, COMMONLY
-from tiebreak.cases.added_features import ADDED, added_features
 from tiebreak.cases.case import JOINED
+from tiebreak.cases.feature_cases import ADDED, added_features
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES

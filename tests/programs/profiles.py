@@ -34,7 +34,7 @@ class Selector:
     tags: frozenset[str]  # of the experiments that are in it: one of these is enough
     kernels: Sequence[str] | None = None  # of the suite's own; None: all of a default run
     ran: float = 0.9  # share of the cells that must have run: of a whole matrix on a CPU 99 % do
-    recomputed: int = 20  # cells of the suite's kernels that whoever verifies must run again on the emulation
+    recomputed: int = 20  # cells that `--verify` must recompute, at least
 
 
 PROFILES: Mapping[str, Selector] = {

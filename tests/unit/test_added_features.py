@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.added_features import added_features, with_features
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import measure
+from tiebreak.cases.feature_cases import added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import DESCALE, LENGTHS
 from tiebreak.kernels.formats import BF16

@@ -10,12 +10,12 @@ import torch
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.added_features import with_features
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
 from tiebreak.cases.errors import difference, signed_error_ulps
+from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
