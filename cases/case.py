@@ -10,6 +10,7 @@ from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
 from tiebreak.cases.claims import Claim
+from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -114,6 +115,7 @@ class Case:
     on_request: bool = False  # whether it is run where --cases names it alone: it takes a minute
     study: bool = False  # whether a neighbour says the same of a kernel: users' own run on it by name alone
     family: tuple[str, float] | None = None  # the one number in which it differs from others, what it is and its value
+    needs: frozenset[Feature] = frozenset()  # asked of users' kernels that take these; of any other by name alone
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property

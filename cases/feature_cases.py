@@ -3,6 +3,9 @@
 What ties break to is derived in docs/science.md, *What calls ask beyond softmax(Q K^T) V*. A kernel that leaves a
 feature out, or is off by one key, is beyond its error bound.
 
+`SERVICE` asks users' kernels that take them for the same features, alone and in pairs, on normal numbers, with
+parameters that differ by head, sequence and row: where all are alike, a kernel may take those of the first for all.
+
 A feature is also added to other cases: `--features window,sink,window+sink` makes three of each, one of them
 `no_tail+window+sink`. What the case is about stays: a window or a block mask hides the keys that weigh least, a sink
 lies far below, pages hold the same keys. So a claim about tied maxima stays too, of rules that do not scale a shift.
@@ -11,12 +14,24 @@ lies far below, pages hold the same keys. So a claim about tied maxima stays too
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import JOINED, Case, Draw, Recipe, Scores, Shape, Values, normal_numbers, scripted
+from tiebreak.cases.case import (
+    HEADS_PER_BATCH,
+    JOINED,
+    Case,
+    Draw,
+    Recipe,
+    Scores,
+    Shape,
+    Values,
+    normal_numbers,
+    scripted,
+)
 from tiebreak.cases.claims import (
     BIASED_AWAY,
     BIASED_TOWARD,
@@ -33,6 +48,10 @@ from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
     DESCALE,
+    FEATURES,
+    GROUPED,
+    HIDDEN_NAN,
+    KEY_PADDING,
     LENGTHS,
     PAGES,
     SINK,
@@ -241,13 +260,147 @@ FEATURE_CASES = {
     "value_dim": _case("q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
 }
 
-_RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  # none scales a maximum
+_SEQUENCES = (1, 37, 65)  # keys: one, a prime, and one more than a tile; the last sequence has what is left
+_POISON = 3e4  # where no key lies: what a kernel that reads it must not add up
 
 
-def _value_dim(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
+def _grouped(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """Two query heads to a key head."""
+    return replace(inputs, k=inputs.k[:, ::2], v=inputs.v[:, ::2])
+
+
+def _values_cut(inputs: AttentionInputs, _: Draw | None) -> AttentionInputs:
     """Half as many columns of V."""
     half = inputs.v.shape[3] // 2
     return replace(inputs, v=inputs.v[..., :half].contiguous(), do=inputs.do[..., :half].contiguous())
+
+
+def _other_factors(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
+    """K and V in e4m3, with factors of every sequence and key head, K's other than V's."""
+    return _held(inputs, *(draw.uniform(low, 3 * low, *inputs.k.shape[:2]) for low in (0.01, 0.003)))
+
+
+def _other_lengths(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """Sequences of other lengths, packed, whose heads are those of all entries of the batch."""
+    q, k, v, do = (x.flatten(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    begins = (0, *accumulate(_SEQUENCES), q.shape[2])
+    return replace(inputs, q=q, k=k, v=v, do=do, lengths=(begins, begins))
+
+
+def _other_keys(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """Keys behind the end of every sequence, each of another length."""
+    lengths = torch.tensor([*_SEQUENCES, inputs.k.shape[2]])[-len(inputs.k) :]
+    return replace(inputs, key_padding=torch.arange(inputs.k.shape[2]) < lengths[:, None])
+
+
+def _both_sides(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """A window whose edges cross every tile, and which has a right side where no causal mask is."""
+    return replace(inputs, window=(37, 0) if inputs.causal else (23, 9))
+
+
+def _other_blocks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
+    """Blocks that every head sees others of, the diagonal's aside, which all see."""
+    batch, heads, blocks = *inputs.q.shape[:2], -(-inputs.k.shape[2] // 64)
+    seen = draw.uniform(0.0, 1.0, batch, heads, blocks, blocks) < 0.5
+    return replace(inputs, block_mask=seen | torch.eye(blocks, dtype=torch.bool), block_size=(64, 64))
+
+
+def _other_bias(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
+    """A number of every score's own."""
+    return replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2])))
+
+
+def _low_cap(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """A cap that scores of about 1 feel, and their gradients more."""
+    return replace(inputs, softcap=2.0)
+
+
+def _other_sinks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
+    """A logit of every head's own, about as large as a row's log-sum-exp."""
+    return replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float())
+
+
+def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
+    """Pages anywhere in a pool with some to spare, which holds large numbers where no key lies."""
+    pages = -(-inputs.k.shape[2] // 16)
+    pool = len(inputs.q) * pages + 3
+    table = torch.from_numpy(draw.rng.permutation(pool)[: pool - 3].reshape(-1, pages))
+    poison = inputs.poison if inputs.rescaled else _POISON
+    return replace(inputs, block_table=table, pool_pages=pool, poison=poison)
+
+
+def _hidden_nan(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """NaN where no key lies."""
+    return replace(inputs, poison=torch.nan)
+
+
+#: How a feature comes into a call of kernels in service, in the order in which it does.
+_VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
+    GROUPED: _grouped,
+    VALUE_DIM: _values_cut,
+    DESCALE: _other_factors,
+    LENGTHS: _other_lengths,
+    KEY_PADDING: _other_keys,
+    WINDOW: _both_sides,
+    BLOCK_MASK: _other_blocks,
+    BIAS: _other_bias,
+    SOFTCAP: _low_cap,
+    SINK: _other_sinks,
+    PAGES: _other_pages,
+    HIDDEN_NAN: _hidden_nan,
+}
+#: What kernels in service take together, those with gradients and those that read a cache.
+_TRAINED = (
+    *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window+sink", "window+softcap", "window+lengths"),
+    *("window+gqa", "window+bias", "sink+softcap", "sink+lengths", "sink+gqa", "softcap+lengths", "softcap+bias"),
+    *("softcap+gqa", "lengths+gqa", "lengths+value_dim", "bias+padding", "bias+gqa", "block_mask+gqa"),
+)
+_CACHED = (
+    *("pages", "pages+padding", "pages+padding+hidden_nan", "pages+gqa", "pages+softcap", "pages+sink", "pages+window"),
+    *("pages+descale", "descale", "descale+gqa"),
+)
+_NORMAL = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe standard dithered", formats="bf16 fp16")
+
+
+def _in_service(draw: Draw, needs: frozenset[Feature], shape: Shape, causal: bool) -> AttentionInputs:
+    """Normal numbers in four sequences, with some features."""
+    inputs = normal_numbers(draw, shape, causal=causal)
+    if draw.heads == HEADS_PER_BATCH:
+        q, k, v, do = (x.unflatten(1, (4, -1))[0] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+        inputs = replace(inputs, q=q, k=k, v=v, do=do)
+    for feature, vary in _VARIED.items():
+        inputs = vary(inputs, draw) if feature in needs else inputs
+    return inputs
+
+
+def _service(name: str, words: Sequence[str], about: str, shape: Shape, *, causal: bool = False) -> dict[str, Case]:
+    """A case for each of some features, joined, by its name."""
+    cases, by_word = {}, {feature.taken: feature for feature in FEATURES}
+    for joined in words:
+        needs = frozenset(by_word[word] for word in joined.split(JOINED))
+        trains = all(feature.trains for feature in needs)
+        cases[f"{name}[{joined}]"] = Case(
+            "",
+            f"{joined.replace(JOINED, ', ')}: {about}",
+            OWN,
+            partial(_in_service, needs=needs, shape=shape, causal=causal),
+            (_NORMAL,),
+            gradients=trains,
+            normal=True,
+            most_heads=HEADS_PER_BATCH,
+            needs=needs,
+        )
+    return cases
+
+
+#: One size is no multiple of a tile, the other is one of several, and rows are more than a tile has.
+SERVICE = (
+    _service("served", _TRAINED, "other parameters by head, sequence and row, 163 rows", Shape(163, 163, 32))
+    | _service("served_causal", _TRAINED, "the same, 192 rows under a causal mask", Shape(192, 192, 32), causal=True)
+    | _service("cached", _CACHED, "other lengths, pages and factors by sequence and head", Shape(4, 163, 64))
+)
+
+_RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  # none scales a maximum
 
 
 def _lengths(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
@@ -338,7 +491,7 @@ class _Added:
 _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (
-        _Added(VALUE_DIM, _value_dim),
+        _Added(VALUE_DIM, lambda inputs, _: _values_cut(inputs, None)),
         _Added(LENGTHS, _lengths, claims_stay=False),  # of fewer heads
         _Added(WINDOW, _window, "keys before a row's own"),
         _Added(BLOCK_MASK, _block_mask),

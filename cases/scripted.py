@@ -53,7 +53,7 @@ from tiebreak.cases.claims import (
     within,
 )
 from tiebreak.cases.eight_bits import EIGHT_BITS
-from tiebreak.cases.feature_cases import FEATURE_CASES
+from tiebreak.cases.feature_cases import FEATURE_CASES, SERVICE
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.probe_inputs import tied_p_bar
 
@@ -587,6 +587,7 @@ _GROUPS = {
     "normal numbers": _NORMAL_NUMBERS,
     "masks, NaN, Inf, subnormal and very large numbers": _EDGES,
     "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
+    "features as kernels in service have them": SERVICE,
 }
 #: The scripted cases by what they are about.
 GROUPS: Mapping[str, tuple[Case, ...]] = {

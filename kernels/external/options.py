@@ -17,6 +17,7 @@ from tiebreak.kernels.features import (
     CAUSAL,
     FEATURES,
     GROUPED,
+    KEY_PADDING,
     MASKS,
     OBLONG_CAUSAL,
     OWN_SCALE,
@@ -219,6 +220,12 @@ class Convention:
     def takes(self) -> frozenset[Feature]:
         """What inputs may ask of it."""
         return (self.options.listed("takes") | self.conveyed) - self.options.listed("refuses")
+
+    @property
+    def own(self) -> frozenset[Feature]:
+        """What it takes, but for masks, other than padding, that a mask of all scores alone can tell it."""
+        told = frozenset(self.values.values()) | self.options.listed("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
+        return (self.takes | self.tried) - (MASKS - told)
 
     @property
     def conveyed(self) -> frozenset[Feature]:

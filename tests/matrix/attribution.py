@@ -46,7 +46,9 @@ def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
         fit = batch.fits(o, {known.followed: plans[known.followed]})
         if fit[known.followed].bits >= 1.0 - EQUAL:
             return fit
-    return batch.fits(o, plans)
+    if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
+        plans = {name: plans[name] for name in known.on_normal_numbers}
+    return batch.fits(o, plans) if plans else {}
 
 
 def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) -> HeldTo | None:

@@ -21,6 +21,7 @@ from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.roster import roster_labels
@@ -119,6 +120,9 @@ class Call(Experiment):
         pairs = [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
         if self.case.study and not asked.cases_named:
             pairs = [(backend, kernel) for backend, kernel in pairs if not kernel.external]
+        if self.case.needs and not asked.cases_named:
+            users = ((at, it) for at, it in pairs if isinstance(it, UserKernel))
+            pairs = [(at, it) for at, it in users if self.case.needs <= it.caller.convention.own]
         if not self.case.only_claimed or asked.kernels_named:
             return pairs
         return [

@@ -10,14 +10,15 @@ from typing import Any
 from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
-from tiebreak.backends.backend import Backend, to_device
+from tiebreak.backends.backend import EMULATION, Backend, to_device
+from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import CannotRunError, Kernel
+from tiebreak.kernels.kernel import CannotRunError, Kernel, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.answers import PARTS, Answers
 from tiebreak.matrix.questions.comparison import BATCH, HEADS
@@ -239,6 +240,18 @@ class Session:
 
     def answers(self, inputs: AttentionInputs) -> Answers:
         return self.place(inputs).answers()
+
+    def emulated(self, inputs: AttentionInputs, *, gradients: bool = True) -> Answers:
+        """Return what an emulation of the plan that the kernel declares answers, else of the loosest."""
+        plan = self.kernel.declaration or UNDECLARED
+        arithmetic, wanted = EMULATION.arithmetic, gradients and self.has_gradients
+        output = run_forward(plan, inputs, arithmetic)
+        made = replace(output, gradients=run_backward(plan, inputs, output, arithmetic)) if wanted else output
+        return dict(zip(PARTS, (output.o, *_gradients(made)), strict=False))
+
+    def multiple(self, size: int) -> int:
+        """Return the least number of rows or keys that the kernel takes, and that is as large."""
+        return -(-size // self.options.multiple_of) * self.options.multiple_of
 
     def lying(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
         """Return what a call gives whose arguments lie elsewhere; nothing where the kernel refuses them."""

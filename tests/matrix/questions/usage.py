@@ -17,6 +17,7 @@ from tiebreak.matrix.questions.answers import Cut, O
 from tiebreak.matrix.questions.comparison import BATCH, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
+from tiebreak.matrix.questions.service import after_a_larger_call, long_keys, other_parameters, sizes
 from tiebreak.matrix.questions.session import CallShape, Question, Session
 
 GROUP = "the same numbers, called in another way"
@@ -72,8 +73,7 @@ def many_heads(session: Session, found: WithinError) -> None:
 
 def _square(session: Session) -> CallShape:
     """Return a shape of as many queries as keys, and as many as the kernel needs."""
-    step = session.options.multiple_of
-    size = -(-_SQUARE // step) * step
+    size = session.multiple(_SQUARE)
     return CallShape(size, size, session.shape.d)
 
 
@@ -233,6 +233,10 @@ QUESTIONS = (
     Question("other_mask", "another mask of the same shape hides other keys", other_mask),
     Question("interleaved", "two forward passes, then their backward passes in either order", interleaved),
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
+    Question("other_parameters", "calls of one shape that differ in a window, a table, a sink ...", other_parameters),
+    Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
+    Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
+    Question("long_keys", "8,193 and 32,771 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
     Question("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
     Question("scaled_do", "dO times a power of two", scaled_do),
