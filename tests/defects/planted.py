@@ -149,6 +149,76 @@ def _mask_of_the_shape(request: Request) -> Any:
     return None if mask is None else request.kept.setdefault(mask.shape, mask.clone())
 
 
+def _first(x: Tensor | None, dimension: int) -> Tensor | None:
+    """The first of a dimension in the place of all."""
+    return None if x is None else x.narrow(dimension, 0, 1).expand_as(x)
+
+
+def _largest(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.max().expand_as(x)
+
+
+def _whole_tiles(request: Request) -> tuple[int, int]:
+    left, right = request.window_size
+    return (left + Attention.tile - 1) // Attention.tile * Attention.tile, right
+
+
+def _sink_by_row(sound: Switch, sums: Sums, request: Request) -> Any:
+    if request.sinks is None:
+        return sound(sums, request)
+    at = torch.arange(request.q.shape[1] * request.queries) % request.q.shape[1]
+    by_row = request.sinks.float()[at].reshape(request.q.shape[1], request.queries, 1)
+    m = torch.maximum(sums.m, by_row)
+    rescale = torch.exp(sums.m - m)
+    return Sums(m, rescale * sums.l + torch.exp(by_row - m), rescale * sums.o_bar)
+
+
+def _adjacent(request: Request) -> Tensor | None:
+    if request.block_table is None:
+        return None
+    table = request.block_table.clone()
+    pairs = table.shape[1] // 2 * 2
+    table[:, 1:pairs:2] = (table[:, 0:pairs:2] + 1) % request.k.shape[0]
+    return table
+
+
+def _transposed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.mT.reshape(x.shape)
+
+
+def _long_tiles(tiles: list[slice]) -> list[slice]:
+    return [each for each in tiles if each.stop - each.start > 1] or tiles
+
+
+def _left_over(sound: Switch, request: Request) -> Any:
+    sums: Sums = sound(request)
+    left = request.kept.setdefault("workspace", sums.l)
+    if left.numel() <= sums.l.numel():
+        request.kept["workspace"] = sums.l
+        return sums
+    return replace(sums, l=sums.l + left.flatten()[: sums.l.numel()].reshape(sums.l.shape))
+
+
+def _of_a_block(sound: Switch, request: Request) -> Tensor | None:
+    hidden: Tensor | None = sound(request)
+    if hidden is None or not request.causal:
+        return hidden
+    return hidden & (torch.arange(request.queries) < 128)[:, None]
+
+
+def _kept(name: str) -> Switch:
+    """A parameter that is what it was in the first call of a shape that had one."""
+
+    def prepared(sound: Switch, request: Request) -> Any:
+        given = getattr(request, name)
+        if given is None or given == (-1, -1):
+            return sound(request)
+        first = request.kept.setdefault((name, request.q.shape, request.k.shape), given)
+        return sound(replace(request, **{name: first}))
+
+    return prepared
+
+
 def _heads_in_turn(x: Tensor, first: int, second: int) -> Tensor:
     return x.reshape(x.shape[0], first, second, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
 
@@ -439,6 +509,45 @@ _OF_USERS = (
     _row("descale_of_k", "V is descaled with the factors of K", "sgl-project/sglang/pull/26852",
          ("fp8_cache", "bound range"), slip="V is multiplied by K's factors",
          prepared=_asking(v_descale=lambda request: request.k_descale)),
+    # Parameters that differ by head, sequence and row.
+    _row("sink_of_the_row", "a row's number, not its head's, picks the sink", "modular/modular/pull/6591",
+         ("served[sink]", "accuracy bound gradients"), with_sink=_sink_by_row),
+    _row("bias_of_the_first_row", "all rows have the bias of the first", "google-research/tabfm/pull/40",
+         ("served[bias]", "accuracy bound gradients"),
+         prepared=_asking(attn_bias=lambda request: _first(request.attn_bias, 2))),
+    _row("window_without_a_right_side", "a window hides the keys before it alone",
+         "flashinfer-ai/flashinfer/issues/4893", ("served[window]", "accuracy bound gradients"),
+         prepared=_asking(window_size=lambda request: (request.window_size[0], -1))),
+    _row("window_of_whole_tiles", "a window hides whole tiles alone", "Dao-AILab/flash-attention/issues/1133",
+         ("served_causal[window+sink]", "accuracy bound gradients"), prepared=_asking(window_size=_whole_tiles)),
+    _row("length_of_the_longest", "all sequences are taken to be as long as the longest",
+         "Dao-AILab/flash-attention/pull/1455", ("cached[pages+padding]", "accuracy bound range"),
+         prepared=_asking(cache_seqlens=lambda request: _largest(request.cache_seqlens))),
+    _row("table_of_the_first", "all sequences have the pages of the first", "meta-pytorch/attention-gym/issues/189",
+         ("cached[pages]", "accuracy bound"),
+         prepared=_asking(block_table=lambda request: _first(request.block_table, 0))),
+    _row("pages_side_by_side", "every other page is taken to lie behind the one before it",
+         "hw-native-sys/pypto/pull/470", ("cached[pages]", "accuracy bound"), prepared=_asking(block_table=_adjacent)),
+    _row("factors_transposed", "factors are read with the strides of another layout",
+         "flashinfer-ai/flashinfer/pull/3626", ("cached[descale]", "accuracy bound range"),
+         prepared=_asking(v_descale=lambda request: _transposed(request.v_descale))),
+    # Sizes, and calls that others have gone before.
+    _row("last_tile_of_one_key", "a tile of one key is left out", "jax-ml/jax/issues/27224",
+         ("sizes", "usage"), tiles=lambda sound, request: _long_tiles(sound(request))),
+    _row("keys_in_13_bits", "keys are counted in 13 bits", "NVIDIA/TensorRT-LLM/pull/1076",
+         ("long_keys", "usage"), tiles=lambda sound, request: [each for each in sound(request) if each.start < 8192]),
+    _row("rows_of_one_block", "rows beyond the first 128 see what a causal mask hides",
+         "Dao-AILab/flash-attention/pull/436", ("sizes", "usage"), hidden=_of_a_block),
+    _row("window_of_the_shape", "a window is kept for calls of the same shape", "flashinfer-ai/flashinfer/pull/4015",
+         ("other_parameters", "usage"), prepared=_kept("window_size")),
+    _row("table_of_the_shape", "a table of pages is kept for calls of the same shape",
+         "flashinfer-ai/flashinfer/pull/4714", ("other_parameters", "usage"), prepared=_kept("block_table")),
+    _row("lengths_of_the_shape", "lengths are kept for calls of the same shape", "paiml/aprender/pull/2030",
+         ("other_parameters", "usage"), prepared=_kept("cu_seqlens_k")),
+    _row("scale_of_the_shape", "the scale is compiled into the kernel of a shape", "local-inference-lab/b12x/pull/63",
+         ("other_parameters", "usage"), prepared=_kept("scale")),
+    _row("workspace_left", "what a larger call has left in a workspace is added", "NVIDIA/TensorRT-LLM/pull/18754",
+         ("after_a_larger_call", "usage"), sums=_left_over),
     # Right in any one call, and changed by what should not matter.
     _row("tile_of_the_longest", "the tile is chosen by the longest sequence of queries in the batch",
          "vllm-project/vllm/issues/51902", ("invariance[batch]", "invariance"), twin="batch_invariant",
