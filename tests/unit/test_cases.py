@@ -1,5 +1,6 @@
 """The scripted cases: the same input everywhere and always, and the scores that they claim to hold."""
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache, partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.case import Case, Scores, scripted
-from tiebreak.cases.claims import BIASED, UNBIASED, Claim, claim
+from tiebreak.cases.claims import BIASED, UNBIASED, Claim, claim, written_claims
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
@@ -71,6 +72,8 @@ def test_every_case_takes_any_number_of_heads_and_many_are_split_over_the_batch(
 def test_names_and_streams_are_a_case_s_own() -> None:
     assert len(CASES) == len(SCRIPTED)
     assert all(case.about and case.source and all(claim.source for claim in case.claims) for case in SCRIPTED)
+    written = {name for names, _ in written_claims() for name in names}
+    assert [name for name in written if not fnmatch.filter(CASES, name.replace("[", "[[]"))] == []
     assert not _same_bits(_made("repeated_zero").v, _made("repeated_tiny").v)
     assert not _same_bits(_made("random", BF16, 1, 0).v, _made("random", BF16, 0, 1).v)
 
