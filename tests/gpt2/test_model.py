@@ -110,14 +110,3 @@ def test_a_head_norm_by_hand() -> None:
         model.block(0).wq.weight.mul_(64.0)
         model.block(1).wk.weight.mul_(16.0)
     torch.testing.assert_close(model(tokens, 0), before, rtol=1e-3, atol=1e-5)
-
-
-def test_a_layer_without_kernels_is_left_out() -> None:
-    """As one that writes nothing: the logits are the same."""
-    tokens, silent = torch.arange(6)[None], _model()
-    with torch.no_grad():
-        silent.block(0).wo.weight.zero_()
-        silent.block(0).down.weight.zero_()
-    short = GPT2(SMALL, ((), silent.kernels[1]), EMULATION.arithmetic, 0)
-    short.load_state_dict(silent.state_dict())
-    assert torch.equal(short(tokens, 0), silent(tokens, 0))

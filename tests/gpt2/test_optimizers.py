@@ -33,13 +33,6 @@ def _changes(model: GPT2, name: str) -> dict[str, torch.Tensor]:
     return {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
 
 
-def test_adamw_takes_its_first_step_against_the_sign_without_decay(model: GPT2) -> None:
-    changes = _changes(model, "adamw")
-    for name, weight in model.named_parameters():
-        assert weight.grad is not None
-        torch.testing.assert_close(changes[name], -RATE * weight.grad.sign(), rtol=0, atol=2e-6)
-
-
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(model: GPT2) -> None:
     changes = _changes(model, "muon")
     for name, weight in model.named_parameters():

@@ -10,23 +10,13 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import (
-    ALL_BF16,
-    FP32_PLAN,
-    FUSED,
-    ISOLATION,
-    PAPER,
-    PLANS,
-    PRESETS,
-    STANDARD,
-    RoundingPlan,
-    SumOf,
-)
+from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, ISOLATION, PAPER, PLANS, PRESETS, RoundingPlan
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -36,23 +26,22 @@ RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mix
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 BLOCKS = (BLOCK, Block(7, 16))
 NAMED = [*PRESETS, *ISOLATION]
-LOW, SAFE = ALL_BF16.s, SHIFT_RULES["safe"]
+LOW = ALL_BF16.s
 # As other people round: eager attention, MLX, flax, the authors' code, flash attention 1; a shift far from the
 # maximum.
 FOREIGN = {
-    "eager": Declaration(STANDARD_ATTENTION, replace(STANDARD, qk=LOW, s=LOW), SAFE),
-    "mlx": Declaration(STANDARD_ATTENTION, replace(STANDARD, scale=LOW, q=LOW, s=LOW), SAFE),
-    "flax": Declaration(
-        STANDARD_ATTENTION,
-        replace(STANDARD, divisor=LOW, q=LOW, s=LOW, shifted=LOW, exp=LOW, row_sum=LOW),
-        SAFE,
-    ),
-    "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED), SAFE),
-    "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
-    "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
-    "split": Declaration(SPLIT_ATTENTION, FUSED, SAFE, Block(32, 32)),
-    "split@paper": Declaration(SPLIT_ATTENTION, PAPER, SAFE, Block(32, 32)),
-    "scaled": Declaration(FLASH_ATTENTION, replace(FUSED, shifted=LOW), SHIFT_RULES["always_scaled"]),
+    name: parse_declaration(text)
+    for name, text in {
+        "eager": "standard,qk=input,s=input",
+        "mlx": "standard,scale=input,q=input,s=input",
+        "flax": "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input",
+        "authors": "flash@all_bf16,shifted=input,l_from=rounded",
+        "flash_1": "flash_1@fused",
+        "flash_1@paper": "flash_1@paper",
+        "split": "split@fused,tile=32",
+        "split@paper": "split@paper,tile=32",
+        "scaled": "always_scaled@fused,shifted=input",
+    }.items()
 }
 
 

@@ -20,14 +20,7 @@ from tiebreak.cases.errors import (
     signed_error_ulps,
 )
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import (
-    MARGIN_ULPS,
-    Interval,
-    Verdict,
-    interval,
-    judge,
-    quantile,
-)
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge, quantile
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
