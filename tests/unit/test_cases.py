@@ -12,8 +12,10 @@ from torch import Tensor
 from tiebreak.cases.case import Case, Scores, scripted
 from tiebreak.cases.claims import BIASED, UNBIASED, Claim, claim, written_claims
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format
+from tiebreak.cases.slips import slips
+from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -190,3 +192,13 @@ def test_the_first_claim_that_concerns_a_kernel_and_a_format_is_the_one(
     declaration = None if kernel is None else composed_kernel(kernel).declaration
     found = Case("made_up", "", "", CASES["random"].recipe, claims).claim_about(declaration, fmt)
     assert (found.source if found else None) == source
+
+
+def test_a_cap_before_the_scale_is_another_cap() -> None:
+    """A slip that no planted defect makes, as a change of the inputs: against attention with it, written out."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, do = (torch.randn(1, 2, 5, 16, generator=generator).bfloat16().float() for _ in range(4))
+    inputs = AttentionInputs(q=q, k=k, v=v, do=do, formats=Formats.of(BF16), softcap=3.0)
+    slip = next(slip for slip in slips(inputs) if slip.about == "scores are capped before they are scaled")
+    scores = 3.0 * torch.tanh(q.double() @ k.double().mT / 3.0) * 16**-0.5
+    torch.testing.assert_close(reference(slip.inputs).o, scores.softmax(-1) @ v.double(), rtol=1e-12, atol=0.0)
