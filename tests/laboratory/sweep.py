@@ -26,7 +26,8 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
-from tiebreak.programs.resumable import expected, in_processes, show_progress
+from tiebreak.programs.processes import in_processes
+from tiebreak.programs.resumable import expected, show_progress
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

@@ -11,6 +11,7 @@ from tiebreak.backends import levels as table
 from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current, supported
 from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
+from tiebreak.programs.processes import finished
 from tiebreak.reports.errors import UsageError
 
 AVX2 = {"avx", "avx2", "fma", "f16c"}
@@ -26,8 +27,11 @@ class Runner:
         self.keep = True
         self.calls: list[tuple[list[str], dict[str, str]]] = []
 
-    def __call__(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        self.calls.append((list(command), dict(environment)))
+    def __call__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, shown: bool
+    ) -> subprocess.CompletedProcess[str]:
+        assert shown
+        self.calls.append((list(command), dict(environment or os.environ)))
         name = command[3].removeprefix("--save=")
         status = self.statuses.get(name, 0)
         if not isinstance(status, int):
@@ -36,7 +40,7 @@ class Runner:
             records = Path(command[4].removeprefix("--out=")) / f"{name}.json"
             records.parent.mkdir(exist_ok=True)
             records.write_text("{}")
-        return status
+        return subprocess.CompletedProcess(command, status)
 
     @property
     def ran(self) -> list[str]:
@@ -50,7 +54,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runner:
     monkeypatch.setattr(levels, "cpu_features", lambda: ("avx2", "fma"))
     monkeypatch.setattr(table, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
     stand_in = Runner()
-    monkeypatch.setattr(levels, "_call", stand_in)
+    monkeypatch.setattr(levels, "finished", stand_in)
     return stand_in
 
 
@@ -139,14 +143,19 @@ def test_a_level_without_records_fails(runner: Runner, capsys: pytest.CaptureFix
     assert "level b kept no records in out/b.json" in capsys.readouterr().err
 
 
+def test_a_process_that_takes_too_long_is_ended_and_one_line() -> None:
+    with pytest.raises(UsageError, match=r"^sleep 60: did not end in 0.1 s$"):
+        finished(["sleep", "60"], seconds=0.1)
+
+
 def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
     # Real processes in a group of their own, as a terminal has them: the signal goes to all of it.
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
     # A process that a shell has put into the background inherits a Ctrl-C that is ignored. The table needs no torch.
     parent = (
-        "import os, signal, sys\nfrom tiebreak.programs.levels import _call, main\nmain(['--list'])\n"
+        "import signal, sys\nfrom tiebreak.programs.levels import finished, main\nmain(['--list'])\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try:\n _call([sys.executable, '-c', sys.argv[1]], os.environ)\n"
+        "try:\n finished([sys.executable, '-c', sys.argv[1]], shown=True)\n"
         "except KeyboardInterrupt:\n sys.exit(1 if 'torch' in sys.modules else 130)"
     )
     with subprocess.Popen(

@@ -150,11 +150,11 @@ def sample(text: str) -> list[str]:
 def test_sample_is_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command, as the README has it: its verdict, its exit code and how many cells it says there are."""
+    """The command of the README, in one process: its verdict, its exit code and how many cells it says there are."""
     (tmp_path / "my.py").write_text(snippet(README, YOURS), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     verb, *arguments = commands(README)[-1].split()[1:]
-    assert cli.main([verb, *arguments]) == 0
+    assert cli.main([verb, *arguments, "-n", "0"]) == 0
     printed = capfd.readouterr().out
     shown = re.search(r"```text\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None

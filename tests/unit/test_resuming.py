@@ -24,7 +24,7 @@ def square(of: int) -> Square:
 
 def run(left: list[int], path: Path, line: Callable[[Square], str]) -> bool:
     options = argparse.Namespace(workers=1, out=path)
-    return run_parts(square, left, options, line, [], outlook="squares", seconds=120.0, gib=0.1)
+    return run_parts(square, left, options, line, [], spent=[40.0], gib=0.1)
 
 
 def test_a_part_that_a_stop_has_cut_is_run_again_and_those_that_are_done_are_kept(
@@ -40,7 +40,7 @@ def test_a_part_that_a_stop_has_cut_is_run_again_and_those_that_are_done_are_kep
     assert read_parts(path, Square) == [Square(2, 4)]
     assert not run([3, 4, 5], path, told)
     outlook, line, end = capsys.readouterr().out.splitlines()
-    assert outlook == "squares, 1 at a time: about 0 h 2 min to go"
+    assert outlook == "0 kept, 3 to run, 1 at a time: about 0 h 2 min to go"
     assert line.startswith("of 3; 1 of 3 parts, about")
     assert end == f"stopped; {path} has what is done, and the same command goes on"
     assert read_parts(path, Square) == [Square(2, 4), Square(3, 9), Square(4, 16)]

@@ -48,8 +48,8 @@ def test_tasks_are_run_once_and_given_in_their_order_and_nan_stays_nan(
     assert list(SQUARES.results([3], options).values()) == [Square(9)]
     assert SQUARES.results((2, 3, 2), options) == {2: Square(4), 3: Square(9)}
     out = capsys.readouterr().out
-    assert "1 task, 1 to run, 1 at a time: about 0 h 1 min to go" in out
-    assert "2 tasks, 1 to run" in out
+    assert "0 kept, 1 to run, 1 at a time: about 0 h 1 min to go" in out
+    assert "1 kept, 1 to run" in out
     assert len(options.out.read_text(encoding="utf-8").splitlines()) == 2
     assert set(SQUARES.kept(options)) == {2, 3}
     SQUARES.results([0], options)
