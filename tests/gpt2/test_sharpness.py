@@ -103,7 +103,7 @@ def test_runs_that_are_kept_are_not_run_again_and_those_of_other_settings_are_re
 ) -> None:
     def run_parts(one, left, options, line, runs, **_) -> bool:  # type: ignore[no-untyped-def]
         print(f"{len(runs)} kept, {len(left)} to run")
-        runs += [_run(*what, 0.4) for what in left]
+        runs += [_run(name, seed, 0.4) for name, seed in left]
         return True
 
     monkeypatch.setattr(program, "run_parts", run_parts)

@@ -155,10 +155,7 @@ def _bring(result: MatrixResult, path: Path, home: list[Path]) -> str:
 
 
 def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
-    """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
-
-    `level`: the instruction-set level to force; None: as the machine is.
-    """
+    """Run the matrix with this machine's Python and PyTorch, on an instruction-set level or as it is: a node's task."""
     forced = [each for each in LEVELS if each.name == level]
     environ = environment(forced[0]) if forced else os.environ
     # What Ray told its worker is not the matrix' own.

@@ -94,7 +94,7 @@ class Point:
     unmasked: dict[str, float]  # sharpness by epsilon, the logits computed in fp32
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A line of the file."""
 
@@ -104,10 +104,6 @@ class Run:
     seconds: float  # it took
     exploded: int | None  # the step at which its loss did; None: it did not
     points: list[Point]
-
-    def __post_init__(self) -> None:
-        # A line of JSON has them plain.
-        self.points = [Point(**each) if isinstance(each, dict) else each for each in self.points]
 
     def at(self, phase: str, step: int) -> list[Point]:
         """Return what was measured then: one point, or none where the run exploded before."""

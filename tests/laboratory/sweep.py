@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -245,18 +246,10 @@ def run(task: Task) -> SweepRun:
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
-    numbers = (sum(tail) / len(tail), divergence.lowest, largest)
-    loss, lowest, max_logit = (number if math.isfinite(number) else None for number in numbers)
-    return SweepRun(
-        **structs.asdict(place),
-        diverged=diverged,
-        steps=len(losses),
-        loss=loss,
-        lowest=lowest,
-        max_logit=max_logit,
-        seconds=round(time.perf_counter() - started, 2),
-        platform=_platform(device),
-    )
+    numbers = {"loss": sum(tail) / len(tail), "lowest": divergence.lowest, "max_logit": largest}
+    fields: dict[str, Any] = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+    fields |= {**structs.asdict(place), "seconds": round(time.perf_counter() - started, 2)}
+    return SweepRun(**fields, diverged=diverged, steps=len(losses), platform=_platform(device))
 
 
 @cache

@@ -295,11 +295,8 @@ class Training:
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
-        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`.
-
-        Raises:
-            ValueError: the very first loss is NaN or Inf.
-            CheckpointError: no checkpoint can be written.
+        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`. ValueError:
+        the very first loss is NaN or Inf; CheckpointError: no checkpoint can be written.
         """
         steps, first = self._steps.recipe.schedule.steps, self._steps.ranks.first
         while self.done < steps and not self.exploded and not self.interrupted:

@@ -116,9 +116,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers = [] if any(word.startswith(("-n", "--numprocesses")) for word in for_pytest) else ["-n", "auto"]
     paths = any(not word.startswith("-") and Path(word.partition("::")[0]).exists() for word in for_pytest)
     for_pytest = [*workers, *(() if paths else CELLS), *for_pytest]
-    try:
-        python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
-        return run(levels, for_pytest, python, options.out)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
+    return run(levels, for_pytest, python, options.out)

@@ -24,7 +24,7 @@ def finished(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end: its exit code and what it printed, or that `shown` as it comes.
 
-    On Ctrl-C, which a terminal sends to both, the command gets time to end by itself; so does KeyboardInterrupt then.
+    On Ctrl-C, which a terminal sends to both, the command first gets time to end by itself.
     UsageError: there is no such program, or it took more than `seconds`.
     """
     pipe = None if shown else subprocess.PIPE

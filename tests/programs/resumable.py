@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from msgspec import ValidationError, convert
+
 from tiebreak.backends.platform import worker_count
 from tiebreak.programs.processes import in_processes
 from tiebreak.reports.cli import positive
@@ -30,8 +32,8 @@ def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text[: _whole(text)].splitlines(), start=1):
         try:
-            parts.append(kind(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            parts.append(convert(json.loads(line), kind))
+        except (ValueError, ValidationError) as error:
             raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
     return parts
 

@@ -53,15 +53,10 @@ def pins(architecture: str) -> list[Pin]:
 
 
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
-    """A program that is Python of another architecture, with PyTorch and this suite; what it lacks is downloaded first.
+    """A script that runs Python of another architecture under QEMU, with PyTorch and this suite, as `python` would.
 
-    Args:
-        architecture: aarch64.
-        sysroot: the root of an installed system of that architecture with Python 3.11, instead of Debian's packages.
-        tell: takes a line on what is being done.
-
-    Returns:
-        A script that runs under QEMU what it is given, as `python` does. QEMU_CPU names the processor.
+    What it lacks is downloaded first, and `tell` told. `sysroot`: an installed system of that architecture with Python
+    3.11, instead of Debian's packages. QEMU_CPU names the processor.
 
     Raises:
         UsageError: QEMU or a tool is missing, no room, a registry does not answer, a broken download.

@@ -12,6 +12,7 @@ from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current
 from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
 from tiebreak.programs.processes import finished
+from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 
 AVX2 = {"avx", "avx2", "fma", "f16c"}
@@ -128,7 +129,7 @@ def test_what_a_failing_level_ends(
     statuses: dict[str, int | type[BaseException]], exit_code: int, ran: list[str],
 ) -> None:  # fmt: skip
     runner.statuses = statuses
-    assert main([]) == exit_code
+    assert cli.main(["levels"]) == exit_code
     assert runner.ran == ran
     error = capsys.readouterr().err
     assert all(f"(exit code {status})" in error for status in statuses.values() if isinstance(status, int))

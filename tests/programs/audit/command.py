@@ -7,14 +7,7 @@ from pathlib import Path
 
 from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import Compilation
-from tiebreak.programs.audit.compiling import (
-    TARGETS,
-    NotCompiledError,
-    Target,
-    compile_for,
-    sources,
-    unavailable,
-)
+from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
 from tiebreak.programs.audit.reading import read
 from tiebreak.reports.audit import record as records
 from tiebreak.reports.audit.record import Audit, Audits
@@ -87,18 +80,11 @@ def _picked(flag: str, names: str, available: Sequence[str]) -> list[str]:
     return [name for name in available if name in picked]
 
 
-def _selected(names: str, name: str) -> bool:
-    return any(matching(pattern, [name]) for pattern in split(names))
-
-
 def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> bool:
     """Print what differs; True where nothing does."""
-    path = options.expect
-    inside = [
-        audit
-        for audit in expected.audits
-        if _selected(options.targets, audit.target) and _selected(options.kernels, audit.kernel)
-    ]
+    path, inside = options.expect, list(expected.audits)
+    for field, names in (("target", options.targets), ("kernel", options.kernels)):
+        inside = [each for each in inside if any(matching(name, [getattr(each, field)]) for name in split(names))]
     lines = records.differences(inside, audits.audits)
     skips = sum(audit.skipped is not None for audit in audits.audits)
     print(
