@@ -23,7 +23,6 @@ BAD = [
     ("train", "--preset gpt3", "argument --preset: invalid choice: 'gpt3'"),
     ("train", "--in-layers 2", "--in-layers 2: expected LAYER=KERNEL or LAYER.HEAD=KERNEL"),
     ("train", "--in-layers 3=fair", "--in-layers 3=fair: the model has 2 layers of 4 heads, from 1"),
-    ("train", "--in-layers 1.5=fair", "--in-layers 1.5=fair: the model has 2 layers of 4 heads, from 1"),
     ("sweep", "--lr 1e-3,nan", "argument --lr: expected a number above 0, not nan"),
     ("sweep", "--formats E1M0", "argument --formats: unknown format 'E1M0'"),
     ("sweep", "--formats E8M7:inner=-20 --attention same", "--formats: E8M7:inner=-20: attention has no range"),
@@ -36,10 +35,8 @@ BAD = [
     ("sweep", "--on slrum", "--on slrum: expected ray, ray://"),
     ("sweep", "--gpus-per-run 0.5", "--gpus-per-run: --on ray shares out"),
     ("sweep", "--data nowhere", "nowhere/train.bin: no such file"),
-    ("sharpness", "--formats E9M30", "unknown format 'E9M30'"),
     ("sharpness", "--formats E8M3:inner=4:outer=3", "the range is empty"),
     ("sharpness", "--steps 3 --every 2", "--steps 3 and --more 2 must be multiples of --every 2"),
-    ("sharpness", "--eps 0", "argument --eps: expected a number above 0, not 0"),
     ("fleet", "--on here", "--on here: expected ray, ray://HOST:PORT"),
 ]
 

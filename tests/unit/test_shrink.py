@@ -255,7 +255,6 @@ def test_a_script_that_does_not_show_it_fails(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--kernel none.py:f --case random", "--kernel none.py:f: cannot import none.py: "),
         ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
         ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
         ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
