@@ -45,6 +45,8 @@ from tiebreak.reports.tables.run import counted
 
 _WORKER_GIB = 1.0
 _STEP_SECONDS = 0.045  # of one thread, until there are runs
+_ABOUT = """Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a
+run of tiebreak lab train."""
 _EPILOG = "exit codes: 0 done, 2 bad usage, file or checkpoint, 130 interrupted"
 TRAINED, ON, BACK = "trained", "on", "back"  # a run's phases
 _HELD_OUT = 10  # one part in this many of the text, its end, is not trained on
@@ -61,11 +63,7 @@ _OPTIONS: flags.Options = {
     "--seeds": {**flags.NUMBER, "default": 3, "help": "of weights and batches, from 1"},
     "--sequences": {**flags.NUMBER, "default": 8, "help": "of a batch"},
     "--held-out": {**flags.NUMBER, "default": 64, "help": "sequences that are measured on"},
-    "--back": {
-        "type": flags.checked(flags.reduction_name),
-        "default": "E8M7",
-        "help": "format that training goes back to",
-    },
+    "--back": {"type": flags.checked(flags.reduction_name), "default": "E8M7", "help": "format to go back to"},
     "--rate": {**flags.RATE, "default": 1e-3},
     "--kernel": {
         **flags.NAME,
@@ -112,19 +110,12 @@ class Run:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; UsageError: in one line what is wrong."""
-    made = flags.parser(
-        "sharpness",
-        "Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a\n"
-        "run of tiebreak lab train.",
-        _EPILOG,
-        measurement=_OPTIONS,
-    )
+    made = flags.parser("sharpness", _ABOUT, _EPILOG, measurement=_OPTIONS)
     add_options(made, "sharpness.jsonl", "run")
     options = made.parse_args(argv)
-    if options.steps % options.every or options.more % options.every:
-        raise UsageError(
-            f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
-        )
+    every = options.every
+    if options.steps % every or options.more % every:
+        raise UsageError(f"--steps {options.steps} and --more {options.more} must be multiples of --every {every}")
     return options
 
 
@@ -195,9 +186,8 @@ def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens,
     """Return what is trained on, and sequences of the rest with their target: int64 (sequences, context + 1)."""
     end = len(tokens) - len(tokens) // _HELD_OUT
     starts = np.linspace(end, len(tokens) - sizes.context - 1, sequences).astype(int)
-    return tokens[:end], torch.from_numpy(
-        np.stack([tokens[at : at + sizes.context + 1] for at in starts]).astype(np.int64)
-    )
+    rest = np.stack([tokens[at : at + sizes.context + 1] for at in starts])
+    return tokens[:end], torch.from_numpy(rest.astype(np.int64))
 
 
 def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:

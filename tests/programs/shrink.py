@@ -49,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     (backend,) = devices(options.backend, [options.kernel])
     kernel = _kernel(options.kernel)
     inputs = _inputs(options)
-    refusal = kernel.refusal(to_device(inputs, backend.device))
-    if refusal is not None:
+    if (refusal := kernel.refusal(to_device(inputs, backend.device))) is not None:
         raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
     try:

@@ -189,14 +189,6 @@ def test_added_kernel_is_predicted_on_a_device() -> None:
     assert record.number("equal_bits") == 1.0
 
 
-def test_added_backend_says_why_it_cannot_run_and_has_the_defaults() -> None:
-    backend = names_of("Add a backend")["MPS"]
-    assert backend.unavailable() in (None, "no Apple GPU")
-    assert (backend.arithmetic.has_fp64, backend.worker_limit(), backend.worker_environment(1)) == (False, 4, {})
-    assert backend.describe().keys() == {"macos"}
-    assert not backend.poisoned()
-
-
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="torch-npu takes the one device that torch leaves free")
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),

@@ -41,8 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.update and options.expect is None:
         raise UsageError("--update: name the file to write with --expect FILE")
-    reason = unavailable()
-    if reason is not None:
+    if (reason := unavailable()) is not None:
         raise UsageError(f"nothing can be compiled here: {reason}")
     kernels = {kernel.name: kernel for kernel in sources()}
     targets = [TARGETS[name] for name in _picked("targets", options.targets, list(TARGETS))]
