@@ -1,4 +1,4 @@
-"""Bad usage of the laboratory's verbs: one line that says what to do, and nothing is left behind."""
+"""Bad usage of the laboratory's verbs and of levels: one line that says what to do, and nothing is left behind."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ GIVEN = {
     " --formats E8M7 --kernels flash@paper --lr 1e-2",
     "sharpness": "--steps 2 --more 2 --every 1 --held-out 4 --attention same",
     "fleet": "",
+    "levels": "",
 }
 BAD = [
     ("train", "--data nowhere", "train.bin: no such file"),
@@ -38,6 +39,11 @@ BAD = [
     ("sharpness", "--formats E8M3:inner=4:outer=3", "the range is empty"),
     ("sharpness", "--steps 3 --every 2", "--steps 3 and --more 2 must be multiples of --every 2"),
     ("fleet", "--on here", "--on here: expected ray, ray://HOST:PORT"),
+    ("levels", "--arch vax", "aarch64"),
+    ("levels", "--sysroot here", "--arch"),
+    ("levels", "--save=mine", "--save"),
+    ("levels", "--save mine", "--save"),
+    ("levels", "--arch aarch64 --level graviton", "unknown level 'graviton'"),
 ]
 
 
@@ -45,10 +51,10 @@ BAD = [
 def test_bad_usage_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, words: str, message: str
 ) -> None:
-    out = tmp_path / "out"
-    assert main(["lab", verb, *GIVEN[verb].split(), "--out", str(out), *words.split()]) == 2
+    out, name = tmp_path / "out", verb if verb == "levels" else f"lab {verb}"
+    assert main([*name.split(), *GIVEN[verb].split(), "--out", str(out), *words.split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"tiebreak lab {verb}: ")
+    assert error.startswith(f"tiebreak {name}: ")
     assert message in error
     assert error.count("\n") == 1
     assert not out.exists()

@@ -166,22 +166,6 @@ def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--arch vax", "aarch64"),
-        ("--sysroot here", "--arch"),
-        ("--save=mine", "--save"),
-        ("--save mine", "--save"),
-        ("--arch aarch64 --level graviton", "unknown level 'graviton'"),
-    ],
-)
-def test_bad_usage_is_one_line_and_exit_2(words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["levels", *words.split()]) == 2
-    (message,) = capsys.readouterr().err.splitlines()
-    assert named in message
-
-
-@pytest.mark.parametrize(
     ("arguments", "listed"),
     [
         ([], [["native"], ["b", "ATEN_CPU_CAPABILITY=avx2"], ["c"]]),

@@ -65,8 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tiebreak audit",
         description="Compile the Triton kernels for GPUs that need not be here; read what rounds in their assembly.",
     )
-    known = ", ".join(TARGETS)
-    parser.add_argument("--targets", metavar="NAMES", default="*", help=f"GPUs (comma list, globs): {known}")
+    parser.add_argument("--targets", metavar="NAMES", default="*", help=f"comma list, globs: {', '.join(TARGETS)}")
     parser.add_argument("--kernels", metavar="NAMES", default="*", help="kernels (comma list, globs); all by default")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail if a rounding instruction is not as in FILE")
