@@ -24,6 +24,7 @@ PTX = """
 	cvt.rn.bf16x2.f32 	%r22, %r20, %r20;
 	st.global.b32 	[%rd1], %r22;
 """
+SETTINGS = "\t.amdhsa_float_round_mode_32 0\n\t.amdhsa_float_round_mode_16_64 0\n\t.amdhsa_float_denorm_mode_32 3\n"
 # gfx942: no cast instruction, so integers round.
 CDNA3 = """
 	.loc	1 10 1                          ; k.py:10:1
@@ -54,9 +55,6 @@ CDNA3 = """
 	v_add3_u32 v54, v52, v54, s3
 	v_lshrrev_b32_e32 v54, 16, v54
 	global_store_short v[80:81], v54, off
-	.amdhsa_float_round_mode_32 0
-	.amdhsa_float_round_mode_16_64 0
-	.amdhsa_float_denorm_mode_32 3
 """
 CDNA4 = """
 	.loc	1 20 1                          ; k.py:20:1
@@ -72,12 +70,8 @@ CDNA4 = """
 	v_rcp_f32_e32 v50, v73
 	v_mul_f32_e32 v51, v32, v50
 	v_cvt_pk_bf16_f32 v52, v51, v51
-	.amdhsa_float_round_mode_32 0
-	.amdhsa_float_round_mode_16_64 0
-	.amdhsa_float_denorm_mode_32 3
 """
-SETTINGS = ".amdhsa_float_round_mode_32 0\n.amdhsa_float_round_mode_16_64 0\n.amdhsa_float_denorm_mode_32 3"
-KERNELS = {"ptx": PTX, "cdna3": CDNA3, "cdna4": CDNA4}
+KERNELS = {"ptx": PTX, "cdna3": CDNA3 + SETTINGS, "cdna4": CDNA4 + SETTINGS}
 
 
 def audit(text: str, dialect: str) -> Audit:
