@@ -167,6 +167,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,base=10", "base=10: expected 2 or e"),
         ("fused,contract=maybe", "contract=maybe: expected yes or no"),
         ("fused,shifted=bf16,contract=yes", "S - m is never formed"),
+        ("fused_fast_exp,contract=yes", "multiplies by log2 e itself"),
         ("fused,l_from=both", "l_from=both: expected unrounded or clamped or rounded"),
         ("fused,tile=0", "at least 1, not 0 x 0"),
         ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),

@@ -14,6 +14,7 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import (
     BLIND_ROWS,
@@ -26,9 +27,9 @@ from tiebreak.kernels.features import (
     OWN_SCALE,
     Feature,
 )
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Formats
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
+from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
@@ -121,37 +122,19 @@ def test_a_feature_costs_five_files(word: str) -> None:
     assert 0 < len(files) <= 5, files
 
 
-def test_one_format_stands_for_all_but_those_named() -> None:
-    assert Formats.of(BF16, v=FP8_E4M3, output=FP32) == Formats(BF16, v=FP8_E4M3, operands=BF16, output=FP32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'w'"):
-        Formats.of(BF16, w=FP16)
-
-
-def _declared(name: str) -> Declaration:
-    declaration = composed_kernel(name).declaration
-    assert declaration is not None
-    return declaration
-
-
 def _triton(name: str) -> Kernel:
     return next(kernel for kernel in triton_kernels(interpreted=True) if kernel.name == name)
 
 
 @pytest.mark.parametrize("name", ["flash@fused", "standard", "fair"])
-def test_an_output_in_fp32_is_the_one_before_its_cast(name: str) -> None:
-    inputs, declaration = _inputs("random"), _declared(name)
-    wide = replace(inputs, formats=Formats.of(BF16, output=FP32))
-    uncast = replace(declaration, plan=replace(declaration.plan, o=Cast(FP32)))
-    o = run_declared(declaration, wide, ARITHMETIC, False).o
-    assert torch.equal(o, run_declared(uncast, inputs, ARITHMETIC, False).o)
-    assert not torch.equal(o, o.bfloat16().float())
-
-
-def test_operands_in_another_format_move_p_bar_alone() -> None:
-    inputs, declaration = _inputs("random"), _declared("flash@fused")
-    moved = replace(declaration, plan=replace(declaration.plan, p_bar=Cast(FP16)))
-    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, operands=FP16)), ARITHMETIC, False).o
+@pytest.mark.parametrize(("own", "cast"), [({"output": FP32}, "o"), ({"operands": FP16}, "p_bar")])
+def test_a_format_of_its_own_moves_its_casts_alone(name: str, own: dict[str, Format], cast: str) -> None:
+    inputs, declaration = _inputs("random"), parse_declaration(name)
+    (fmt,) = own.values()
+    moved = replace(declaration, plan=replace(declaration.plan, **{cast: Cast(fmt)}))  # type: ignore[arg-type]
+    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, **own)), ARITHMETIC, False).o
     assert torch.equal(o, run_declared(moved, inputs, ARITHMETIC, False).o)
+    assert torch.equal(o, o.bfloat16().float()) is (cast == "p_bar")
 
 
 @pytest.mark.parametrize("own", [{"output": FP32}, {"operands": FP16}], ids=["output", "operands"])
