@@ -46,7 +46,7 @@ from tiebreak.backends.interpreter.session import interpreting
 
 U = FP32.unit_roundoff
 CASES = {case.name: case for case in SCRIPTED}
-HEADS = 32
+HEADS = 16
 FEW = 0.001  # of the bits
 ARITHMETIC = EmulatedArithmetic()
 
@@ -199,18 +199,19 @@ def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
     return run(inputs, declaration, gradients=False)
 
 
-def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration, *, settled: bool = False) -> None:
+def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration, *, settled: bool = False) -> AttentionOutput:
     """Hold the kernel and the emulation to the enclosure; `settled`: it leaves few elements open, and few differ."""
-    ends = _enclosure(inputs, declaration, WORST)
-    actual, emulated = _run(inputs, declaration).o, run_declared(declaration, inputs, ARITHMETIC, False).o
-    assert ((ends.low <= actual) & (actual <= ends.high)).all()
-    assert ((ends.low <= emulated) & (emulated <= ends.high)).all()
-    typical = _open(_enclosure(inputs, declaration, Errors(random=True))).double().mean().item()
-    differing = (actual != emulated).double().mean().item()
-    assert differing <= max(FEW, typical)
+    ends, output = _enclosure(inputs, declaration, WORST), _run(inputs, declaration)
+    emulated = run_declared(declaration, inputs, ARITHMETIC, False).o
+    for o in (output.o, emulated):
+        assert ((ends.low <= o) & (o <= ends.high)).all()
     if settled:
         assert _open(ends).double().mean() <= 0.05
-        assert differing <= FEW
+    differing = (output.o != emulated).double().mean().item()
+    if differing > FEW:
+        assert not settled
+        assert differing <= _open(_enclosure(inputs, declaration, Errors(random=True))).double().mean().item()
+    return output
 
 
 def _declared(plan: RoundingPlan, rule: str = "safe", block: Block = BLOCK) -> Declaration:
@@ -264,8 +265,7 @@ def test_every_plan_is_kept(plan: RoundingPlan) -> None:
 @pytest.mark.parametrize("plan", ["fused_fp8_offset", "fused_fp8_clamped", "fused_fp8_fair"])
 def test_eight_bits_are_kept_where_they_saturate_too(plan: str, rule: str) -> None:
     inputs, declared = _made("fp8_stale_maximum"), _declared(PLANS[plan], rule)
-    _assert_as_declared(inputs, declared)
-    left = (_run(inputs, declared).o.double().abs().sum() / reference(inputs).o.abs().sum()).item()
+    left = (_assert_as_declared(inputs, declared).o.double().abs().sum() / reference(inputs).o.abs().sum()).item()
     assert (left < 0.9) is (rule == "lazy_4" and plan == "fused_fp8_offset")
     _assert_rows(_made("fp8_ties"), _run(_made("fp8_ties"), declared))  # whose log-sum-exp does not show the offset
 
@@ -309,8 +309,7 @@ def _assert_rows(inputs: AttentionInputs, output: AttentionOutput) -> None:
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_standard"])
 def test_every_shape_is_right(kernel: str, attention_shape: Shape) -> None:
     inputs = _normal(*attention_shape)
-    _assert_as_declared(inputs, DECLARATIONS[kernel])
-    _assert_rows(inputs, _run(inputs, DECLARATIONS[kernel]))
+    _assert_rows(inputs, _assert_as_declared(inputs, DECLARATIONS[kernel]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -321,8 +320,7 @@ def test_padding_is_not_seen(first: int, kernel: str, causal: bool) -> None:
     key = torch.arange(150)
     padding = torch.stack([key * 7919 % 5 > 1, key >= first])
     inputs = replace(_normal(33, 150, 16, 4, 2, causal), key_padding=padding)
-    _assert_as_declared(inputs, DECLARATIONS[kernel])
-    _assert_rows(inputs, _run(inputs, DECLARATIONS[kernel]))
+    _assert_rows(inputs, _assert_as_declared(inputs, DECLARATIONS[kernel]))
 
 
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_paper", "triton_standard"])
