@@ -19,12 +19,9 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, vdpbf16_matmul
 from tiebreak.backends.platform import cpu_features
-from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
@@ -163,18 +160,6 @@ def test_a_product_whose_sum_is_rounded_in_blocks_loses_what_each_block_adds() -
     # 2^14 + 31 goes back to 2^14, and then 32 are half an ulp, every time.
     assert arithmetic.matmul(terms, ones, Cast(BF16, every=32), Accumulator.EXACT).item() == 2.0**14
     assert arithmetic.matmul(terms, ones, Cast(BF16, every=4096), Accumulator.EXACT).item() == 18432.0
-
-
-def test_eager_attention_in_blocks_adds_the_errors_of_each() -> None:
-    """What PyTorch 2.9.1 was seen to do under QEMU, with bf16 instructions: +0.35 ulp, where whole sums have +0.11."""
-    inputs = CASES["ties_across_long_blocks"].make(1, 0, 32, BF16)
-    exact = reference(inputs).o
-    biases = {}
-    for plan in ("standard,s=input", "standard,s=input,o_bar=input/512"):
-        told = parse_declaration(plan)
-        output = told.algorithm.forward(inputs, told.plan, told.shift_rule, EmulatedArithmetic(), told.block)
-        biases[plan] = signed_error_ulps(output.o, exact, BF16).mean().item()
-    assert list(biases.values()) == pytest.approx([0.11, 0.35], abs=0.03)
 
 
 def test_a_cell_that_fell_says_what_predicts_it() -> None:

@@ -165,10 +165,8 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,s=fp32:away", "s=fp32:away: what is fp32 is not rounded"),
         ("fused,p_bar=input:stochastic", "O's cast alone can be stochastic"),
         ("fused,base=10", "base=10: expected 2 or e"),
-        ("fused,contract=maybe", "contract=maybe: expected yes or no"),
         ("fused,shifted=bf16,contract=yes", "S - m is never formed"),
         ("fused_fast_exp,contract=yes", "multiplies by log2 e itself"),
-        ("fused,l_from=both", "l_from=both: expected unrounded or clamped or rounded"),
         ("fused,tile=0", "at least 1, not 0 x 0"),
         ("fused,tile=64x32x16", "tile=64x32x16: expected a size"),
         ("fused,offset=65", "offset=65: expected a whole number from 0 to 64"),
@@ -180,8 +178,6 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,q=bf16,q8=int8/head", "q is rounded, or put into 8 bits with scales, not both"),
         ("standard,offset=8", "offset: standard attention makes nothing of it"),
         ("standard,tile=64", "standard attention has no tiles"),
-        ("standard,l_from=rounded", "standard attention makes nothing of it"),
-        ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),
     ],
 )
 def test_a_slip_is_told_in_one_line(text: str, message: str) -> None:

@@ -19,7 +19,6 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import (
     BLIND_ROWS,
     CAUSAL,
-    FEATURES,
     GROUPED,
     KEY_PADDING,
     MIXED_FORMATS,
@@ -106,12 +105,6 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
     assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
     assert kernel.refusal(_inputs("random_causal")) == "no such card"
     assert replace(kernel, missing_requirement=lambda inputs: None).refusal(_inputs("random_causal")) is None
-
-
-def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
-    words = set(FEATURES)
-    assert len({feature.name for feature in words}) == len({feature.words for feature in words}) == len(words)
-    assert all(kernel.takes <= words for kernel in _kernels())
 
 
 @pytest.mark.parametrize("word", ["block_mask", "descale"])  # one hides scores, the other has an arithmetic of its own

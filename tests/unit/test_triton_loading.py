@@ -64,13 +64,6 @@ def test_versions_that_do_not_go_together_are_told(
     assert (INTERPRETER.unavailable() is None) == (reason is None)
 
 
-def test_the_fingerprint_says_whose_arithmetic_it_is() -> None:
-    assert INTERPRETER.fingerprint()["cast"] == "even"
-    off = ("exponential_flushes", "exponential_in_base_two", "contraction", "division_by_reciprocal")
-    exact = {"triton": triton.__version__, "as": "exact", "sums": "exact"}
-    assert INTERPRETER.describe() == exact | dict.fromkeys(off, False)
-
-
 class _Card:
     """A Hopper that compiles and never runs."""
 
