@@ -183,12 +183,9 @@ TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of th
 
 
 def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
-    """Return the tensor core that multiplies two operand formats and adds up in fp32.
+    """The tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
 
-    Args:
-        target: One of `TARGETS`, as Triton names GPUs.
-        a: Name of the first operand's format, one of `OPERANDS`.
-        b: The second operand's; the same as the first's, unless both are fp8.
+    The formats, of `OPERANDS`, are the same unless both are fp8.
 
     Raises:
         ValueError: The target is not known to multiply them.
