@@ -202,17 +202,6 @@ def test_an_access_out_of_bounds_names_the_kernel_and_the_argument(
     launch(function, torch.zeros(N), torch.zeros(N), 0, N=N)
 
 
-def _hidden(X: Any, Y: Any, n: Any, N: tl.constexpr) -> None:
-    row = tl.arange(0, N)
-    tl.store(Y + row, tl.load(X + row, mask=row < n, other=-1.0), mask=row < n)
-
-
-def test_what_a_mask_hides_is_not_touched(launch: Launch) -> None:
-    x, y = torch.ones(5), torch.zeros(5)
-    launch(_hidden, x, y, 5, N=N)
-    assert torch.equal(x, y)
-
-
 def _descriptors(X: Any, Y: Any, N: tl.constexpr) -> None:
     source = tl.make_tensor_descriptor(X, [N, N], [N, 1], [16, 16])
     target = tl.make_tensor_descriptor(Y, [N, N], [N, 1], [16, 16])

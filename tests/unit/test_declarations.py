@@ -7,8 +7,7 @@ import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
-from tiebreak.kernels.formats import BF16, FP16, Formats, Rounding
+from tiebreak.kernels.formats import BF16, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
     ALL_BF16,
@@ -68,27 +67,14 @@ def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> N
     assert changed(parse_declaration(text).plan) == plan
 
 
-def test_input_follows_the_call_and_a_name_does_not() -> None:
-    plan = parse_declaration("fused,s=input,qk=bf16").plan.in_formats(Formats.of(FP16))
-    assert (plan.s.fmt, plan.qk.fmt, plan.o.fmt) == (FP16, BF16, FP16)
-
-
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [("tile=64", Block(64, 64)), ("tile=64x32", Block(64, 32)), ("tile=one", ONE_TILE), ("tile=128", BLOCK)],
-)
-def test_tiles_are_queries_by_keys(text: str, block: Block) -> None:
-    declaration = parse_declaration(f"fused,{text}")
-    assert declaration.block == block
-    assert declaration.label == f"flash@fused,{text}"
-
-
 @pytest.mark.parametrize(
     ("text", "label"),
     [
         ("fused", "flash@fused"),
         ("standard", "standard"),
         ("fair", "dithered@fused_stochastic"),
+        ("fused,tile=64x32", "flash@fused,tile=64x32"),  # queries by keys
+        ("fused,tile=one", "flash@fused,tile=one"),
         (" flash@fused , tile = 64 , base=2,s=input ", "flash@fused,s=input,base=2,tile=64"),
         ("fused,s=fp32,l_from=unrounded,base=e,o=input:even", "flash@fused"),  # which it is already
     ],
