@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import (
     FLASH_ATTENTION,
     FLASH_ATTENTION_1,
@@ -31,7 +30,6 @@ Formula = Callable[[Row, float, Sequence[Row], int], list[float]]
 LOW = Cast(BF16)
 KEYS, D = 6, 5
 SCALE = 0.3  # which bf16 does not have, nor its inverse
-CASES = {case.name: case for case in SCRIPTED}
 
 
 def bf16(x: float) -> float:

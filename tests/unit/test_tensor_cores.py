@@ -271,7 +271,6 @@ def test_every_core_is_held_to_its_rules() -> None:
     [
         (("sm_60", "fp16"), "sm_60 doesn't multiply fp16 by fp16; it does nothing known"),
         (("sm_80", "fp16", "bf16"), "sm_80 doesn't multiply fp16 by bf16; it does fp16, bf16, tf32$"),
-        (("sm_75", "bf16"), "sm_75 doesn't multiply bf16 by bf16; it does fp16$"),
         (("gfx942", "fp8_e4m3"), "gfx942 doesn't multiply fp8_e4m3 by fp8_e4m3; it does .*fp8_e4m3fnuz x fp8_e5m2fnuz"),
     ],
 )
