@@ -67,7 +67,7 @@ def unresolved() -> list[str]:
     return sorted(name for name in left if not any(hasattr(library, name) for library in others))
 
 
-class Calls(Operators):
+class Calls(Operators):  # type: ignore[no-untyped-call]
     """Notes the operators that are called, the layouts they are called with, and those that return float64."""
 
     def __init__(self) -> None:

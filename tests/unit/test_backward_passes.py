@@ -125,7 +125,7 @@ def coarse_throughout(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tenso
     return of_its_own(_coarse(q), _coarse(k), _coarse(v), scale=scale)
 
 
-def judged(kernel: Kernel, case: str, heads: int = 16, fmt: Format = BF16) -> Record:
+def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Record:
     return run_cell(Cell(CPU, kernel, Call(CASES[case]), fmt), Workbench(Settings(seed=2, heads=heads)))
 
 

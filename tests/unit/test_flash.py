@@ -152,7 +152,7 @@ def assert_accurate(
         assert ((gradient.double() - expected).abs() <= count * U * scale).all()
 
 
-class LargestInFp64(Operators):
+class LargestInFp64(Operators):  # type: ignore[no-untyped-call]
     """Counts elements of the largest fp64 tensor that is made."""
 
     elements = 0

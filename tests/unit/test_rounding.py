@@ -203,7 +203,7 @@ def test_any_shape_and_layout(fmt: Format, mode: Rounding) -> None:
     assert torch.equal(x.detach(), before)
 
 
-class _NoDoubles(Operators):
+class _NoDoubles(Operators):  # type: ignore[no-untyped-call]
     """A device without float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
