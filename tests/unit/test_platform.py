@@ -53,7 +53,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "info", "name", "features"),
+    ("machine", "cpuinfo", "name", "features"),
     [
         # Not erms, which changes no bits, and not avx512dq, which only the second processor has.
         ("x86_64", X86, "Intel(R) Xeon(R) Platinum 8480+",
@@ -61,15 +61,14 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("aarch64", ARM, "aarch64", "asimd asimdhp bf16 sve"),
     ],
 )  # fmt: skip
-def test_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, info: str, name: str, features: str
+def test_a_cpu_is_its_model_and_what_changes_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, name: str, features: str
 ) -> None:
     monkeypatch.setattr("platform.processor", lambda: "")
     monkeypatch.setattr("platform.machine", lambda: machine)
-    root = write(tmp_path, {"proc/cpuinfo": info})
+    root = write(tmp_path, {"proc/cpuinfo": cpuinfo})
     assert platform.emulated(root) is None
-    assert cpu_name(root) == name
-    assert cpu_features(root) == tuple(features.split())
+    assert (cpu_name(root), cpu_features(root)) == (name, tuple(features.split()))
 
 
 def test_an_emulated_processor_is_never_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
