@@ -49,13 +49,7 @@ def backward_held_to(
 
     Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
     known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
-
-    Args:
-        runs: what the kernel made of a batch, each time that it was run.
-        o: its O.
-        forward: the plan that O is held to, whose S the backward pass computes anew.
-        batch: what it was given.
-        known: what the kernel was asked before.
+    The forward plan is the one that O is held to, whose S the backward pass computes anew.
     """
     passes = passes_after(forward)
     few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
@@ -125,11 +119,9 @@ def _chosen(
 ) -> tuple[str, Mapping[str, str], BackwardPass]:
     """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
 
-    Autograd's are as many as there are ways to write attention: only those of flash attention are all known.
-
-    Returns:
-        The name that reports have; the passes that dQ, dK and dV are held to; and the one whose gradients, without a
-        rounding, errors are measured from.
+    Autograd's are as many as there are ways to write attention: only those of flash attention are all known. The name
+    for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients, without a
+    rounding, errors are measured from.
     """
 
     def nearest(names: Iterable[str]) -> str:

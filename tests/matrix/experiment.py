@@ -136,11 +136,7 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """The experiments of a run.
-
-        Args:
-            captured: folder of captured tensors, which run alone unless cases are named.
-            cases_named: whether --cases was given.
+        """The experiments of a run; a folder of captured tensors runs alone unless --cases names cases.
 
         Raises:
             UnusableExperimentError: the folder can't be used.

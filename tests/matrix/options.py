@@ -203,12 +203,10 @@ def _given(value_of: Values) -> list[Option]:
 
 
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
-    """By which fields of a record the options leave cells out of a run, and which values of them they leave in.
+    """By which fields of a record the options, pytest's own among them, leave cells out, and which values stay in.
 
-    Args:
-        value_of: the options; pytest's own among them.
-        cells: that the options of the matrix leave in.
-        collected: ids of those that pytest left of them; empty: that is not known yet.
+    The cells are those that the matrix' options leave in, and `collected` those of them that pytest has left; empty:
+    that is not known yet.
     """
     cells = list(cells)
     left_out = []

@@ -41,11 +41,11 @@ _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
 WATCH = pytest.StashKey[Watch]()
+BENCH = pytest.StashKey[Workbench]()  # what the cells of one worker share
+EXCUSES = pytest.StashKey[Excuses]()  # failures that are excused
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
-_bench = pytest.StashKey[Workbench]()
-_excuses = pytest.StashKey[Excuses]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,7 +115,7 @@ def pytest_configure(config: pytest.Config) -> None:
             _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
         settings = _settings(config)
         config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and budget.seconds_of(text))
-        config.stash[_bench] = Workbench(settings)
+        config.stash[BENCH] = Workbench(settings)
         chosen, unavailable = cells(_selection(config))
         if on_controller:
             check_usable(chosen)
@@ -128,7 +128,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # What the baseline of a gated run does not meet either is excused: the gate says whether it got worse.
         kept = None if (name := config.getoption("baseline")) is None else Path(str(name))
         before = expected.of_baseline(store.read(kept), kept) if kept is not None and kept.exists() else {}
-        config.stash[_excuses] = Excuses(entries, before)
+        config.stash[EXCUSES] = Excuses(entries, before)
         if on_controller:
             _keep(config, chosen, unavailable)
     except (UsageError, SelectionError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
@@ -141,7 +141,7 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     for name in set(allowed) - set(named):
         _refuse(f"--allow-missing {name}: --backend does not name it")
     missing = [name for name in unavailable if name in named and name not in allowed]
-    settings, excuses = config.stash[_bench].settings, config.stash[_excuses]
+    settings, excuses = config.stash[BENCH].settings, config.stash[EXCUSES]
     collector = RecordCollector(config, chosen, settings, unavailable, excuses, missing)
     path = collector.file.path
     if not any(config.getoption(option) for option in _NO_RUN):  # what can't be written to is refused before the work
@@ -156,14 +156,10 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else somebody handles it
         signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(_let_sigterm_end)
+        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
-
-
-def _let_sigterm_end() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -243,18 +239,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
     """End a worker whose device is beyond use before it spoils another cell; xdist puts a new one in its place."""
     if item.session.stash.get(_poisoned, False) and hasattr(item.config, "workerinput"):
         os._exit(0)
-
-
-@pytest.fixture
-def bench(pytestconfig: pytest.Config) -> Workbench:
-    """What the cells of one worker share."""
-    return pytestconfig.stash[_bench]
-
-
-@pytest.fixture
-def excuses(pytestconfig: pytest.Config) -> Excuses:
-    """Failures that are excused."""
-    return pytestconfig.stash[_excuses]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -122,7 +122,6 @@ class RecordCollector:
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
-        """What they leave out."""
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
@@ -154,14 +153,9 @@ class RecordCollector:
         """What the arithmetic of every backend that ran does, by backend."""
         return {backend.name: backend.fingerprint() for backend in self.backends}
 
-    @pytest.hookimpl(wrapper=True)  # before JUnit's XML takes the properties, and pytest counts what failed
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
-        """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
-        self.take(report)
-        yield
-
-    def take(self, report: pytest.TestReport) -> None:
-        """Take the record of a cell, the first that comes of it."""
+    @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties, and pytest counts what failed
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the first record that comes of a cell; one whose worker died has none and is marked crashed."""
         if any(key == POISONED for key, _ in report.user_properties):
             # The worker will end itself, and not by fault of its next cell.
             session = self.config.pluginmanager.get_plugin("dsession")
@@ -392,7 +386,5 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
 def _why(report: pytest.TestReport) -> str:
     """Why a test failed that gave no record, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    lines = str(crash.message if crash else report.longrepr).strip().splitlines()
-    if lines and _WORKER_DIED.match(lines[-1]):
-        return lines[-1]
-    return (lines[0] if crash else lines[-1]) if lines else "no report"
+    lines = str(crash.message if crash else report.longrepr).strip().splitlines() or ["no report"]
+    return lines[0] if crash and not _WORKER_DIED.match(lines[-1]) else lines[-1]

@@ -20,8 +20,6 @@ from tiebreak.reports.names import first_few, matching, none_named, pick, split,
 
 _T = TypeVar("_T")
 
-_EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says otherwise
-
 
 class SelectionError(ValueError):
     """A name on the command line that stands for nothing; one line with the flag and the names it takes."""
@@ -136,8 +134,7 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 
 def matching_backends(selection: Selection) -> list[Backend]:
     """The backends that a run asks for, whether they can run or not; a `SelectionError` names what is unknown."""
-    default = _EXTERNAL_BACKEND if selection.kernel else None
-    names = default if selection.backends is None else selection.backends
+    names = "cpu" if selection.backends is None and selection.kernel else selection.backends
     backends = _pick("--backend", "backend", names, BACKENDS)
     if selection.card is None:
         return backends
@@ -181,9 +178,8 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
         raise SelectionError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
     try:
-        kernels = distinct_names(
-            [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
-        )
+        named = [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
+        kernels = distinct_names(named)
     except LoadError as error:
         raise SelectionError(str(error)) from error
     return [(backend, kernel) for backend in devices for kernel in kernels]

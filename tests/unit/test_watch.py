@@ -130,7 +130,7 @@ def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
     where = "no result after 62.5 s; it was in hang (attention.py, line 8)"
     assert worker.given_up(mine[8]) == f"not run: 5 of its cells in a row had timed out: {where}"
     assert worker.given_up(other[0]) is None
-    collector.take(died(mine[5], "gw1"))  # it has died, and in time
+    collector.pytest_runtest_logreport(died(mine[5], "gw1"))  # it has died, and in time
     assert worker.given_up(mine[8]) is None
 
 
@@ -168,7 +168,7 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(col
             assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
             assert not collector.another_try("gw0", f"a.py::test_cell[{cell.id}]"), "there are two tries"
         word.write_text(DUMP.replace("call.py", "workbench.py") if second == "suite's" else second)
-        collector.take(died(cell, "gw0"))
+        collector.pytest_runtest_logreport(died(cell, "gw0"))
     records = [collector.records[cell.id] for cell in cells[:3]]
     assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
     assert [record.met("in_time") for record in records] == [None, False, None]

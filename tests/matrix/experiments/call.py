@@ -144,7 +144,7 @@ class Call(Experiment):
         known = bench.known(cell.backend, kernel, cell.fmt)
         sample = sampled(cell, case_bench)
         outputs, batches = sample.outputs, [case_bench.batch(index) for index in range(len(sample.outputs))]
-        repeated = repetition(cell, outputs[0], batches[0])
+        repeated = repetition(cell, outputs[0], batches[0].inputs)
         fits = attributed(sample, known)
         held_to, backward = plan_held_to(sample, fits, known), None
         if held_to is not None and case.normal and kernel.external:
@@ -220,7 +220,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         expectation = sample.claim.expectation
         measured = expectation.text(sample.errors)
         yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
-    if sample.held_to_rounded and sample.rounded is not None:
+    if sample.bench.settings.as_rounded and sample.rounded is not None:
         measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
         yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
 
