@@ -68,12 +68,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, caus
     return torch.softmax(s.float(), -1).to(q.dtype) @ v
 
 
-def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest: int = 1) -> Callable[..., Tensor]:
+def splitting(partial: torch.dtype = torch.float32, shortest: int = 1) -> Callable[..., Tensor]:
     """Split-KV attention whose partial O is stored in a format of its own."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
-        keys = k.shape[2]
-        size = max(-(-keys // num_splits), shortest) if heeds else keys
+        size = max(-(-k.shape[2] // num_splits), shortest)
         s = torch.split(q.float() @ k.float().mT / math.sqrt(q.shape[-1]), size, -1)
         lse = torch.stack([torch.logsumexp(part, -1, keepdim=True) for part in s])
         stored = []
@@ -85,16 +84,10 @@ def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest
     return attention
 
 
-@pytest.fixture
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of up to 512 keys are split."""
-    monkeypatch.setattr(invariance, "_SPLIT_ROWS", (256, 512))
-
-
 @pytest.mark.parametrize(
     ("function", "fmt"),
-    [(only(SDPBackend.FLASH_ATTENTION), BF16), (only(SDPBackend.MATH), FP16), (eager, BF16)],
-    ids=["flash", "math", "eager"],
+    [(only(SDPBackend.FLASH_ATTENTION), BF16), (only(SDPBackend.MATH), FP16)],
+    ids=["flash", "math"],
 )
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
@@ -237,17 +230,9 @@ def test_a_default_run_leaves_them_out_and_a_name_brings_them_in() -> None:
         assert any(cell.experiment.kind == "invariance" for cell in cells(selection)[0]) == there, selection
 
 
-@pytest.mark.usefixtures("short_rows")
-def test_a_knob_that_does_nothing_says_nothing() -> None:
-    record = run(users(splitting(heeds=False), backward="none"), "split", heads=16)
-    assert record.outcome == records.INCONCLUSIVE
-    assert record.reasons == ("the knob did nothing: no bit changed by 8 splits of 512 keys whose V cancels",)
-    assert record.number("differing_bits") == 0.0
-
-
-@pytest.mark.usefixtures("short_rows")
-def test_rows_are_lengthened_until_a_kernel_splits_them() -> None:
+def test_rows_are_lengthened_until_a_kernel_splits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM PR 58131 measured prompts that were too short to split."""
+    monkeypatch.setattr(invariance, "_SPLIT_ROWS", (256, 512))
     kernel = replace(users(splitting(torch.bfloat16, shortest=256)), has_backward=False)
     record = run(kernel, "split", heads=32)
     assert record.outcome == records.FELL
@@ -291,7 +276,7 @@ def test_flash_attention_has_the_same_bits_on_the_emulation(knob: str, change: s
 
 
 def test_random_bits_of_its_own_differ_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariance, "_CALLS", 10)
+    monkeypatch.setattr(invariance, "_CALLS", 3)
     generator = torch.Generator().manual_seed(1)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

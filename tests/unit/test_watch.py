@@ -13,6 +13,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.isolation import Clock
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import RecordCollector
@@ -68,12 +69,12 @@ def mine(pytester: pytest.Pytester) -> str:
 
 
 def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_record(
-    matrix: MatrixRun, kept: Kept, mine: str
+    matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = ("--cases", "random,random_odd,random_causal", "--heads", "16", "--plan", "fp32_inside")
+    monkeypatch.setattr(watch, "_WALL", 10)  # the kernel's file changes it, here and on the workers
     Path("mine.py").write_text(f"from tiebreak.matrix import watch\nwatch._WALL = 1{KERNEL}")  # sleeping takes no CPU
-    options = ("--kernel", mine, "--backend", "cpu", "--kernels", "standard", *cases, "--cell-timeout", "4", "-n", "1")
-    result = matrix(*options)
+    both = ("--kernel", mine, "--plan", "fp32_inside", "--kernels", "standard")
+    result = matrix(*both, *CASES, "--cell-timeout", "4", "-n", "1")
     assert result.ret == 1
     assert result.stdout.str().count("replacing crashed worker") == 3, "one that hangs has a second try, no other"
     run = kept()
