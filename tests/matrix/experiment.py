@@ -33,10 +33,7 @@ class SelectionContext:
 
 
 def time_limit(cell: "Cell", given: float | None) -> float | None:
-    """Seconds that a cell may take, given what --cell-timeout says; None: as many as it needs.
-
-    The suite's own kernels are known to end.
-    """
+    """Seconds that a cell may take, given what --cell-timeout says; None: the suite's own kernels are known to end."""
     if given is not None or not cell.kernel.external:
         return given
     return cell.experiment.time_limit * max(1.0, cell.backend.call_steps / Backend.call_steps)
@@ -71,10 +68,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in.
-
-        Kernels that are another kind's alone are not among those asked for.
-        """
+        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """None, or why a cell can't run, in one line; by default running it tells."""
@@ -136,11 +130,7 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """The experiments of a run; a folder of captured tensors runs alone unless --cases names cases.
-
-        Raises:
-            UnusableExperimentError: the folder can't be used.
-        """
+        """The experiments of a run; a usable folder of captured tensors runs alone unless --cases is given."""
         return () if captured is not None and not cases_named else self.experiments
 
     def measures(self) -> Mapping[str, Measure]:

@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.platform import worker_count
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.matrix import budget, options
+from tiebreak.matrix import options, scheduling
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.gatekeeper import Gatekeeper
@@ -111,10 +111,10 @@ def pytest_configure(config: pytest.Config) -> None:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_wrong(config.getoption)
         text = config.getoption("budget")
-        if text is not None and budget.seconds_of(text) is None:
+        if text is not None and scheduling.seconds_of(text) is None:
             _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
         settings = _settings(config)
-        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and budget.seconds_of(text))
+        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and scheduling.seconds_of(text))
         config.stash[BENCH] = Workbench(settings)
         chosen, unavailable = cells(_selection(config))
         if on_controller:
@@ -198,7 +198,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":
         return None
-    by_rank = budget.rank if config.getoption("budget") is not None else None
+    by_rank = scheduling.rank if config.getoption("budget") is not None else None
     collector = config.pluginmanager.get_plugin("tiebreak-collector")
     assert isinstance(collector, RecordCollector)
     return CaseScheduling(config, log, config.stash[_cells], by_rank, collector.another_try)
@@ -216,7 +216,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With a budget, put the cells that tell most first."""
     if config.getoption("budget") is not None:
         named = config.stash[_cells]
-        ranks = {item: budget.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
+        ranks = {item: scheduling.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
         items.sort(key=lambda item: ranks.get(item, (-1, 0.0)))
 
 

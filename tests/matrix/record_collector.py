@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
-from tiebreak.matrix import budget, options
+from tiebreak.matrix import options
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.checks.limits import GRADIENTS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
-from tiebreak.matrix.scheduling import CaseScheduling, cell_id
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id, needed
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
 from tiebreak.reports.gate.expected import Excuses
@@ -206,10 +206,7 @@ class RecordCollector:
         return ended_record(cell, self.settings, records.IN_TIME, why, met=False if late.own and first else None)
 
     def another_try(self, worker: str, nodeid: str) -> bool:
-        """Whether what a worker ran as it died is run again: a cell that passed its limit for the first time.
-
-        A busy machine may be why, once.
-        """
+        """Whether what a worker ran as it died is run again: once, a busy machine may be why it was late."""
         name = cell_id(nodeid)
         late = timed_out(self.words / worker)
         if late is None or name not in self.expected or name in self.first_late:
@@ -265,9 +262,9 @@ class RecordCollector:
             session.exitstatus = _USAGE
             return
         left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
-        if needed := [case for case in dict.fromkeys(left_out) if case in budget.needed()]:
+        if lacking := [case for case in dict.fromkeys(left_out) if case in needed()]:
             advice = "raise --budget, or name fewer with --cases"
-            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}")
+            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(lacking, 8)}; {advice}")
         if session.exitstatus == pytest.ExitCode.OK:
             # What a record says and the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
@@ -353,7 +350,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={name: records.CheckRecord(check.about, check.judges, check.wrong) for name, check in asked.items()},
-        cases={name: replace(each.described(), needed=name in budget.needed()) for name, each in cases.items()},
+        cases={name: replace(each.described(), needed=name in needed()) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 

@@ -36,13 +36,8 @@ class Repetition:
 
     same: bool | None = None  # whether O has the same bits; None: there was no second run
     equal_gradients: float | None = None  # share of elements of dQ, dK and dV that have
-    gradients: Gradients | None = None  # of the second run, of a user's kernel
+    other_gradients: Gradients | None = None  # of a user's kernel, where O has the same bits and they have not
     leaks: str | None = None  # what every call of a user's kernel leaves behind, in words
-
-    @property
-    def other_gradients(self) -> Gradients | None:
-        """Those of the second run, where O has the same bits and they have not: a matter of the backward pass alone."""
-        return self.gradients if self.same and self.equal_gradients != 1.0 else None
 
 
 def repetition(cell: Cell, first: AttentionOutput, inputs: AttentionInputs) -> Repetition:
@@ -70,7 +65,8 @@ def repetition(cell: Cell, first: AttentionOutput, inputs: AttentionInputs) -> R
         return again()
     repeated, leaks = left_behind(again, first.o.numel() * TORCH_DTYPES[inputs.formats.output].itemsize)
     # Not what `again` returns: a tensor of a call that outlives it would count as left behind.
-    return replace(repeated, leaks=leaks, gradients=None if repeated.equal_gradients is None else kept)
+    differ = repeated.same and repeated.equal_gradients not in (None, 1.0)
+    return replace(repeated, leaks=leaks, other_gradients=kept if differ else None)
 
 
 def _tensors(output: AttentionOutput) -> dict[str, Tensor]:

@@ -46,8 +46,7 @@ class Selection:
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     """The cells of a run, case by case, and the backends that can't run, with their reasons.
 
-    Raises:
-        SelectionError: a name is unknown, or no cell is left: a run of nothing would pass.
+    A `SelectionError` where a name is unknown, or no cell is left: a run of nothing would pass.
     """
     chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}

@@ -66,11 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
-    """The verdicts of the command with these words, in this process; nothing is printed.
-
-    Raises:
-        UsageError: it would end with exit code 2.
-    """
+    """The verdicts of the command with these words, in this process, in silence; a `UsageError` for exit code 2."""
     follower = _Follower(io.StringIO())
     _, printed = _run(_parsed(arguments), follower)
     if follower.run is None:
