@@ -51,14 +51,11 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
     ("text", "plan"),
     [
         ("flash@fused,s=input", changed(FUSED, s=LOW)),
-        ("flash@fused,s=bf16", changed(FUSED, s=Cast(BF16))),
         ("standard,qk=input,s=input", changed(STANDARD, qk=LOW, s=LOW)),
-        ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
         ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
         ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
         ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED)),
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
-        ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
         ("standard,o_bar=input/512", changed(STANDARD, o_bar=replace(LOW, every=512))),
         ("paper,accumulator=bfmmla", changed(PLANS["paper_bfmmla"])),
         ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
@@ -68,26 +65,19 @@ def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> N
     assert changed(parse_declaration(text).plan) == plan
 
 
+def test_tiles_are_queries_by_keys() -> None:
+    blocks = {"64": Block(64, 64), "64x32": Block(64, 32), "one": ONE_TILE, "128": BLOCK}
+    assert {text: parse_declaration(f"fused,tile={text}").block for text in blocks} == blocks
+
+
 def test_input_follows_the_call_and_a_name_does_not() -> None:
     plan = parse_declaration("fused,s=input,qk=bf16").plan.in_formats(Formats.of(FP16))
     assert (plan.s.fmt, plan.qk.fmt, plan.o.fmt) == (FP16, BF16, FP16)
 
 
 @pytest.mark.parametrize(
-    ("text", "block"),
-    [("tile=64", Block(64, 64)), ("tile=64x32", Block(64, 32)), ("tile=one", ONE_TILE), ("tile=128", BLOCK)],
-)
-def test_tiles_are_queries_by_keys(text: str, block: Block) -> None:
-    declaration = parse_declaration(f"fused,{text}")
-    assert declaration.block == block
-    assert declaration.label == f"flash@fused,{text}"
-
-
-@pytest.mark.parametrize(
     ("text", "label"),
     [
-        ("fused", "flash@fused"),
-        ("standard", "standard"),
         ("fair", "dithered@fused_stochastic"),
         (" flash@fused , tile = 64 , base=2,s=input ", "flash@fused,s=input,base=2,tile=64"),
         ("fused,s=fp32,l_from=unrounded,base=e,o=input:even", "flash@fused"),  # which it is already
@@ -130,11 +120,12 @@ def test_every_label_is_taken_back_and_is_that_of_one_declaration() -> None:
         assert (again.label, again.tile_named) == (declaration.label, declaration.tile_named)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_key_changes_the_rounding_point_that_it_names(point: str) -> None:
-    field = {"l": "row_sum"}.get(point, point)
-    before, after = parse_declaration("fp32_inside").plan, parse_declaration(f"fp32_inside,{point}=fp16").plan
-    assert {name for name, cast in after.casts() if cast != getattr(before, name)} == {field}
+def test_a_key_changes_the_rounding_point_that_it_names() -> None:
+    before = parse_declaration("fp32_inside").plan
+    for point in POINTS:
+        after = parse_declaration(f"fp32_inside,{point}=fp16").plan
+        changes = {name for name, cast in after.casts() if cast != getattr(before, name)}
+        assert changes == {{"l": "row_sum"}.get(point, point)}
 
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
@@ -149,7 +140,6 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nosuch", "unknown plan 'nosuch': `tiebreak list plans` names them"),
         ("fusd", "unknown plan 'fusd': did you mean fused or "),
         ("flash@standard", "unknown plan 'flash@standard'"),
         (
@@ -174,13 +164,11 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,q8=int8", "q8=int8: 'int8': expected FORMAT/SCALES such as fp8_e4m3/head"),
         ("fused,k8=int8/head8", "k8=int8/head8: scales a head take no size"),
         ("fused,k8=int8/block", "k8=int8/block: scales a block need size"),
-        ("fused,k8=int9/head", "k8=int9/head: unknown format 'int9'"),
         ("fused,k8=int8/head+scale", "q8 alone takes the scale"),
         ("fused,q=bf16,q8=int8/head", "q is rounded, or put into 8 bits with scales, not both"),
         ("standard,offset=8", "offset: standard attention makes nothing of it"),
         ("standard,tile=64", "standard attention has no tiles"),
         ("standard,l_from=rounded", "standard attention makes nothing of it"),
-        ("flash_1@fused,l_from=rounded", "flash_1 attention makes nothing of it"),
     ],
 )
 def test_a_slip_is_told_in_one_line(text: str, message: str) -> None:

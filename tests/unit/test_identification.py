@@ -13,7 +13,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.declarations import parse_declaration, shortest
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
@@ -122,10 +122,7 @@ FLAX = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
 @pytest.mark.parametrize(
     ("kernel", "followed", "started"),
     [
-        *(
-            (EMULATED, f"flash@fused,accumulator={sums},tile=64", "flash@fused,tile=64")
-            for sums in ("sequential", "ampere")
-        ),
+        (EMULATED, "flash@fused,accumulator=ampere,tile=64", "flash@fused,tile=64"),
         # In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance.
         (_Fp32Sums(), FLAX, f"{FLAX},accumulator=cdna3"),
     ],
@@ -162,7 +159,7 @@ class _TruncatedSum(EmulatedArithmetic):
 
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_MOST", 500)
+    monkeypatch.setattr(search, "_MOST", 200)
     monkeypatch.setattr(identity, "_SWAPS", 0)
     found = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
     assert (found.plan, found.stopped) == (None, True)
@@ -265,8 +262,3 @@ def test_a_range_and_an_offset_are_moved_together() -> None:
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
     for change, other in changes(_plan("flash@fused,tile=64"), BF16):
         assert _plan(text(other)) == other, change
-
-
-def test_the_shortest_text_of_a_plan_names_what_is_nearest() -> None:
-    declaration = parse_declaration("flash@paper,o_bar=fp32,base=2,tile=64")
-    assert shortest(declaration).label == "flash@fused,base=2,tile=64"

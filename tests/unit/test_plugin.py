@@ -115,7 +115,6 @@ class TestBadInput:
         ("--kernel mine.py:N", r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
         ("--kernel exits.py:f", r"--kernel exits.py:f: .*SystemExit: usage: exits.py FILE \(exits.py, line 1\)"),
         ("--kernel ends.py:f", r"--kernel ends.py:f: .*Exit: bye \(ends.py, line 2\)"),
-        ("--kernel dies.py:f", r"--kernel dies.py:f: .*SystemExit: os._exit\(7\) \(dies.py, line 2\)"),
         ("--out mine.py", "--out: cannot write records to mine.py: .*; name another folder"),
         ("--save ..", r"--save \.\.: expected a plain name.*"),
         ("--heads 40", "--heads 40: expected at most 16 or a multiple of 16"),
@@ -129,7 +128,6 @@ class TestBadInput:
         with (pytester.path / "mine.py").open("a") as file:
             file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
         (pytester.path / "ends.py").write_text("import pytest\npytest.exit('bye')\n")
-        (pytester.path / "dies.py").write_text("import os\nos._exit(7)\n")
         (pytester.path / "exits.py").write_text("raise SystemExit('usage:\\n  exits.py FILE')\n")
         return set(pytester.path.iterdir())
 
@@ -199,11 +197,6 @@ class TestUserKernel:
             assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
             assert run.complete
             assert result.parseoutcomes()["failed"] == 1
-
-    def test_every_cell_may_kill_its_worker(self, pytester: pytest.Pytester) -> None:
-        """xdist on its own account starts four times as many anew as there are workers."""
-        config = pytester.parseconfigure("-p", "tiebreak.matrix.plugin", *QUICK, "-n", "1")
-        assert int(config.option.maxworkerrestart) > 6  # cells
 
     def test_cells_that_no_worker_is_left_for_are_in_the_records_as_crashed(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
@@ -301,11 +294,6 @@ class TestFiles:
 
 
 class TestTerminal:
-    def test_help_has_a_group(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        result = matrix("--help")
-        result.stdout.fnmatch_lines(["tiebreak: the matrix*", "*--backend=NAMES*", "*--kernel=*", "*--seed=N*"])
-        assert list(pytester.path.iterdir()) == []
-
     def test_header_names_the_platform_and_what_cannot_run(
         self, matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -35,26 +35,16 @@ def test_what_is_run_on_request_is_named() -> None:
     assert cell.experiment.time_limit > Call(OFFERED[0]).time_limit
 
 
-def test_all_of_everything_is_chosen_once() -> None:
-    chosen = cells(Selection())[0]
-    vendor = len(CPU.kernels()) - len(DEFAULT_ROSTER)
-    assert len({cell.id for cell in chosen}) == len(chosen)
-    scripted = [cell for cell in chosen if cell.experiment.kind == Call.kind]
-    # The interpreter has kernels of its own alone, and is there where triton is.
-    of_triton = 0 if INTERPRETER.unavailable() else len(INTERPRETER.kernels())
-    in_8_bits = 2 if of_triton else 0
-    own = of_triton - in_8_bits
-    in_e4m3 = len(EIGHT_BITS) * (len(eight_bit_kernels()) + in_8_bits)
-    roster = [composed_kernel(name).declaration for name in DEFAULT_ROSTER]
-    in_triton = [kernel.declaration for kernel in INTERPRETER.kernels() if "fp8" not in kernel.name] if own else []
-    left_out = [
-        declaration
-        for case, declaration in product(OFFERED, [*roster, *roster, *in_triton])
-        if case.only_claimed and case.claim_about(declaration) is None
-    ]
-    of_all = len(OFFERED) * (2 * len(DEFAULT_ROSTER) + vendor + own)
-    assert len(scripted) == of_all - len(left_out) + in_e4m3
-    assert left_out, "of a case about one feature"
+def test_all_of_everything_is_chosen_once_and_a_case_of_one_feature_by_kernels_that_it_claims_something_of() -> None:
+    ids = chosen(Selection())
+    assert len(set(ids)) == len(ids)
+    kernels = {kernel.name for kernel in CPU.kernels()}
+    of_random = {f"cpu-{name}-random-bf16" for name in kernels - {kernel.name for kernel in eight_bit_kernels()}}
+    assert {name for name in ids if name.startswith("cpu-") and name.endswith("-random-bf16")} == of_random
+    claimed = next(case for case in OFFERED if case.only_claimed)
+    roster = {name for name in DEFAULT_ROSTER if claimed.claim_about(composed_kernel(name).declaration) is not None}
+    assert roster < set(DEFAULT_ROSTER)
+    assert {name for name in DEFAULT_ROSTER if f"cpu-{name}-{claimed.name}-bf16" in ids} == roster
 
 
 @pytest.mark.skipif(INTERPRETER.unavailable() is not None, reason="no Triton")
