@@ -16,10 +16,6 @@ from tiebreak.reports.records.record import CaseRecord, ExperimentRecord, record
 Pair = tuple[Backend, Kernel]
 
 
-class UnusableExperimentError(ValueError):
-    """An experiment whose data can't be used; one line that names the file and what to do."""
-
-
 @dataclass(frozen=True)
 class SelectionContext:
     """What the command line says of kernels and formats."""
@@ -91,7 +87,7 @@ class Experiment(ABC):
         return None
 
     def check(self, fmt: Format) -> None:
-        """Raise an `UnusableExperimentError`, before any work, if its data can't be read."""
+        """Raise a `UsageError`, before any work, if its data can't be read."""
         del fmt
 
     def group(self, fmt: Format) -> str | None:
@@ -132,10 +128,6 @@ class Kind:
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         """The experiments of a run; a usable folder of captured tensors runs alone unless --cases is given."""
         return () if captured is not None and not cases_named else self.experiments
-
-    def measures(self) -> Mapping[str, Measure]:
-        """What its results measure, by name."""
-        return {measure.name: measure for measure in self.measured}
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         """Kernels by name that it has beside the backend's own, and that --kernels takes."""

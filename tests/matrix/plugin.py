@@ -24,7 +24,7 @@ from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
-from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
+from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
@@ -131,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[EXCUSES] = Excuses(entries, before)
         if on_controller:
             _keep(config, chosen, unavailable)
-    except (UsageError, SelectionError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+    except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
         _refuse(str(error))
 
 
@@ -175,7 +175,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     try:
         chosen = matching_backends(_selection(config))
-    except SelectionError:  # which pytest_configure tells
+    except UsageError:  # which pytest_configure tells
         return None
     limits = [backend.worker_limit() for backend in chosen if backend.unavailable() is None]
     return min([worker_count(_WORKER_GIB), *(limit for limit in limits if limit is not None)])

@@ -358,9 +358,11 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
-        name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
+        measure.name: records.MeasureRecord(
+            *(getattr(measure, name) for name in records.MeasureRecord.__struct_fields__)
+        )
         for kind in kinds().values()
-        for name, measure in kind.measures().items()
+        for measure in kind.measured
     }
 
 

@@ -97,7 +97,7 @@ def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:
 
 
 def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
-    names = [name for kind in kinds().values() for name in kind.measures()]
+    names = [each.name for kind in kinds().values() for each in kind.measured]
     for value in NO_NUMBERS:
         answers = ask_all(result(measures=dict.fromkeys(names, value)))
         assert {"bound", "finite", "loss"} <= answers.keys()

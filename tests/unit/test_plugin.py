@@ -88,7 +88,7 @@ class TestCells:
             def pytest_runtest_logreport(self, report: Any) -> None:
                 places.setdefault(report.nodeid.split("-")[2], set()).add(report.node.gateway.id)
 
-        both = ("--backend", "emulation,cpu", "--kernels", "flash@paper,fair", "--heads", "16")
+        both = ("--backend", "emulation,cpu", "--kernels", "flash@paper,fair", "--heads", "32")
         cases = ("--cases", "tied_maxima[k=2],no_tail,random_odd")
         assert matrix(*both, *cases, "--save", "n0").ret == 0
         assert matrix(*both, *cases, "-n", "2", "--save", "n2", plugins=[Spy()]).ret == 0
@@ -297,7 +297,9 @@ class TestTerminal:
     def test_header_names_the_platform_and_what_cannot_run(
         self, matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        absent(monkeypatch, "abacus", "its beads are stuck")
+        absent = replace(CPU, name="abacus", unavailable=lambda: "its beads are stuck")
+        backends: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, absent)}
+        monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)
         result = matrix("--kernels", "standard", "--cases", "random", "--heads", "16")
         assert result.ret == 0
         result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
@@ -354,11 +356,3 @@ vars(CPU).update(
     def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
         config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
         assert plugin.pytest_xdist_make_scheduler(config, None) is None
-
-
-def absent(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
-    """A backend more, which can't run."""
-    backends: Mapping[str, Backend] = {
-        backend.name: backend for backend in (EMULATION, CPU, replace(CPU, name=name, unavailable=lambda: reason))
-    }
-    monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)

@@ -30,9 +30,10 @@ from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.texts import worst
 from tiebreak.reports.verdict import verdicts
@@ -91,7 +92,7 @@ def splitting(partial: torch.dtype = torch.float32, shortest: int = 1) -> Callab
 )
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
-    assert all(record.measures.keys() <= USAGE.measures().keys() for record in outcomes.values())
+    assert all(record.measures.keys() <= {each.name for each in USAGE.measured} for record in outcomes.values())
     assert {name: record.reasons for name, record in outcomes.items() if record.outcome != records.MEASURED} == {
         "log_sum_exp": ("returns O alone, no log-sum-exp",)
     }
@@ -193,7 +194,7 @@ def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object)
 
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
-    with pytest.raises(SelectionError, match="asked of users' kernels, which --kernel names"):
+    with pytest.raises(UsageError, match="asked of users' kernels, which --kernel names"):
         cells(Selection(backends="emulation,cpu", experiments=USAGE.name))
     named, _ = cells(Selection(backends="emulation,cpu", cases=",".join(NAMES)))
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}

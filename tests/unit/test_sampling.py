@@ -38,7 +38,7 @@ KERNEL = Kernel("theirs", _theirs, None, has_backward=False, takes=COMMON, exter
 CELL = Cell(CPU, KERNEL, Call(CASES["random"]), BF16)
 
 
-@pytest.mark.parametrize(("seconds", "looked_at"), [(25.0, 16), (50.0, 32), (None, 64), (1000.0, 128)])
+@pytest.mark.parametrize(("seconds", "looked_at"), [(25.0, 16), (None, 64), (1000.0, 128)])
 def test_a_look_is_left_out_for_which_the_time_is_too_short(
     seconds: float | None, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

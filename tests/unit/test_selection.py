@@ -14,7 +14,8 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
+from tiebreak.reports.errors import UsageError
 
 OFFERED = [case for case in SCRIPTED if not case.on_request]
 
@@ -52,7 +53,7 @@ def test_a_kernel_of_eight_bits_meets_a_v_that_it_can_hold() -> None:
     expected = [f"interpreter-triton_fp8-{name}-bf16" for name in EIGHT_BITS]
     assert chosen(Selection(kernels="triton_fp8")) == expected
     message = r"^no cell is left: .*triton_fp8 runs in the cases called fp8_\.\.\. alone"
-    with pytest.raises(SelectionError, match=message):
+    with pytest.raises(UsageError, match=message):
         cells(Selection(kernels="triton_fp8", cases="random"))
 
 
@@ -107,7 +108,7 @@ def test_any_rule_at_any_plan_is_a_kernel_and_one_of_a_backend_alone_runs_there(
 def test_a_name_that_stands_for_nothing_is_refused_and_an_empty_list_is_no_list_of_all(
     words: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(SelectionError, match=f"^{message}"):
+    with pytest.raises(UsageError, match=f"^{message}"):
         cells(Selection(**words))
 
 
@@ -115,7 +116,7 @@ def test_a_users_kernel_runs_alone_on_the_cpu_and_never_in_the_emulation(mine: s
     assert chosen(Selection(kernel=(mine,), cases="random")) == ["cpu-mine-random-bf16"]
     # With a plan the emulation would compare that plan with itself, and every kernel would pass.
     message = r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, interpreter, cuda, ascend"
-    with pytest.raises(SelectionError, match=message):
+    with pytest.raises(UsageError, match=message):
         cells(Selection(backends="emulation", kernel=(mine,), plan="fused"))
     both = chosen(Selection(backends="emulation,cpu", kernel=(mine,), kernels="fair", cases="random"))
     assert both == ["emulation-fair-random-bf16", "cpu-fair-random-bf16", "cpu-mine-random-bf16"]
@@ -127,5 +128,5 @@ def test_a_backend_that_cannot_run_is_told_apart(monkeypatch: pytest.MonkeyPatch
     found, unavailable = cells(Selection(kernels="standard", cases="random"))
     assert [cell.id for cell in found] == ["emulation-standard-random-bf16"]
     assert unavailable == {"abacus": "its beads are stuck"}
-    with pytest.raises(SelectionError, match=r"^--backend: abacus can't run here: its beads are stuck$"):
+    with pytest.raises(UsageError, match=r"^--backend: abacus can't run here: its beads are stuck$"):
         cells(Selection(backends="abacus"))

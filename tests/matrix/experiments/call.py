@@ -28,12 +28,13 @@ from tiebreak.matrix import acceptance
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, sampled
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import Fit, Workbench
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -101,7 +102,7 @@ class Call(Experiment):
         try:
             self.case.make(0, 0, fixed.heads if fixed else 1, fmt)
         except (CapturedError, ValueError) as error:
-            raise UnusableExperimentError(str(error) if fixed else f"--features: {self.name}: {error}") from error
+            raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
         """Inputs, references and the emulation's outputs."""
@@ -283,7 +284,7 @@ class _Calls(Kind):
         try:
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
-            raise UnusableExperimentError(str(error)) from error
+            raise UsageError(str(error)) from error
         cases = SCRIPTED if captured is None or cases_named else ()
         return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 
