@@ -28,13 +28,13 @@ from tiebreak.matrix.selection import Selection, cells, check_usable, matching_b
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import split
 from tiebreak.reports.records import store
 
-_USAGE = 2
 _WORKER_GIB = 2.0
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _refuse(message: str) -> NoReturn:
     """End with one line and exit code 2, before any work."""
-    pytest.exit(" ".join(message.split()), returncode=_USAGE)
+    pytest.exit(" ".join(message.split()), returncode=USAGE)
 
 
 def _settings(config: pytest.Config) -> Settings:

@@ -28,6 +28,7 @@ from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id, needed
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
+from tiebreak.reports.cli import USAGE
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
@@ -37,7 +38,6 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, verdicts
 
-_USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
@@ -259,7 +259,7 @@ class RecordCollector:
             self.file.write(self.run)
         except store.UnwritableFolderError as error:
             self.failure = str(error)
-            session.exitstatus = _USAGE
+            session.exitstatus = USAGE
             return
         left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
         if lacking := [case for case in dict.fromkeys(left_out) if case in needed()]:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
+from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
@@ -20,11 +22,12 @@ from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import Interval, Verdict
+from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix import acceptance
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
@@ -33,7 +36,7 @@ from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, sampled
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import Fit, Workbench
+from tiebreak.matrix.workbench import CaseBench, Fit, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
@@ -206,7 +209,7 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
     if backward is not None:
         evidence["backward"] = backward.bits
     if bench.settings.rules:
-        evidence["rules"] = acceptance.said(output, bench)
+        evidence["rules"] = said(output, bench)
     if bench.case.traced:
         evidence["histogram"] = _histogram(output, batch)
         if cell.backend.predicts and cell.kernel.declaration is not None:
@@ -275,6 +278,45 @@ def digest(output: AttentionOutput) -> str:
     o = output.o.float().contiguous()
     bits = o.view(torch.int32).masked_fill(o.isnan(), -1)
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
+
+
+@cache
+def eager() -> Declaration:
+    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
+    it: a product, a softmax and a product, all tensors between them in that format.
+    """
+    backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
+    return backward.after(parse_declaration("standard,s=input,q=input"))
+
+
+def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
+    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
+    batch = bench.batch(0)
+    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
+    fmt = batch.inputs.formats.output
+    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
+    if output.gradients is None:
+        return o, []
+    gradients = []
+    for name, exact in zip(("dq", "dk", "dv"), batch.gradients.gradients, strict=True):
+        out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
+        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
+    return o, gradients
+
+
+def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
+    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
+    return {
+        name: records.RuleAnswer(
+            answer.passed,
+            {
+                each.what: records.RuleReading(records.finite(each.number), records.finite(each.limit))
+                for each in answer.readings
+            },
+            answer.needs,
+        )
+        for name, answer in answers(*compared(output, bench))
+    }
 
 
 class _Calls(Kind):
