@@ -156,10 +156,14 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else somebody handles it
         signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        config.add_cleanup(_let_sigterm_end)
     if getattr(config.option, "maxworkerrestart", "") is None:
         # A kernel may kill the worker of each of its cells twice, and every other cell still has its turn.
         config.option.maxworkerrestart = 2 * len(chosen) + 1
+
+
+def _let_sigterm_end() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -172,7 +172,6 @@ PLANS = {
     [
         ("biased", ("follows", "flash@fused,base=2"), 2, "none for ties: each row is shifted by its maximum"),
         ("unbiased", ("follows", "stabilized@paper"), 1, "partial: stabilized; fails on the 1 input above, holds on 1"),
-        ("biased", ("ambiguous", "flash@fused", "standard"), 2, "none for ties: each row is shifted by its maximum"),
         ("biased", ("ambiguous", "flash@fused", "stabilized@fused"), 2, "not known: these cases do not"),
         ("biased", ("behaves_like", "fair", "gamma@paper"), 2, "partial: dithered or gamma; fails on the 2 inputs"),
         ("biased", ("unexplained", "flash@fused"), 2, "not known: it follows no known plan"),
@@ -201,7 +200,6 @@ def test_a_fix_is_told_by_the_plan_and_by_where_it_fails(
     ("plan", "met", "fix"),
     [
         ("flash@fused", True, "none for ties: each row"),
-        ("stabilized@paper", True, "partial: stabilized; fails on the 1 input"),
         ("flash@fused", False, "not known: it is not what flash@fused predicts"),
     ],
 )

@@ -202,12 +202,6 @@ def mlx(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return ((q * torch.tensor(scale, dtype=q.dtype)) @ k.mT).float().softmax(-1).to(q.dtype) @ v
 
 
-def flax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    s = q / torch.tensor(1 / scale, dtype=q.dtype) @ k.mT
-    p = (s - s.amax(-1, keepdim=True)).exp()
-    return p / p.float().sum(-1, keepdim=True).to(q.dtype) @ v
-
-
 def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """As Triton's tutorial had it: the scale and log2(e) in q."""
     s = (q.float() * (scale * math.log2(math.e))).to(q.dtype).float() @ k.float().mT
@@ -219,7 +213,6 @@ def folded(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     ("kernel", "plan"),
     [
         (mlx, "standard,scale=input,q=input,s=input"),
-        (flax, "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"),
         (folded, "flash@fused,q=input,base=2"),
     ],
 )

@@ -309,24 +309,17 @@ class TestTerminal:
 
 class TestWorkers:
     def test_auto_asks_for_cores_and_memory_and_torch_computes_in_one_thread(
-        self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch
+        self, matrix: MatrixRun, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[float] = []
-
-        def single(memory: float) -> int:
-            asked.append(memory)
-            return 1
-
-        monkeypatch.setattr(plugin, "worker_count", single)
+        monkeypatch.setattr(plugin, "worker_count", lambda memory: asked.append(memory) or 1)
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         torch.set_num_threads(2)
         assert matrix(*QUICK, "-n", "auto", "--collect-only").ret == 0
         assert asked == [2.0]
-        assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
-
-    def test_xdists_own_variable_wins(self, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
-        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None
+        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None  # xdist's own variable wins
+        assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
 
     @pytest.mark.usefixtures("cpu_as_it_was")
     def test_a_backend_answers_for_its_device(

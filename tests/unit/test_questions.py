@@ -119,7 +119,6 @@ def strict(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("name", "function", "options", "why"),
     [
         ("strided_views", strict, {}, "contiguous=true says so: ValueError: q, k and v must be contiguous"),
-        ("strided_views", strict, {"contiguous": True}, "it is given no views"),
         ("scaled_do", eager, {"backward": "none"}, "has no backward pass"),
         ("log_sum_exp", eager, {"layout": "hnd"}, "is called for every sequence"),
         ("split", eager, {}, "no parameter num_splits"),
@@ -134,11 +133,6 @@ def test_what_a_kernel_lacks_is_skipped_with_the_reason(
     record = run(users(function, **options), name)
     assert record.outcome == records.SKIPPED
     assert re.search(why, record.skipped or "")
-
-
-def test_a_kernel_that_declares_contiguous_is_given_no_view() -> None:
-    outcomes = {run(users(strict, contiguous=True), name).outcome for name in ("past_the_end", "interleaved")}
-    assert outcomes == {records.MEASURED}
 
 
 @pytest.mark.parametrize("place", VIEWS)
@@ -160,15 +154,11 @@ def test_a_placement_holds_the_same_numbers(place: Callable[[Tensor], Tensor]) -
     ("declared", "wrong", "returned"),
     [
         ("", "", lambda s: s.logsumexp(-1)),
-        ("", "", lambda s: s.logsumexp(-1) / math.log(2)),
         ("2", "", lambda s: s.logsumexp(-1) / math.log(2)),
-        ("e", "", lambda s: s.logsumexp(-1, keepdim=True)),
         ("e", "", lambda s: s.logsumexp(-1).transpose(1, 2)),
         ("e", "is in base 2, declared is base e", lambda s: s.logsumexp(-1) / math.log(2)),
-        ("2", "is in base e, declared is base 2", lambda s: s.logsumexp(-1)),
         ("", "has the wrong sign", lambda s: -s.logsumexp(-1)),
         ("", "lacks the scale at the", lambda s: (s * 8).amax(-1) + (s - s.amax(-1, True)).exp().sum(-1).log()),
-        ("e", "lacks the maximum", lambda s: (s - s.amax(-1, True)).exp().sum(-1).log()),
         ("", "is the sum", lambda s: (s - s.amax(-1, True)).exp().sum(-1)),
         ("", "is in neither base", lambda s: s.logsumexp(-1) * torch.nan),
         ("e", "returns shape (2, 3, 4) beside O, expected", lambda s: s.logsumexp(-1)[..., :-1]),
@@ -186,11 +176,11 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(
     assert wrong in why
 
 
-@pytest.mark.parametrize("returned", [None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"])
-def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object) -> None:
+def test_what_is_no_log_sum_exp_is_none_where_none_is_declared() -> None:
     x = torch.zeros(2, 3, 5, 64)
-    with pytest.raises(CannotRunError, match="no log-sum-exp"):
-        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
+    for returned in (None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"):
+        with pytest.raises(CannotRunError, match="no log-sum-exp"):
+            judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
 
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
@@ -226,8 +216,8 @@ def test_the_words_that_a_kernel_may_declare_are_questions() -> None:
 
 def test_a_default_run_leaves_them_out_and_a_name_brings_them_in() -> None:
     default = Selection(backends="emulation", kernels="split@fused")
-    named = (replace(default, experiments="invariance"), replace(default, cases="invariance[split]"))
-    for selection, there in ((default, False), *((each, True) for each in named)):
+    named = replace(default, experiments="invariance"), replace(default, cases="invariance[split]")
+    for selection, there in ((default, False), (named[0], True), (named[1], True)):
         assert any(cell.experiment.kind == "invariance" for cell in cells(selection)[0]) == there, selection
 
 
@@ -341,17 +331,6 @@ def test_where_do_lies_must_reach_the_backward_pass() -> None:
     lost = run(users(in_fp32, backward=deaf), "memory", heads=16)
     assert lost.outcome == records.INCONCLUSIVE
     assert lost.reasons == ("the knob did nothing: no bit changed by dO's storage in other strides",)
-
-
-def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
-    def backward(do: Tensor, *qkvo: Tensor) -> tuple[Tensor, ...]:
-        if not do.is_contiguous():
-            raise ValueError("dO must be contiguous")
-        return truncating(do, *qkvo)
-
-    changes = run(users(in_fp32, backward=backward), "memory", heads=16).evidence["changes"]
-    assert {"transposed, normal numbers", "one element off alignment, normal numbers, dQ"} <= changes.keys()
-    assert "transposed, normal numbers, dQ" not in changes
 
 
 def test_partial_outputs_in_sixteen_bits_are_a_bias_of_splitting_and_a_line_of_the_verdict() -> None:
