@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,18 @@ def plain(q, k, v, *, causal=False, scale=None):
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return (s.softmax(-1) @ v.float()).to(q.dtype)
 """
+# Behind a kernel: a file of one changes the backend that it runs on, on the controller and on the workers.
+DEVICE = """
+import sys
+from pathlib import Path
+from tiebreak.backends.backend import CPU
+vars(CPU).update(
+    poisoned=lambda: getattr(sys, "broken", False),
+    worker_environment=lambda worker: {{"ABACUS": f"bead-{{worker}}"}},
+    set_up=lambda: Path({folder!r}, "set-up-" + os.environ.get("ABACUS", "on-the-controller")).touch(),
+    describe=lambda: {{"beads": 7}},
+)
+"""
 ODD_QUERIES = 7  # of the case random_odd: by them a kernel knows the case
 
 FEW = ("--backend", "emulation", "--kernels", "standard,flash@paper", "--cases", "tied_maxima[k=2],random,no_tail")
@@ -48,12 +60,6 @@ def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, ca
     return "mine.py:mine"
 
 
-def on_import(pytester: pytest.Pytester, code: str) -> None:
-    """Let the kernel's file change the backend that it runs on, here and on the workers."""
-    with (pytester.path / "mine.py").open("a", encoding="utf-8") as file:
-        file.write(f"\nimport sys\nfrom tiebreak.backends.backend import CPU\n{code}\n")
-
-
 def outcomes(run: Run) -> dict[str, str]:
     return {record.case: record.outcome for record in run.records}
 
@@ -61,15 +67,6 @@ def outcomes(run: Run) -> dict[str, str]:
 def all_records(pytester: pytest.Pytester, name: str = "last") -> list[Mapping[str, Any]]:
     records: list[Mapping[str, Any]] = json.loads((pytester.path / "out" / f"{name}.json").read_text())["records"]
     return records
-
-
-@pytest.fixture
-def cpu_as_it_was() -> Iterator[None]:
-    """For a kernel's file that changes the backend: the run's controller is this process."""
-    fields = dict(vars(CPU))
-    yield
-    vars(CPU).clear()
-    vars(CPU).update(fields)
 
 
 class TestCells:
@@ -166,13 +163,17 @@ class TestUserKernel:
         result.stdout.re_match_lines([rf"\s*{error}"])
         result.stdout.no_fnmatch_line("*Traceback*")
 
-    @pytest.mark.usefixtures("cpu_as_it_was")
-    @pytest.mark.parametrize("workers", ["0", "1"])
+    @pytest.mark.parametrize("workers", ["0", "auto"])
     def test_one_that_leaves_the_device_unusable_takes_no_other_cell_with_it(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
     ) -> None:
-        """As a GPU's sticky error: in the process that has it all later calls fail."""
+        """As a GPU's sticky error: in the process that has it all later calls fail. All that a backend says of a
+        device is heeded: how many workers it carries, what each sees, how it is set up there, and what is recorded."""
+        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         monkeypatch.setattr(sys, "broken", False, raising=False)
+        monkeypatch.setitem(vars(CPU), "worker_limit", lambda: 1)
+        for changed in ("poisoned", "worker_environment", "set_up", "describe"):  # by the kernel's file, here too
+            monkeypatch.setitem(vars(CPU), changed, getattr(CPU, changed))
         spec = user_kernel(
             pytester,
             f"""
@@ -182,7 +183,8 @@ class TestUserKernel:
             return plain(q, k, v, causal=causal, scale=scale)
             """.replace("\n            ", "\n"),
         )
-        on_import(pytester, 'vars(CPU)["poisoned"] = lambda: getattr(sys, "broken", False)')
+        with (pytester.path / "mine.py").open("a", encoding="utf-8") as file:
+            file.write(DEVICE.format(folder=str(pytester.path)))
         cases = ("random_odd", "random", "random_causal", "no_tail")
         result = matrix("--kernel", spec, *PLAN, "--cases", ",".join(cases), "--heads", "16", "-n", workers)
         assert result.ret != 0
@@ -190,13 +192,18 @@ class TestUserKernel:
         spoiled = next(record for record in run.records if record.outcome == CRASHED)
         assert spoiled.case == "random_odd"
         assert "RuntimeError: an illegal memory access was encountered" in spoiled.reasons[0]
+        assert run.platform["beads"] == 7
+        set_up = {path.name for path in pytester.path.glob("set-up-*")}
         if workers == "0":
             assert (len(run.records), run.complete) == (1, False)
             result.stdout.fnmatch_lines(["*the device is beyond use for this process; -n 1 puts another in its place*"])
+            assert set_up == {"set-up-on-the-controller"}
         else:
             assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
             assert run.complete
             assert result.parseoutcomes()["failed"] == 1
+            result.stdout.fnmatch_lines(["*1 worker [[]*"])
+            assert set_up == {"set-up-on-the-controller", "set-up-bead-0", "set-up-bead-1"}
 
     def test_cells_that_no_worker_is_left_for_are_in_the_records_as_crashed(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
@@ -320,31 +327,6 @@ class TestWorkers:
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
         assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None  # xdist's own variable wins
         assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
-
-    @pytest.mark.usefixtures("cpu_as_it_was")
-    def test_a_backend_answers_for_its_device(
-        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """How many workers it carries, what each of them sees, how it is set up there, and what is recorded of it."""
-        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
-        vars(CPU)["worker_limit"] = lambda: 1
-        spec = user_kernel(pytester)
-        on_import(
-            pytester,
-            f"""
-from pathlib import Path
-seen = lambda: "set-up-" + os.environ.get("ABACUS", "on-the-controller")
-vars(CPU).update(
-    worker_environment=lambda worker: {{"ABACUS": f"bead-{{worker}}"}},
-    set_up=lambda: Path({str(pytester.path)!r}, seen()).touch(),
-    describe=lambda: {{"beads": 7}},
-)
-""",
-        )
-        result = matrix("--kernel", spec, *PLAN, "--cases", "random", "--heads", "16", "-n", "auto")
-        result.stdout.fnmatch_lines(["*1 worker [[]*"])
-        assert {path.name for path in pytester.path.glob("set-up-*")} == {"set-up-on-the-controller", "set-up-bead-0"}
-        assert kept().platform["beads"] == 7
 
     def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
         config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
