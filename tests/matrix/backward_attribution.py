@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
-from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import DeltaSource
@@ -73,7 +71,8 @@ def find_backward_pass(known: KnownPlans) -> None:
     asked = known.asked
     if known.followed is None or not asked.kernel.has_backward:
         return
-    forward, batch = on_device(asked.backend)[known.followed], _normal_numbers(asked.fmt, known.seed)
+    forward, inputs = on_device(asked.backend)[known.followed], NORMAL[0].make(known.seed, 0, HEADS, asked.fmt)
+    batch = SharedBatch(inputs, reference(inputs))
     with suppress(Exception):  # the cells with gradients say what the kernel raised
         output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
         assert output.gradients is not None
@@ -82,12 +81,6 @@ def find_backward_pass(known: KnownPlans) -> None:
         tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
         best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
         known.passes[forward] = best, tried[best].agreeing
-
-
-@lru_cache(maxsize=1)
-def _normal_numbers(fmt: Format, seed: int) -> SharedBatch:
-    inputs = NORMAL[0].make(seed, 0, HEADS, fmt)
-    return SharedBatch(inputs, reference(inputs))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
 
 _T = TypeVar("_T")
+_GLOB = frozenset("*?")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
     """The experiments that features can be added to, each with each that is listed."""
     listed: dict[str, None] = {}
     for name in split(names):
-        matched = matching(name, ADDED) if _is_glob(name) else []
+        matched = matching(name, ADDED) if set(name) & _GLOB else []
         listed |= dict.fromkeys(matched or [name])
         if matched:
             continue
@@ -187,7 +188,7 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
         # By its full name a kernel that is for some inputs alone may meet any. One of another kind of experiment, or
         # another backend's own, is looked for by its name; who has called for all backends refuses what none has.
         with suppress(ValueError):
-            kernels |= {} if _is_glob(name) else {name: backend.kernel(name)}
+            kernels |= {} if set(name) & _GLOB else {name: backend.kernel(name)}
         if name not in kernels:
             kernels |= {match: default[match] for match in matching(name, default)}
     return list(kernels.values())
@@ -204,7 +205,3 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
         return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names")]
     except ValueError as error:
         raise UsageError(f"{flag}: {error}") from None
-
-
-def _is_glob(name: str) -> bool:
-    return "*" in name or "?" in name

@@ -49,7 +49,6 @@ ODD_QUERIES = 7  # of the case random_odd: by them a kernel knows the case
 FEW = ("--backend", "emulation", "--kernels", "standard,flash@paper", "--cases", "tied_maxima[k=2],random,no_tail")
 QUICK = (*FEW, "--heads", "16")
 PLAN = ("--plan", "fp32_inside")  # of `plain`: to find it takes longer than a cell
-SUMMARY = re.compile(r"^(\d+) cells?: (.*)$")
 
 
 def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, causal=causal, scale=scale)") -> str:
@@ -137,12 +136,6 @@ class TestBadInput:
         assert re.fullmatch(f"Exit: {message}.*", lines[0])
         assert {path for path in Path.cwd().iterdir() if path.name != "__pycache__"} == files
 
-    def test_a_folder_in_the_records_way_is_seen_before_the_work(self, matrix: MatrixRun) -> None:
-        Path("out", "main.json").mkdir(parents=True)
-        result = matrix(*QUICK, "--save", "main")
-        assert result.ret == 2
-        result.stderr.fnmatch_lines(["Exit: --save main: out/main.json is a folder; take another name"])
-
 
 class TestUserKernel:
     def test_one_that_raises_fails_its_own_cell_alone(
@@ -167,8 +160,10 @@ class TestUserKernel:
     def test_one_that_leaves_the_device_unusable_takes_no_other_cell_with_it(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
     ) -> None:
-        """As a GPU's sticky error: in the process that has it all later calls fail. All that a backend says of a
-        device is heeded: how many workers it carries, what each sees, how it is set up there, and what is recorded."""
+        """As a GPU's sticky error: in the process that has it all later calls fail.
+
+        What a backend says of its device is heeded: how many workers it carries, what each sees, its set-up, its record.
+        """
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         monkeypatch.setattr(sys, "broken", False, raising=False)
         monkeypatch.setitem(vars(CPU), "worker_limit", lambda: 1)
@@ -285,33 +280,27 @@ return plain(q, k, v, causal=causal, scale=scale)
         assert "INTERNALERROR" not in output
 
 
-class TestFiles:
-    def test_records_are_kept_under_a_name_in_a_folder_and_the_table_closes_the_report_also_without_xdist(
-        self, matrix: MatrixRun, pytester: pytest.Pytester
-    ) -> None:
-        result = matrix(*QUICK, "--save", "main", "--out", "some/where", "-p", "no:xdist")
-        assert result.ret == 0
-        result.stdout.fnmatch_lines(["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 5 held, 1 measured"])
-        result.stdout.fnmatch_lines(["records: some/where/main.json"])
-        assert [path.name for path in (pytester.path / "some" / "where").iterdir()] == ["main.json"]
-        run = store.read(pytester.path / "some" / "where" / "main.json")
-        assert run.complete
-        assert run.options["heads"] == "16"
-        assert set(run.seconds) == {record.id for record in run.records}
-
-
-class TestTerminal:
-    def test_header_names_the_platform_and_what_cannot_run(
-        self, matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
+class TestReport:
+    def test_records_have_a_name_in_a_folder_and_header_and_table_say_what_ran_and_what_cannot_also_without_xdist(
+        self, matrix: MatrixRun, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         absent = replace(CPU, name="abacus", unavailable=lambda: "its beads are stuck")
         backends: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, absent)}
         monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)
-        result = matrix("--kernels", "standard", "--cases", "random", "--heads", "16")
+        words = ("--kernels", "standard", "--cases", "random,no_tail", "--heads", "16")
+        result = matrix(*words, "--save", "main", "--out", "some/where", "-p", "no:xdist")
         assert result.ret == 0
         result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
-        result.stdout.fnmatch_lines(["backend abacus did not run: its beads are stuck"])
-        assert kept().unavailable == {"abacus": "its beads are stuck"}
+        result.stdout.fnmatch_lines(["*= tiebreak =*", "emulation, bf16", "case*", "*", "4 cells: *"])
+        result.stdout.fnmatch_lines(
+            ["backend abacus did not run: its beads are stuck", "records: some/where/main.json"]
+        )
+        assert [path.name for path in (pytester.path / "some" / "where").iterdir()] == ["main.json"]
+        run = store.read(pytester.path / "some" / "where" / "main.json")
+        assert run.complete
+        assert run.options["heads"] == "16"
+        assert run.unavailable == {"abacus": "its beads are stuck"}
+        assert set(run.seconds) == {record.id for record in run.records}
 
 
 class TestWorkers:
