@@ -155,11 +155,11 @@ def sampled(cell: Cell, bench: CaseBench) -> Sample:
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
     """What a kernel makes of one batch. Gradients are measured on the first alone."""
-    kernel = cell.kernel if index == 0 else delta_alone(cell.kernel)
+    kernel, gradients = cell.kernel, bench.case.gradients and cell.kernel.has_backward
     if kernel.declaration is not None and cell.backend.predicts:
         return bench.emulated(index, kernel.declaration)[0]
-    gradients = bench.case.gradients and kernel.has_backward
-    return cell.backend.run(kernel, bench.batch(index).inputs, gradients=gradients)
+    run = kernel if index == 0 else delta_alone(kernel)
+    return cell.backend.run(run, bench.batch(index).inputs, gradients=gradients)
 
 
 def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
