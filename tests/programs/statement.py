@@ -1,6 +1,5 @@
 """`tiebreak statement FILE... -o DIR`: what a lab hands in; `tiebreak statement --verify DIR`: whether it holds."""
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,14 +62,13 @@ def verify(arguments: Sequence[str]) -> int:
     parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
     parser.add_argument("--sample", type=count, metavar="N", help="records to recompute (default: the profile's)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
-    parser.add_argument("--as-of", type=_day, metavar="DAY", help="when waivers have to hold (default: today)")
     options = parser.parse_args(arguments)
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
     statement = store.load(options.folder / FILE, Statement)
-    asked, day = wanted or _profile(statement.profile, FILE), options.as_of or date.today()
-    found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
+    asked = wanted or _profile(statement.profile, FILE)
+    found, told = _problems(options.folder, statement, asked, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
 
@@ -79,13 +77,6 @@ def _profile(name: str, where: str = "--profile") -> Profile:
     if name not in PROFILES:
         raise UsageError(f"{where}: {unknown('profile', name, PROFILES, '')}")
     return profile(name)
-
-
-def _day(text: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
 
 
 def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
@@ -138,7 +129,7 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
 
 
 def _problems(
-    folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
+    folder: Path, statement: Statement, asked: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
     if statement.profile != asked.name:
@@ -159,7 +150,7 @@ def _problems(
         return found or [f"{FILE}: files: none"], []
     summary = statements.summary(statement, list(runs.values()), asked).encode()
     found += [f"{SUMMARY}: not what the records come to"] if there.get(SUMMARY, summary) != summary else []
-    in_records, checked = problems_of_records(runs, statement.waivers, asked, today, size, seed)
+    in_records, checked = problems_of_records(runs, statement.waivers, asked, date.today(), size, seed)
     return found + in_records, checked
 
 
