@@ -10,8 +10,7 @@ from pathlib import Path
 from string import Template
 from types import MappingProxyType
 
-from tiebreak.reports.audit.record import Audits
-from tiebreak.reports.audit.tables import audit_tables
+from tiebreak.reports.audit import Audits, audit_tables
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.data import page_data

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import tables as audit_tables
-from tiebreak.reports.audit.record import Audits
+from tiebreak.reports import audit as audit_tables
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import figures
@@ -103,7 +103,8 @@ def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Co
 def csv_grid(run: Run) -> Grid:
     """Return a row a record: every measure and check that the run describes; what there is not is empty."""
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
-    return grids.of_dicts([_row(record, run, estimated) for record in run.records], ["id"])
+    rows = [_row(record, run, estimated) for record in run.records]
+    return Grid(list(rows[0]) if rows else ["id"], [list(row.values()) for row in rows])
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     if (folder.exists() and not folder.is_dir()) or not all(_OURS.fullmatch(path.name) for path in older):
         raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
     contents = [store.content_of(path) for path in files]
-    read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
+    read = [(path, store.decoded(content, path, Run)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
     runs = {str(path): run for path, run in read}
     known, found = _judged(runs, asked, waivers, date.today())
@@ -143,7 +143,7 @@ def _problems(
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _is_records(file.name) and file.name in there]:
         try:
-            runs[name] = store.parse(there[name], folder / name)
+            runs[name] = store.decoded(there[name], folder / name, Run)
         except store.UnreadableRecordsError as error:
             found.append(str(error))
     if len(runs) < len(statement.files) or not runs:

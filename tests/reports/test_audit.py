@@ -12,8 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import ONE, Call
-from tiebreak.reports.audit.record import Audit, Audits, differences, kinds
-from tiebreak.reports.audit.tables import LEGEND, audit_tables
+from tiebreak.reports.audit import LEGEND, Audit, Audits, audit_tables, differences, kinds
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run

@@ -64,7 +64,7 @@ ACROSS = {
 
 
 def parsed(plain: Mapping[str, Any]) -> Run:
-    return store.parse(json.dumps(plain).encode(), Path("new.json"))
+    return store.decoded(json.dumps(plain).encode(), Path("new.json"), Run)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_cases_stand_in_the_order_of_their_groups(tiebreak: Call) -> None:
 
 
 def test_json_is_a_file_of_records_again(show: Callable[..., str]) -> None:
-    run = store.parse(show("--format", "json", "--only", "fell").encode(), Path("-"))
+    run = store.decoded(show("--format", "json", "--only", "fell").encode(), Path("-"), Run)
     assert {record.case for record in run.records} == {"no_tail", "huge", "train_lm"}
 
 

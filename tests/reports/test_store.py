@@ -223,7 +223,7 @@ def test_the_reader_raises_nothing_but_its_own_error(telling: Run, validator: js
     paths, refusals = list(leaves(plain)), list[str]()
     for seed in range(1200):
         try:
-            run = store.parse(mutate(plain, paths, random.Random(seed)), Path("fuzzed.json"))
+            run = store.decoded(mutate(plain, paths, random.Random(seed)), Path("fuzzed.json"), Run)
         except UnreadableRecordsError as error:
             refusals.append(str(error))
             continue

@@ -546,7 +546,7 @@ def test_no_edit_of_one_leaf_verifies(whole: tuple[Run, Run], seed: int) -> None
 def verifies(runs: Sequence[Run], place: int, plain: Mapping[str, Any]) -> bool:
     """Whether a statement holds in which one run is edited; one that reads as the unedited is no edit."""
     try:
-        run = store.parse(json.dumps(plain).encode(), Path("records.json"))
+        run = store.decoded(json.dumps(plain).encode(), Path("records.json"), Run)
     except store.UnreadableRecordsError:
         return False
     named = {f"records-{at}.json": run if at == place else each for at, each in enumerate(runs)}
