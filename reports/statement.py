@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import date
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -185,14 +184,12 @@ def asked_of_suite(runs: Iterable[Run], profile: Profile) -> list[tuple[str, str
     return [(backend, kernel, case) for backend, kernel, cases in suites for case in cases]
 
 
-def faults_of_waivers(
-    runs: Sequence[Run], waivers: Sequence[Expected], checks: Collection[str], today: date
-) -> Iterator[str]:
-    """Yield why waivers do not hold on a day, a line each: expired, about an unknown check, or covering nothing."""
+def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: Collection[str]) -> Iterator[str]:
+    """Yield why waivers do not hold, a line each: expired, about an unknown check, or covering nothing."""
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.expired(today):
+        if waiver.expired:
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"
@@ -211,7 +208,7 @@ def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     where = ", ".join(sorted({record.backend for record in records}))
     fell = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
     covered = [(record.id, record.excused or "") for record in records if record.excused is not None]
-    waivers = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
+    waivers = [(each.cells, each.check, each.reason, str(each.expires)) for each in statement.waivers]
     parts: list[Part] = [
         one_line(f"# tiebreak statement, profile {statement.profile}, on {where}: {result(records)}"),
         f"{counts(records, WAIVED)}.",

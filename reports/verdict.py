@@ -210,9 +210,8 @@ class _Kernel:
         told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
         biased, tied, origin = len(self.biased), self.tied, ""
         if biased and tied is not None:
-            origin = (
-                f": {tied} {_TIED}, {biased - tied} {_OWN}" if 0 < tied < biased else f", {_TIED if tied else _OWN}"
-            )
+            both = f": {tied} {_TIED}, {biased - tied} {_OWN}"
+            origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
         return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
 
     def _prefix(self, done: int, failures: Sequence[str]) -> str:
@@ -348,9 +347,8 @@ class _Kernel:
         """Return which known backward pass its gradients come from."""
         cells = [cell.evidence["backward"] for cell in self.cells if cell.evidence.get("backward")]
         if not cells:
-            ran = self.ran_backward
-            silent = ran and not any(cell.fails or self._carried(cell) is not None for cell in ran)
-            return "none: autograd has no gradients of what it returns" if silent else ""
+            told = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
+            return "none: autograd has no gradients of what it returns" if self.ran_backward and not told else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
         shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
         follows = {name: min(own) >= records.FOLLOWED_BACKWARD for name, own in shares.items()}

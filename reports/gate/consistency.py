@@ -50,8 +50,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
         for place, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from differing(before, after, f"{at}[{place}]")
     elif isinstance(old, float) and isinstance(new, (float, int)):
-        if not math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE):
-            yield at, old, new
+        yield from [] if math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE) else [(at, old, new)]
     elif old != new:
         yield at, old, new
 

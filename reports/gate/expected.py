@@ -46,9 +46,10 @@ class Expected(Data, frozen=True):
         """Whether a cell, by its id, is among its cells."""
         return bool(matching(self.cells, [cell]))
 
-    def expired(self, today: date) -> bool:
+    @property
+    def expired(self) -> bool:
         """Whether its last day has passed."""
-        return self.expires is not None and self.expires < today
+        return self.expires is not None and self.expires < date.today()
 
     def excuses(self, record: Record) -> bool:
         """Whether the check is one that a record does not meet."""
@@ -98,16 +99,16 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
     return here / "pyproject.toml", _Settings()
 
 
-def read(
-    flag: str | None, folder: Path, checks: Collection[str] | None, today: date | None = None
-) -> tuple[Expected, ...]:
+def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
     Args:
         flag: what `--expected` names; None without it.
         folder: where to look for a pyproject.toml, there or above.
         checks: names of all checks that there are; None: they are not known here.
-        today: the day on which they have to hold, by default that of the call; else they are a UsageError.
+
+    Raises:
+        UsageError: an entry is wrong, or does not hold any more.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -115,7 +116,7 @@ def read(
         project, table = _settings(folder)
         entries = _checked(table.expected, f"{project}: tool.tiebreak", checks)
     for entry in entries:
-        if entry.expired(today or date.today()):
+        if entry.expired:
             raise UsageError(f"{entry.where}.expires: {entry.expires} has passed: remove the entry, or renew it")
     return entries
 
@@ -161,8 +162,8 @@ class Excuses:
         return replace(record, excused="; ".join(dict.fromkeys(filter(None, reasons))))
 
     def _reason(self, cell: str, check: str) -> str | None:
-        reason = next((entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell)), None)
-        return reason if reason is not None else (self.before or {}).get((cell, check))
+        reasons = (entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell))
+        return next(reasons, (self.before or {}).get((cell, check)))
 
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """Return the entries that excuse nothing in a run although some of their cells ran, a line each.
@@ -203,9 +204,8 @@ class Limits:
         held = [name for name, measure in known.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
-                raise UsageError(
-                    f"{where}: unknown limit {name!r}: known are {', '.join(held)}, each also NAME{_SHARE}"
-                )
+                known_ones = f"{', '.join(held)}, each also NAME{_SHARE}"
+                raise UsageError(f"{where}: unknown limit {name!r}: known are {known_ones}")
 
 
 def limits(flag: str | None, folder: Path) -> Limits:

@@ -88,10 +88,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     for name in sorted(kinds) if not across else ():
         before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
         if before != after:
-            raise UsageError(
-                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another"
-                " platform; --across compares all but bits and what has no interval"
-            )
+            told = "a baseline of another platform; --across compares all but bits and what has no interval"
+            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {told}")
 
 
 def gate(
@@ -109,9 +107,8 @@ def gate(
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
     known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
-    held_to = {
-        name: limits.held_to(name, measure) for name, measure in known.measures.items() if measure.worse is not None
-    }
+    worsening = {name: measure for name, measure in known.measures.items() if measure.worse is not None}
+    held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[Change] = []
@@ -295,11 +292,9 @@ def _badness(name: str, measure: MeasureRecord, record: Record) -> tuple[float, 
     value, number = record.measures[name], record.number(name) or 0.0
     whole = (record.number(measure.per) if measure.per else None) or 1.0
     badness = {records.MORE: number, records.LESS: -number, records.FARTHER: abs(number)}[measure.worse or records.MORE]
-    width = 0.0
-    if isinstance(value, Estimate):
-        width = math.inf if value.half_width is None else value.half_width
+    width = value.half_width if isinstance(value, Estimate) else 0.0
     of = f" of {whole:.15g} {measure.per}" if measure.per else ""
-    return badness / whole, width / whole, f"{_text(value)}{of}"
+    return badness / whole, math.inf if width is None else width / whole, f"{_text(value)}{of}"
 
 
 def _text(value: Value) -> str:

@@ -143,13 +143,8 @@ def _trace(chosen: Sequence[Record]) -> Figure:
         points = tuple((float(key), error) for key, error in enumerate(trace.error) if error is not None)
         at_one = set(trace.at_one)
         series.append(Series(record.kernel, points, tuple(point for point in points if int(point[0]) in at_one)))
-    return Figure(
-        title="Error of Ō as its sum over the keys proceeds",
-        note="Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps.",
-        x_label="key",
-        y_label="error of Ō",
-        series=tuple(series),
-    )
+    note = "Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps."
+    return Figure("Error of Ō as its sum over the keys proceeds", note, "key", "error of Ō", tuple(series))
 
 
 def _histogram(chosen: Sequence[Record]) -> Figure | None:
@@ -163,15 +158,8 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
             left = histogram.low + number * histogram.width
             steps += [(left, count / total), (left + histogram.width, count / total)]
         series.append(Series(record.kernel, tuple(steps)))
-    if not series:
-        return None
-    return Figure(
-        title="Signed errors of O",
-        note="Share of elements in each bin. A fair kernel is even around 0; + is away from zero.",
-        x_label="signed error, ulps",
-        y_label="share",
-        series=tuple(series),
-    )
+    note = "Share of elements in each bin. A fair kernel is even around 0; + is away from zero."
+    return Figure("Signed errors of O", note, "signed error, ulps", "share", tuple(series)) if series else None
 
 
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
@@ -189,14 +177,9 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     drawn = {kernel: tuple((math.log2(k), line[k]) for k in sorted(line)) for (_, kernel), line in lines.items()}
     series = [Series(kernel, line, marked=line) for kernel, line in drawn.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
-    return Figure(
-        title=f"Bias against the {family} k",
-        note="A tie that always breaks to one side costs half an ulp of one product in k.",
-        x_label="k",
-        y_label="bias of O, ulps",
-        series=(*series, theory),
-        x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
-    )
+    note = "A tie that always breaks to one side costs half an ulp of one product in k."
+    marks = tuple((math.log2(k), f"{k:g}") for k in maxima)
+    return Figure(f"Bias against the {family} k", note, "k", "bias of O, ulps", (*series, theory), marks)
 
 
 def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
@@ -217,11 +200,6 @@ def _seeds(grid: TrainingGrid, case: str) -> Figure:
         row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
         label = users if "@train" not in kernel else rounded if kernel.endswith(_ROUNDED) else before
         marks[label] += [(value, row + _SUMS[label]) for value in own]
-    return Figure(
-        title=f"{grid.backend}, {grid.heading(case)}",
-        note="",
-        x_label=grid.described[case].headline or "",
-        y_label="kernel",
-        series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
-        rows=tuple(row.removesuffix("@train") for row in rows),
-    )
+    series = tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points)
+    title, names = f"{grid.backend}, {grid.heading(case)}", tuple(row.removesuffix("@train") for row in rows)
+    return Figure(title, "", grid.described[case].headline or "", "kernel", series, rows=names)

@@ -156,11 +156,8 @@ def _figure(
     series = []
     for number, variant in enumerate(_variants(settings)):
         own = sorted((group.names[2], marks[group]) for group in marks if group.names[0] == variant)
-        bars = [(math.log10(rate) + number * _STEP, *mark) for rate, mark in own]
-        if bars:
-            points = tuple((x, y) for x, y, *_ in bars)
-            series.append(
-                Series(variant, points, marked=points, bars=tuple((x, low, high) for x, _, low, high in bars))
-            )
+        marked = [(math.log10(rate) + number * _STEP, *mark) for rate, mark in own]
+        points, bars = tuple((x, y) for x, y, *_ in marked), tuple((x, low, high) for x, _, low, high in marked)
+        series += [Series(variant, points, marked=points, bars=bars)] if marked else []
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))
     return Figure(title, note, "learning rate", y_label, tuple(series), ticks)

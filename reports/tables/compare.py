@@ -101,9 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     labels = platform_labels(runs, options.files)
     chosen = selection.narrowed(runs, options)
     comparison = compare(matched(chosen) if options.match else chosen, labels)
-    shown: Collection[Agreement] = set(Agreement) if options.all else DIFFERING
-    if options.only:
-        shown = {only[options.only]}
+    shown = {only[options.only]} if options.only else set(Agreement) if options.all else DIFFERING
     grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
     return HELD
 

@@ -79,8 +79,7 @@ class Judged:
 def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
     settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
-    known: list[Judged] = []
-    found: list[str] = []
+    known, found = list[Judged](), list[str]()
     for record in run.records:
         try:
             known.append(Judged(record, _cell(record, run, kernels), settings))
@@ -243,10 +242,8 @@ def _call_result(judged: Judged, case: Case) -> Result:
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
     prediction = None
     if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
-        met = (
-            record.met(PREDICTION) if nonfinite else predicted(_interval(record.measures.get("prediction_difference")))
-        )
-        prediction = Predicted(declared.label, met, "")
+        apart = _interval(record.measures.get("prediction_difference"))
+        prediction = Predicted(declared.label, record.met(PREDICTION) if nonfinite else predicted(apart), "")
     return Result(
         measures=measures,
         shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),

@@ -2,7 +2,6 @@
 
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -66,11 +65,6 @@ def test_what_is_wrong_with_a_file_is_told_in_one_line_with_file_and_field(
         read("e.toml", tmp_path, CHECKS)
     assert str(refused.value).startswith(message)
     assert str(refused.value).isprintable()
-
-
-def test_an_entry_holds_to_the_end_of_its_last_day() -> None:
-    dated = Expected("cpu-x-*", "claim", "known", expires=date(2027, 6, 30))
-    assert [dated.expired(date(2027, 6, 30)), dated.expired(date(2027, 7, 1))] == [False, True]
 
 
 def test_a_pattern_that_is_about_no_cell_is_refused() -> None:
