@@ -28,7 +28,6 @@ _COLUMNS = {
     "flushes": "flushes",
     "mode": "mode",
 }
-HEADERS = ("target", *_COLUMNS.values())
 
 LEGEND = (
     "matrix instruction: its K (k16), types of its operands -> of its accumulator\n"
@@ -121,12 +120,7 @@ def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
-    """Make sure, before minutes of compiling, that a file can take the audits of targets and kernels to come.
-
-    Raises:
-        UsageError: the file has audits that are not to come.
-        UnreadableRecordsError, UnwritableFolderError: it is no file of audits, or it can't be written.
-    """
+    """Raise UsageError, before minutes of compiling, if a file can't take the audits of targets and kernels to come."""
     store.check_writable(path.parent)
     for audit in store.load(path, Audits).audits if path.exists() else ():
         if (audit.target, audit.kernel) not in coming:
@@ -140,7 +134,7 @@ def audit_tables(audits: Audits) -> list[Part]:
         rows = [
             [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in own
         ]
-        parts.append(Grid(HEADERS, rows, kernel))
+        parts.append(Grid(["target", *_COLUMNS.values()], rows, kernel))
     skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
     # In a sentence that no reader takes for a measurement.
     about = f"Compiled by Triton {audits.triton} and read from the assembly. Nothing in it ran on a GPU."
@@ -158,9 +152,8 @@ def _cell(audit: Audit, name: str) -> str:
 def csv_grid(audits: Audits) -> Grid:
     """Return a row an audit; what has none of a kind is empty."""
     names = Audit.__struct_fields__
-    rows = []
-    for audit in audits.audits:
-        values = [getattr(audit, name) for name in names]
-        texts = ["\n".join(value) if isinstance(value, tuple) else value for value in values]
-        rows.append([audits.triton, audits.cards[audit.target], *texts])
+    rows = [
+        [audits.triton, audits.cards[each.target], *(getattr(each, name) for name in names)] for each in audits.audits
+    ]
+    rows = [["\n".join(value) if isinstance(value, tuple) else value for value in row] for row in rows]
     return Grid(["triton", "cards", *names], rows)

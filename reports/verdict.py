@@ -237,11 +237,10 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        found = [Finding("looks like", self._slip())]
-        fell, met = self._checks()
+        found, (fell, met) = [Finding("looks like", self._slip())], self._checks()
         if self.severity != DID_NOT_RUN:
-            found.append(Finding("fell", fell))
-            found.append(_listed("ended", [cell for cell in self.cells if cell.outcome in without_result]))
+            ended = [cell for cell in self.cells if cell.outcome in without_result]
+            found += [Finding("fell", fell), _listed("ended", ended)]
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))

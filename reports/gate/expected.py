@@ -102,13 +102,8 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
 def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
-    Args:
-        flag: what `--expected` names; None without it.
-        folder: where to look for a pyproject.toml, there or above.
-        checks: names of all checks that there are; None: they are not known here.
-
-    Raises:
-        UsageError: an entry is wrong, or does not hold any more.
+    It is looked for in the folder or above. UsageError: an entry is wrong, or has expired. `checks` are the names of
+    all that there are; None: they are not known here.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -211,9 +206,7 @@ class Limits:
 def limits(flag: str | None, folder: Path) -> Limits:
     """Return the limits in force; a value that is no number of at least 0 is a UsageError.
 
-    Args:
-        flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
-        folder: where to look for a pyproject.toml, there or in the nearest folder above.
+    `flag` has the words of `--fail`, such as "bias:0.02,max_ulps:1"; a pyproject.toml is in the folder or above.
     """
     path, table = _settings(folder)
     words = [word.partition(":") for word in split(flag or "")]

@@ -97,12 +97,8 @@ def gate(
 ) -> Outcome:
     """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
-    Args:
-        baseline: what was kept.
-        run: what is judged.
-        limits: how much worse a cell may get.
-        across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
-        expected: entries that accept another declared plan; one that accepts what there is not is a UsageError, too.
+    `across` compares outcomes, verdicts, answers and estimates alone, as between platforms. Expected entries accept
+    another declared plan; one that accepts what there is not is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
@@ -127,11 +123,10 @@ def gate(
     worse = {change.record.id for change in changes if change.worse}
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
-    first = sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs)
     notes += _other_software(baseline, run)
-    if first or fresh:
-        told = counted(len(fresh) + first, "cell")
-        notes.append(f"{told} not in the baseline, or skipped there; --update-baseline adds what is new")
+    if first := len(fresh) + sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs):
+        told = "not in the baseline, or skipped there; --update-baseline adds what is new"
+        notes.append(f"{counted(first, 'cell')} {told}")
     if outside := len(gone) - len(asked):
         notes.append(f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}")
     if not run.ended:

@@ -12,15 +12,7 @@ from tiebreak.reports.page.mechanism import Side
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import (
-    CaseRecord,
-    HistogramRecord,
-    Record,
-    Run,
-    SeriesFigure,
-    SeriesRecord,
-    TraceRecord,
-)
+from tiebreak.reports.records.record import CaseRecord, HistogramRecord, Record, Run, SeriesFigure, TraceRecord
 from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
@@ -79,7 +71,7 @@ def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, Case
     for number, run in enumerate(runs, start=1):
         for record in run.records:
             about, series = cases[record.case], record.evidence.get("series")
-            if about.figure != figure or not isinstance(series, SeriesRecord):
+            if about.figure != figure or series is None:
                 continue
             size, values = record.number(about.headline or ""), series.values.get(figure.series, ())
             heights = accumulate(value or 0.0 for value in values) if figure.summed else values
@@ -102,22 +94,22 @@ def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
     """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
-        stepping, smooth = (list(_sides(run, records)) for records in _traced(run))
+        stepping, smooth = (
+            [
+                Side(record.kernel, record.evidence["histogram"], bias)
+                for record in records
+                if "histogram" in record.evidence and (bias := run.number(record, "headline")) is not None
+            ]
+            for records in _traced(run)
+        )
         if stepping and smooth:
             return stepping[0], smooth[0]
     return None
 
 
-def _sides(run: Run, records: Sequence[Record]) -> Iterator[Side]:
-    for record in records:
-        errors, bias = record.evidence.get("histogram"), run.number(record, "headline")
-        if isinstance(errors, HistogramRecord) and bias is not None:
-            yield Side(record.kernel, errors, bias)
-
-
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
     """Return the kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
-    traced = [(record, each) for record in run.records if isinstance(each := record.evidence.get("trace"), TraceRecord)]
+    traced = [(record, record.evidence["trace"]) for record in run.records if "trace" in record.evidence]
     traced.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(run, pair[0])))
     stepping = [pair for pair in traced if pair[1].at_one]
     stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(run, pair[0])))
@@ -150,8 +142,8 @@ def _trace(chosen: Sequence[Record]) -> Figure:
 def _histogram(chosen: Sequence[Record]) -> Figure | None:
     series = []
     for record in chosen:
-        histogram = record.evidence.get("histogram")
-        if not isinstance(histogram, HistogramRecord) or not (total := sum(histogram.counts) + histogram.outside):
+        histogram: HistogramRecord | None = record.evidence.get("histogram")
+        if histogram is None or not (total := sum(histogram.counts) + histogram.outside):
             continue
         steps = []
         for number, count in enumerate(histogram.counts):

@@ -17,9 +17,6 @@ from tiebreak.reports.tables import grids, texts
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
 
-_PASSED = "passed"  # in the place of outcomes that pass
-_NATIVE = "native"  # the level that a processor has by itself
-_DEVICES = ("gpu", "npu")  # of a platform
 _VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platforms of one processor apart
 
 
@@ -204,7 +201,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
         return Agreement.NOT_COMPARABLE
     ran = [record for record in records if record is not None and record.outcome != SKIPPED]
     # Whether anything was asked of what passes depends on the backend, not on the result.
-    if len({(record.verdict, _PASSED if record.outcome in PASSING else record.outcome) for record in ran}) > 1:
+    if len({(record.verdict, record.outcome not in PASSING and record.outcome) for record in ran}) > 1:
         return Agreement.DISAGREE
     if len(ran) < len(records):
         return Agreement.LACKING
@@ -216,12 +213,16 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
     """Return a label a platform: processor, devices, level unless it is native, and what tells it from the others."""
     labels = []
-    for run in runs:
-        emulated, cpu = run.platform.get("emulated"), run.platform["cpu"]  # whose level is its name
-        machine, level = run.platform.get("machine", ""), run.platform["level"]
+    for platform in (run.platform for run in runs):
+        emulated, cpu, level = (
+            platform.get("emulated"),
+            platform["cpu"],
+            platform["level"],
+        )  # emulated: its name is both
+        machine = platform.get("machine", "")
+        devices = [str(platform[name]) for name in ("gpu", "npu") if platform.get(name)]
         processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu
-        devices = [str(run.platform[name]) for name in _DEVICES if run.platform.get(name)]
-        labels.append(", ".join([processor, *devices, *([] if emulated or level == _NATIVE else [level])]))
+        labels.append(", ".join([processor, *devices, *([] if emulated or level == "native" else [level])]))
     for version in _VERSIONS:
         words = [f"{version} {value}" if (value := run.platform.get(version)) else "" for run in runs]
         pairs = list(zip(labels, words, strict=True))

@@ -174,12 +174,7 @@ def problems_of_records(
 ) -> tuple[list[str], list[str]]:
     """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
 
-    Args:
-        runs: by the names of their files.
-        waivers: what excuses cells, which have to hold today.
-        asked: the profile that it has to be of.
-        size: how many records to recompute; None: as many as the profile asks for.
-        seed: another one recomputes others.
+    Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
     """
     known, found = _judged(runs, asked, waivers)
     fallen = [record for record in statements.waived(runs.values(), waivers) if record.fails]
