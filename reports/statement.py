@@ -123,8 +123,7 @@ def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     seen: dict[str, str] = {}
     for name, run in runs.items():
         for field in sorted((run.platform.keys() & first.platform.keys()) - _OF_THE_MOMENT):
-            ours, theirs = run.platform[field], first.platform[field]
-            if ours != theirs:
+            if (ours := run.platform[field]) != (theirs := first.platform[field]):
                 yield f"{name}: platform.{field}: {ours!r}, {theirs!r} in {first_name}: give one platform's files"
         yield from (f"{name}: {text}" for text in _faults_of_run(run, profile))
         for record in run.records:
@@ -233,10 +232,8 @@ def _grid(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Grid:
 
 
 def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Part]:
-    if not rows:
-        return ["None."]
     more = f", of which {_LISTED} are shown" if len(rows) > _LISTED else ""
-    return [f"{counted(len(rows), 'cell')}{more}.", _grid(headers, rows[:_LISTED])]
+    return [f"{counted(len(rows), 'cell')}{more}.", _grid(headers, rows[:_LISTED])] if rows else ["None."]
 
 
 def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str]]:

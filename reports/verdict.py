@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, decode, encode, one_of
+from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Run
 from tiebreak.reports.tables.run import counted
@@ -96,11 +96,6 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
     """Return what `tiebreak check --json` writes."""
     ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
     return encode(Verdicts(SCHEMA, ok, tuple(verdicts)), indent=2) + "\n"
-
-
-def from_json(text: str) -> list[Verdict]:
-    """Return the verdicts that `as_json` wrote."""
-    return list(decode(text, Verdicts).verdicts)
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:

@@ -31,10 +31,8 @@ def check_described(baseline: Run, run: Run) -> None:
         old, new = getattr(baseline, table), getattr(run, table)
         for name in sorted(old.keys() & new.keys()):
             for field, before, after in differing(old[name], new[name]):
-                raise UsageError(
-                    f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: the limits and"
-                    " descriptions of a baseline hold; --update-baseline takes the new ones"
-                )
+                told = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
+                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -28,7 +28,7 @@ def read(path: Path) -> Run | Audits | Sweep:
         parts = decode(content, dict[str, Any])
     except FieldError:
         parts = {}
-    return store.decoded(content, path, Audits if "audits" in parts else Run)
+    return store.decoded(content, path, Audits) if "audits" in parts else store.decoded(content, path, Run)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:

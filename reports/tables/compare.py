@@ -63,11 +63,6 @@ class Comparison:
     labels: tuple[str, ...]  # of the platforms
     rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups and of the kernels
 
-    @property
-    def counts(self) -> Counter[Agreement]:
-        """Rows of each agreement."""
-        return Counter(row.agreement for row in self.rows)
-
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
@@ -129,7 +124,8 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
 
 def summary(comparison: Comparison) -> str:
     """Return how many cells agree, and in what."""
-    counts = [f"{number} {each.words}" for each in Agreement if (number := comparison.counts[each])]
+    agreed = Counter(row.agreement for row in comparison.rows)
+    counts = [f"{agreed[each]} {each.words}" for each in Agreement if agreed[each]]
     head = f"{counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
     return f"{head}: {', '.join(counts)}" if counts else head
 

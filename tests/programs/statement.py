@@ -105,14 +105,11 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
 
 def _judged(runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
     """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
+    by_file = {name: judged(run, asked) for name, run in runs.items()}
     found = list(statements.faults_of_runs(runs, asked))
-    known: list[Judged] = []
-    for name, run in runs.items():
-        own, texts = judged(run, asked)
-        known += own
-        found += [f"{name}: {text}" for text in texts]
+    found += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
     found += statements.faults_of_waivers(runs.values(), waivers, checks())
-    return known, found
+    return [each for own, _ in by_file.values() for each in own], found
 
 
 def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
