@@ -101,11 +101,3 @@ def test_what_was_assumed_and_what_did_not_run_come_last() -> None:
         "The backend `interpreter` computed as sm_90 (assumed; nothing ran on a GPU).",
         "The backend `cuda` did not run: no device.",
     )
-
-
-def test_a_digest_stays_short() -> None:
-    cells = [cell for kernel in range(40) for cell in biased(f"kernel_{kernel}", TIES)]
-    cells += [fallen(f"kernel_{kernel}", f"case_{kernel}") for kernel in range(40)]
-    lines = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
-    assert len(lines) <= 12
-    assert max(map(len, lines)) < 300

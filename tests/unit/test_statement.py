@@ -23,6 +23,7 @@ from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
 from tiebreak.cases.measures import core
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.defects import mutations
 from tiebreak.defects.mutations import found, leaves, name_of, plain_of, unnoticed
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, Format
@@ -500,14 +501,10 @@ LEAVES = 4  # of an example
 
 #: Paths of leaves that may be edited, and why that does not matter, or nobody can tell.
 FREE = {
-    "run": "a name that tells runs apart",
-    "seconds*": "how long cells took: nothing is held to it",
-    "unavailable*": "why a backend could not run: its cells are missing all the same",
+    **mutations.FREE,
     "narrowing*": "what a run left out: the profile says what must be there",
-    "explanations*": "made of the records' evidence, for the report: the records are judged",
     "plans*": "which rule a plan has, for the report",
     "platform.*": "which machine it was, who hands the records in says; the summary shows it",
-    "options.*": "what was typed: what came of it is in the records",
     "records[[]10]": "a training run, for which this profile does not ask",
     "records*.why": "words",
     "records*.evidence*": "drawn: nothing is decided by it; the emulation's own is compared",
