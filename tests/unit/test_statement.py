@@ -249,7 +249,7 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
     f"missing: {VENDORS}, which profile small asks for": lambda run: replace(
         run, records=tuple(record for record in run.records if record.id != VENDORS)
     ),
-    f"{VENDORS.replace('bf16', 'bf17')}: format: bf17: no kernel is run in it": changing(
+    f"{VENDORS.replace('bf16', 'bf17')}: format: bf17: the suite has no such format": changing(
         VENDORS, lambda cell: replace(cell, format="bf17", id=cell.id.replace("bf16", "bf17"))
     ),
     "0 of 10 cells ran; profile small asks for 90% of them": lambda run: replace(
