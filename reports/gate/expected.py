@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -67,16 +66,8 @@ class _Settings(Data, frozen=True):
     expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    tiebreak: _Settings = _Settings()
-
-
-class _Project(msgspec.Struct, frozen=True):
-    tool: _Tool = _Tool()
-
-
-def _toml(path: Path, kind: type[_T], where: str) -> _T:
-    """Read a TOML file; raise UsageError if there is none (begins with `where`), or with a field that is wrong."""
+def _toml(path: Path, kind: type[_T], where: str, table: tuple[str, ...] = ()) -> _T:
+    """Read a table of a TOML file, empty if it has none; UsageError: no file (says `where`), or a wrong field."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -84,7 +75,9 @@ def _toml(path: Path, kind: type[_T], where: str) -> _T:
     except ValueError as error:  # no TOML, no UTF-8
         raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
     try:
-        read: _T = convert(content, kind)
+        for name in table:
+            content = convert(content.get(name, {}), dict[str, Any], name)
+        read: _T = convert(content, kind, ".".join(table))
     except FieldError as error:
         raise UsageError(f"{path}: {error}") from error
     return read
@@ -95,7 +88,7 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
     here = folder.resolve()
     for path in (each / "pyproject.toml" for each in (here, *here.parents)):
         if path.is_file():
-            return path, _toml(path, _Project, str(path)).tool.tiebreak
+            return path, _toml(path, _Settings, str(path), ("tool", "tiebreak"))
     return here / "pyproject.toml", _Settings()
 
 
