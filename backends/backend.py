@@ -71,8 +71,7 @@ class Backend:
     def worker_environment(self, worker: int) -> Mapping[str, str]:
         """What to add to a worker's environment before it starts, so that it sees one of several devices.
 
-        Args:
-            worker: its number, from 0; one that replaces another has a number of its own.
+        Workers' numbers are from 0 on; one that replaces another has a number of its own.
         """
         del worker
         return {}

@@ -77,9 +77,6 @@ def _visible_variable() -> str:
 def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
     """What of the visible GPUs and their software can change the bits of a result. It initialises CUDA.
 
-    Args:
-        root: the file system's root.
-
     Returns:
         Model names and what kernels are compiled for, each once; versions of the driver, of CUDA or HIP that PyTorch is
         built with, of cuDNN or MIOpen as one number (91002 is 9.10.2), of Triton. What a system does not tell is None.

@@ -92,11 +92,7 @@ EMULATED: Mapping[str, tuple[Level, ...]] = {
 
 
 def supported(features: Collection[str]) -> tuple[Level, ...]:
-    """The levels that a CPU with these features has, from the highest down; `native` alone if it is not an x86.
-
-    Args:
-        features: its features under Linux's names, as `tiebreak.backends.platform.cpu_features` gives them.
-    """
+    """The levels of a CPU with these features, by Linux's names, from the highest down: `native` alone on no x86."""
     return tuple(level for level in LEVELS if level.needs.issubset(features))
 
 

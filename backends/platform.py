@@ -128,13 +128,8 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
 def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> int:
     """How many test processes this machine carries at a time.
 
-    Args:
-        memory_per_worker_gib: memory that one worker needs, in GiB.
-        root: the file system's root.
-
-    Returns:
-        The lesser of the usable cores and of the workers that the available memory holds, within the limits of the
-        control group (of version 1 or 2) that a container or a batch system sets; at least 1.
+    The lesser of the usable cores and of the workers that the available memory holds, within the limits of the control
+    group (of version 1 or 2) that a container or a batch system sets; at least 1.
     """
     cores = min([float(_affinity()), *_cpu_quotas(root)])
     free = min([_memory(root)[1], *(limit - used for limit, used in _memory_limits(root))])

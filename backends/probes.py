@@ -31,11 +31,7 @@ _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHAS
 
 
 def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
-    """What the arithmetic on a device does where devices are known to differ.
-
-    Args:
-        arithmetic: of the device.
-        device: torch's name of it.
+    """What the arithmetic on a device, by torch's name of it, does where devices are known to differ.
 
     Returns:
         `cast` and `matmul`: the mode in which a cast and a matrix product round to bf16, `none known` if no mode fits;
@@ -67,10 +63,6 @@ def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float
 def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
     """What a device's products of bf16 do that a plan has to say.
 
-    Args:
-        arithmetic: of the device.
-        device: torch's name of it.
-
     Returns:
         Changes of a plan, as declarations have them, each with those before it: how products are added up, then after
         how many terms P V is rounded where it is in the inputs' format. None where there is nothing to say.
@@ -87,10 +79,6 @@ def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, .
 
     Masks tell the order of terms; tails beside a tie of bf16, or beside 1 and -1, the width and the rounding of sums;
     numbers at the edge of the normal ones what is flushed.
-
-    Args:
-        arithmetic: of the device.
-        device: torch's name of it.
 
     Returns:
         Several where these products don't tell them apart; none where no accumulator is known that does so, or the
@@ -209,10 +197,6 @@ def _rounds_after(arithmetic: Arithmetic, device: str, *, heads: int, rows: int,
 def arithmetic_probes(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
     """What an arithmetic does where an Ascend NPU may differ.
 
-    Args:
-        arithmetic: of the device.
-        device: torch's name of it.
-
     Returns:
         `fp32_matmul_keeps`: fraction bits of fp32 operands that a product keeps (23; HF32 keeps 11, TF32 10);
         `matmul_accumulator_keeps`: bits below a running sum's leading one that the bf16 product keeps in every order of
@@ -278,11 +262,9 @@ def _kept(value: Tensor) -> str:
 def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
     """How a kernel casts P-bar to bf16 where it lies halfway between two neighbours.
 
-    On random scores that happens once in 2^16, and no bias of O shows it. Here every P-bar but the maximum's
-    is a tie, in half of the heads above a neighbour with an even last bit, in the other half above an odd one.
-
-    Args:
-        run: the kernel, from inputs on the host to O on the host.
+    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and no bias of
+    O shows it. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an even last
+    bit, in the other half above an odd one.
 
     Returns:
         `even`, `away` or `zero`; `not seen` where its exponential misses the ties; `none known` else.
@@ -298,10 +280,9 @@ def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
 
 
 def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-    """How far the row statistics that a kernel returns are from the reference, on random scores.
+    """How far the row maxima and row sums that a kernel returns are from the reference, on random scores.
 
-    Args:
-        run: the kernel, from inputs on the host to row maxima and row sums there, (batch, heads, N, copies).
+    `run` gives both on the host, (batch, heads, N, copies), from inputs there.
 
     Returns:
         `softmax_max_error`: largest |error| of the maximum of the scores; `softmax_sum_error`: largest relative error

@@ -35,15 +35,10 @@ def commit(checkout: Path = CHECKOUT) -> str | None:
 
 
 def wheel(package: str = PACKAGE, module: Path = Path(__file__)) -> str | None:
-    """The installed wheel that this code runs from.
+    """The installed wheel that this code, of which `module` is a file, runs from; None where it runs from none.
 
-    Args:
-        package: name of the distribution, and of the package in it.
-        module: a file of this code.
-
-    Returns:
-        Its version and, behind "sha256:", a digest of its files' names and contents, with "-dirty" appended if one is
-        not as the wheel had it. None where this code does not run from an installed wheel.
+    That is its version and, behind "sha256:", a digest of its files' names and contents, with "-dirty" appended if one
+    is not as the wheel had it.
     """
     try:
         installed = metadata.distribution(package)

@@ -73,11 +73,7 @@ def parse_declaration(text: str) -> Declaration:
     - `accumulator=bfmmla`, how products are added up
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
 
-    Args:
-        text: as `Declaration.label` has it.
-
-    Returns:
-        The declaration; its label names what differs from the first part, in an order of its own.
+    Its label names what differs from the first part, in an order of its own.
 
     Raises:
         ValueError: a name, key or value is unknown, or the algorithm makes nothing of it; one line.
@@ -159,16 +155,10 @@ def _named(head: str) -> Declaration:
 
 @cache
 def values_of(key: str, inputs: Format) -> tuple[str, ...]:
-    """What the key of a forward pass's field may be given: every word; of a cast the formats in use and all modes.
+    """What a key of `FORWARD` may be given in `changed`: every word; of a cast the formats in use and all modes.
 
-    Of what has a size, such as the rows that share a scale, what plans with a name have.
-
-    Args:
-        key: one of `FORWARD`.
-        inputs: format of the call, which casts call by its role.
-
-    Returns:
-        Texts that `changed` takes.
+    `inputs` is the format of the call, which casts call by its role. Of what has a size, such as the rows that share a
+    scale, it is what plans with a name have.
     """
     field = FORWARD[key]
     named = dict.fromkeys(_text(key, getattr(plan, field)) for plan in PLANS.values())

@@ -345,16 +345,8 @@ def backward(
 ) -> Gradients:
     """Gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
 
-    Args:
-        inputs: q, k, v, dO and masks.
-        output: what the forward pass returned, its log-sum-exp included, and its tiles where it had the same block.
-        plan: where and how to round; `delta_from` is all that separates standard attention's from flash attention's.
-        arithmetic: the device's operations.
-        block: tile sizes.
-        wanted: which of dQ, dK and dV to compute; NaN stands for the others.
-
-    Returns:
-        dQ, dK, dV and delta.
+    The forward pass's tiles are used again where it had the same block. `delta_from` of the plan is all that separates
+    standard attention's backward pass from flash attention's. NaN stands for what of dQ, dK and dV is not `wanted`.
     """
     assert output.lse is not None, "the forward pass must return its log-sum-exp"
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups

@@ -20,13 +20,8 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
     Every score is the fp32 number next to a tie's logarithm, which lies above -0.5: closer to it than the exponential,
     rounded to fp32, can tell. Three products of bf16 numbers add up to it exactly in any order.
 
-    Args:
-        rng: draws the ties and V.
-        odd: bool (batch, heads), whether a head's ties lie above neighbours with an odd last bit.
-        noise_seed: of the dither and the stochastic casts.
-
-    Returns:
-        Two queries and three keys a head, d = 64, in bf16; V between 1 and 2, 0 at the maximum.
+    There are two queries and three keys a head, d = 64; V, drawn as the ties are, lies between 1 and 2, and is 0 at the
+    maximum. `odd`, bool (batch, heads), says whether a head's ties lie above neighbours with an odd last bit.
     """
     batch, heads = odd.shape
     even = np.broadcast_to(np.arange(160, 250, 2), (batch, heads, 45))

@@ -23,11 +23,7 @@ class Reference:
 
 
 def reference(inputs: AttentionInputs) -> Reference:
-    """softmax(alpha Q K^T) V in fp64. A row whose keys are all masked gives zeros.
-
-    Returns:
-        The forward pass and the terms of the paper's equation 1.
-    """
+    """softmax(alpha Q K^T) V in fp64, and the terms of the paper's equation 1; zeros where all keys are masked."""
     groups, entries = inputs.groups, []
     for at in range(inputs.q.shape[0]):  # each entry of a batch stays in a core's cache
         entry = inputs.part(slice(at, at + 1))

@@ -79,7 +79,7 @@ class Implementation:
     def _o(self, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator."""
         arguments = self._arguments(inputs)
-        with sdpa_kernel([self.backend]), _Operators() as ran:
+        with sdpa_kernel([self.backend]), Operators() as ran:
             out = scaled_dot_product_attention(q, k, v, **arguments)
         fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
         if fused != {self.operator} - {None}:
@@ -122,7 +122,7 @@ CUDA_EFFICIENT = Implementation(
 )
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
 
     def __init__(self) -> None:

@@ -12,21 +12,19 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import FUSED, FUSED_CONTRACTED, Exponential
+from tiebreak.kernels.plans import FUSED, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 # (inputs, and their q, k, v in the inputs' format, all (batch, heads, N, d)) to O, differentiable
 Call = Callable[[AttentionInputs, Tensor, Tensor, Tensor], Tensor]
 
 
-def fused_on_gpu(block: Block = BLOCK, *, contracted: bool = False) -> Declaration:
+def fused_on_gpu(block: Block = BLOCK) -> Declaration:
     """What fused kernels on GPUs do by their source: `fused`, its exponential in base two with the scale folded in.
 
-    Args:
-        block: the kernel's tiles at a head dimension of 64; the suite's own where they are not documented.
-        contracted: whether its source leaves the exponential's argument to a fused multiply-add.
+    The tiles are those at a head dimension of 64; the suite's own where they are not documented.
     """
-    plan = FUSED_CONTRACTED if contracted else replace(FUSED, exponential=Exponential(base_two=True))
+    plan = replace(FUSED, exponential=Exponential(base_two=True))
     return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block)
 
 

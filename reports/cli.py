@@ -151,6 +151,7 @@ def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     except SystemExit as request:  # argparse ends the process; a function returns
         return request.code if isinstance(request.code, int) else HELD
     except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
 

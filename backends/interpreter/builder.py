@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
-from tiebreak.backends.interpreter.products import How, product, scaled_operand
+from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.kernels.kernel import CannotRunError
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
@@ -129,8 +129,8 @@ class FaithfulBuilder(InterpreterBuilder):
         """A sum; of two products the left one is contracted, as LLVM does."""
         for term, other in ((lhs, rhs), (rhs, lhs)):
             if "dot" in term.attr:
-                a, b, how = term.attr["dot"]
-                return TensorHandle(product(a, b, other.data, how, self.assumed), other.dtype.scalar)
+                a, b, *how = term.attr["dot"]
+                return TensorHandle(product(a, b, other.data, self.assumed, *how), other.dtype.scalar)
         for term, other in ((lhs, rhs), (rhs, lhs)):
             if "product" in term.attr:
                 return _fused(term.attr["product"], other.data, other)
@@ -171,10 +171,10 @@ class FaithfulBuilder(InterpreterBuilder):
         self, a: Handle, b: Handle, d: Handle, input_precision: object, max_num_imprecise_acc: int
     ) -> Handle:
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
-        how = How(input_precision, max_num_imprecise_acc)
-        result = TensorHandle(product(a.data, b.data, d.data, how, self.assumed), d.dtype.scalar)
+        how = input_precision, max_num_imprecise_acc
+        result = TensorHandle(product(a.data, b.data, d.data, self.assumed, *how), d.dtype.scalar)
         if not self.assumed.exact and not d.data.any():
-            result.attr["dot"] = (a.data, b.data, how)  # Triton adds a sum that it goes into on the tensor cores
+            result.attr["dot"] = (a.data, b.data, *how)  # Triton adds a sum that it goes into on the tensor cores
         return result
 
     def create_dot_scaled(
@@ -191,7 +191,7 @@ class FaithfulBuilder(InterpreterBuilder):
         _, lhs_k_pack, rhs_k_pack, acc = rest  # fast_math is the first
         a = scaled_operand(lhs.data, lhs_scale, lhs_format, packed_last=lhs_k_pack, right=False)
         b = scaled_operand(rhs.data, rhs_scale, rhs_format, packed_last=not rhs_k_pack, right=True)
-        return TensorHandle(product(a, b, acc.data, How(), self.assumed), tl.float32)
+        return TensorHandle(product(a, b, acc.data, self.assumed), tl.float32)
 
     # Functions.
 

@@ -60,13 +60,7 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def converted(x: Array, to: np.dtype[Any], *, toward_zero: bool = False) -> Array:
-    """Numbers of one type in another: to nearest, ties to even, or toward zero; saturating where the hardware's does.
-
-    Args:
-        x: any type.
-        to: the type to have.
-        toward_zero: as `fp_downcast_rounding="rtz"` asks for.
-    """
+    """Numbers in another type: to nearest, ties to even, or toward zero; saturating where the hardware's cast does."""
     if not is_float(to):
         return x.astype(to)
     # By way of fp32, to which all narrower formats are exact: a cast of fp64 rounds to odd on its way, and so once.

@@ -1,7 +1,6 @@
 """Products of tiles, in the formats that a card multiplies in."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -29,15 +28,23 @@ _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a tensor core looks at
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
 
 
-def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions) -> Array:
+def product(
+    a: Array,
+    b: Array,
+    addend: Array,
+    assumed: Assumptions,
+    precision: object = ir.INPUT_PRECISION.IEEE,
+    most_at_once: int = 0,
+) -> Array:
     """a @ b + addend, as a kernel asks for it and a card adds up, in the type of the addend.
 
     Args:
         a: (..., m, k), of any type that `tl.dot` takes.
         b: (..., k, n), of the same; of fp8 it may be another one of 8 bits.
         addend: (..., m, n).
-        how: what the kernel asks for.
         assumed: of the card.
+        precision: of `ir.INPUT_PRECISION`: how the kernel asks for fp32 to be multiplied.
+        most_at_once: products of fp8 that Hopper may add up before they go to fp32; 0: all.
 
     Raises:
         CannotRunError: the card has no such product.
@@ -48,7 +55,7 @@ def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions)
     if a.dtype == np.float64:
         return a @ b + addend
     total = addend.astype(np.float32)
-    for left, right, formats in _operands(a, b, how.precision):
+    for left, right, formats in _operands(a, b, precision):
         if assumed.exact:
             exact_sum = MATMULS[Accumulator.EXACT](_tensor(left), _tensor(right)).numpy()
             total = (exact_sum + total).astype(addend.dtype).astype(np.float32)
@@ -56,16 +63,8 @@ def product(a: Array, b: Array, addend: Array, how: "How", assumed: Assumptions)
             for at in range(left.shape[-1]):
                 total = fused(left[..., :, at, None], right[..., None, at, :], total)
         else:
-            total = _on_the_cores(left, right, total, formats, how, assumed)
+            total = _on_the_cores(left, right, total, formats, most_at_once, assumed.name)
     return total.astype(addend.dtype)
-
-
-@dataclass(frozen=True)
-class How:
-    """What a kernel asks of a product."""
-
-    precision: object = ir.INPUT_PRECISION.IEEE  # of `ir.INPUT_PRECISION`: how fp32 is multiplied
-    most_at_once: int = 0  # products of fp8 that Hopper may add up before they go to fp32; 0: all
 
 
 def _tensor(x: Array) -> torch.Tensor:
@@ -88,16 +87,16 @@ def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Ar
         raise CannotRunError(f"tl.dot with input_precision {precision} is not interpreted")
 
 
-def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], how: How, assumed: Assumptions) -> Array:
+def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], most_at_once: int, name: str) -> Array:
     """As tensor cores add up, from what is there already."""
-    name, eight_bits = assumed.name, formats[0].startswith("fp8")
+    eight_bits = formats[0].startswith("fp8")
     if name == "gfx942" and eight_bits and not formats[0].endswith("fnuz"):
         formats = ("fp16", "fp16")  # as which Triton multiplies the formats that CDNA3 lacks, and which holds them
     try:
         core = core_of(name, *formats)
     except ValueError as error:
         raise CannotRunError(str(error)) from error
-    step = max(how.most_at_once, _HOPPERS_STEP) if name == "sm_90" and eight_bits and how.most_at_once else a.shape[-1]
+    step = max(most_at_once, _HOPPERS_STEP) if name == "sm_90" and eight_bits and most_at_once else a.shape[-1]
     if step >= a.shape[-1]:
         return tensor_core_matmul(_tensor(a), _tensor(b), _tensor(total), core).numpy()
     for start in range(0, a.shape[-1], step):

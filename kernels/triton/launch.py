@@ -17,6 +17,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config, power_of_two
 from tiebreak.kernels.triton.loading import interpreting, source
+from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension
 _TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CPU's cache
@@ -141,8 +142,8 @@ def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: b
     (_, _, _, d), formats, block = inputs.q.shape, inputs.formats, declaration.block
     if declaration.algorithm.name not in FORWARD:
         return f"the Triton kernels have no algorithm {declaration.algorithm.name}: they have {', '.join(FORWARD)}"
-    if not inputs.q.numel() or not inputs.k.numel():
-        return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
+    if (nothing := empty(inputs)) is not None:
+        return nothing
     if d > LARGEST_HEAD:
         return f"head dimension {d} is above {LARGEST_HEAD}"
     if {power_of_two(block.queries), power_of_two(block.keys)} != {block.queries, block.keys}:
@@ -197,16 +198,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients from what the forward pass returned.
+    """dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
 
-    Args:
-        call: of the forward pass.
-        o: its O.
-        lse: its log-sum-exp.
-        do: upstream gradient (batch, heads, queries, d), of any type and strides.
-
-    Returns:
-        dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
+    They follow from what the forward pass returned and dO, (batch, heads, queries, d) of any type and strides.
     """
     do, plan, lengths = _flat(do, call.q.dtype), call.config.plan, (call.q.shape[1], call.k.shape[1])
     dq, dk, dv = (call.empty(plan.gradients, tensor) for tensor in (call.q, call.k, call.v))

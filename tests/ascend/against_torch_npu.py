@@ -19,7 +19,6 @@ import tiebreak.kernels  # noqa: F401  # before torch: keeps it from loading tor
 # isort: split
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiebreak.backends.ascend.backend import ascend
 from tiebreak.backends.ascend.device import TorchNpu
@@ -32,6 +31,7 @@ from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.npu import every_fusion_attention, npu_kernels
 from tiebreak.kernels.plans import PRESETS
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
+from tiebreak.kernels.sdpa import Operators
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 OPERATORS = (
@@ -67,12 +67,12 @@ def unresolved() -> list[str]:
     return sorted(name for name in left if not any(hasattr(library, name) for library in others))
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Calls(Operators):  # type: ignore[no-untyped-call]
     """Notes the operators that are called, the layouts they are called with, and those that return float64."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names, self.layouts, self.double = set[str](), set[tuple[str, str]](), set[str]()
+        super().__init__()
+        self.layouts, self.double = set[tuple[str, str]](), set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func))

@@ -14,7 +14,6 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.npu import (
-    INNER_PRECISE,
     LAYOUTS,
     FusionAttention,
     Operator,
@@ -98,12 +97,8 @@ def test_causal_masks_start_at_the_lower_right_corner(backend: Ascend, kernel: s
 def test_a_causal_mask_is_compressed_and_a_padding_mask_whole() -> None:
     causal, padded = drawn("random_causal"), drawn("padded")
     assert masking(causal)["sparse_mode"] == 3
-    assert masking(causal)["atten_mask"].shape == (2048, 2048)
     both = replace(causal, key_padding=torch.ones(causal.k.shape[0], causal.k.shape[2], dtype=torch.bool))
     for inputs in (padded, both):
-        mask = masking(inputs)["atten_mask"]
-        assert mask.shape == (inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
-        assert mask.is_contiguous()
         assert masking(inputs)["sparse_mode"] == 1
     assert masking(drawn("random")) == {}
 
@@ -161,30 +156,12 @@ def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> Non
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_maximum_and_sum_are_each_the_reference_s(backend: Ascend, layout: str) -> None:
-    inputs = drawn("random_grouped")
-    forward = FusionAttention(layout, 0, backend.npu.operators).forward(inputs)
-    s = reference(inputs).s
-    row_max = s.amax(-1, keepdim=True)
-    assert (forward["softmax_max"].double() - row_max).abs().max() < 1e-5
-    row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
-    assert ((forward["softmax_sum"].double() - row_sum).abs() / row_sum).max() < 1e-5
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_triton_kernels_join_where_there_is_a_triton(
     backend: Ascend, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     monkeypatch.setattr("tiebreak.backends.ascend.backend.missing", lambda: None if installed else "not installed")
     assert ("triton_flash" in {kernel.name for kernel in backend.kernels()}) == installed
-
-
-def test_a_default_run_has_every_layout_and_every_precision(backend: Ascend) -> None:
-    fusion = [kernel.compute for kernel in backend.kernels() if isinstance(kernel.compute, FusionAttention)]
-    assert {call.layout for call in fusion} == set(LAYOUTS)
-    assert {call.inner_precise for call in fusion} == set(INNER_PRECISE)
-    assert isinstance(backend.kernel("npu_fusion_sbh_p2").compute, FusionAttention), "the other pairs by their names"
 
 
 class Recorder:

@@ -1,6 +1,5 @@
 """`tiebreak audit`: exit codes and words. The compiler is a stand-in; others test the real one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +11,14 @@ from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import UnreadableRecordsError
 
-CAST = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;"
+CAST, FP8 = "cvt.rn.bf16x2.f32 %r1, %r2, %r3;", "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r3;"
 
 
 class Compiler:
     """Compiles every kernel to its text; refuses what is in `refused`."""
 
     def __init__(self) -> None:
-        self.texts = {"flash/forward": CAST, "fp8/forward": "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r3;"}
+        self.texts = {"flash/forward": CAST, "fp8/forward": FP8}
         self.refused = {("sm_80", "fp8/forward")}
 
     def sources(self) -> list[SimpleNamespace]:
@@ -77,31 +76,31 @@ def test_what_is_as_expected_holds_and_what_was_not_compared_is_told(
     assert f"note    3 kernels of {expectation} were not selected" in out
 
 
-def truncates(compiler: Compiler) -> None:
-    compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
-
-
-def refuses(compiler: Compiler) -> None:
-    compiler.refused.add(("sm_90", "flash/forward"))
-
-
-def renames(compiler: Compiler) -> None:
-    compiler.texts["standard/output"] = compiler.texts.pop("fp8/forward")
-
-
 @pytest.mark.parametrize(
-    ("change", "lines"),
+    ("texts", "refused", "lines"),
     [
-        (truncates, ["sm_90 flash/forward: output_casts: was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"]),
-        (refuses, ["sm_90 flash/forward: skipped: was no, is no fp8 there"]),
-        (renames, ["sm_90 fp8/forward: expected, but not compiled", "sm_90 standard/output: not in the expectation"]),
+        (
+            {"flash/forward": CAST.replace(".rn", ".rz"), "fp8/forward": FP8},
+            set(),
+            ["sm_90 flash/forward: output_casts: was cvt.rn.bf16x2.f32, is cvt.rz.bf16x2.f32"],
+        ),
+        (
+            {"flash/forward": CAST, "fp8/forward": FP8},
+            {("sm_90", "flash/forward")},
+            ["sm_90 flash/forward: skipped: was no, is no fp8 there"],
+        ),
+        (
+            {"flash/forward": CAST, "standard/output": FP8},
+            set(),
+            ["sm_90 fp8/forward: expected, but not compiled", "sm_90 standard/output: not in the expectation"],
+        ),
     ],
 )
 def test_what_changed_falls(
-    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Compiler], None],
-    lines: list[str],
+    compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str],
+    texts: dict[str, str], refused: set[tuple[str, str]], lines: list[str],
 ) -> None:  # fmt: skip
-    change(compiler)
+    compiler.texts, compiler.refused = texts, refused
     assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
     out = capsys.readouterr().out
     assert "audit FELL" in out

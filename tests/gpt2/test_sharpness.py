@@ -18,7 +18,6 @@ from tiebreak.laboratory.sharpness import (
     TRAINED,
     Point,
     Run,
-    Task,
     parse,
     run_one,
     settings,
@@ -62,7 +61,7 @@ def test_what_has_no_sharpness_is_refused() -> None:
 
 
 def test_a_run_goes_on_from_one_state() -> None:
-    run = run_one(Task(parse(WORDS.split()), "E8M2", 1))
+    run = run_one(parse(WORDS.split()), ("E8M2", 1))
     assert [(point.phase, point.step) for point in run.points] == [
         *((TRAINED, 1), (TRAINED, 2), (ON, 3), (ON, 4), (BACK, 3), (BACK, 4))
     ]
@@ -73,10 +72,10 @@ def test_a_run_goes_on_from_one_state() -> None:
         on.masked["0.0005"] / on.unmasked["0.0005"] - 1
     )
     # On in its format is as if nothing had stopped there.
-    whole = run_one(Task(parse(f"{WORDS} --steps 4 --more 0".split()), "E8M2", 1))
+    whole = run_one(parse(f"{WORDS} --steps 4 --more 0".split()), ("E8M2", 1))
     assert replace(run.points[3], phase=TRAINED) == whole.points[3]
     # A run in the other format has nothing to go back to.
-    assert [point.phase for point in run_one(Task(parse(WORDS.split()), "E8M7", 1)).points] == [TRAINED] * 2 + [ON] * 2
+    assert [point.phase for point in run_one(parse(WORDS.split()), ("E8M7", 1)).points] == [TRAINED] * 2 + [ON] * 2
 
 
 def _run(reduction: str, seed: int, found: float) -> Run:
@@ -102,9 +101,9 @@ def test_the_summary_tells_the_order_and_its_seeds() -> None:
 def test_runs_that_are_kept_are_not_run_again_and_those_of_other_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_parts(one, left, options, line, runs, *, outlook, **_) -> bool:  # type: ignore[no-untyped-def]
-        runs += [_run(task.reduction, task.seed, 0.4) for task in left]
-        print(f"{outlook}: {len(left)} run")
+    def run_parts(one, left, options, line, runs, **_) -> bool:  # type: ignore[no-untyped-def]
+        print(f"{len(runs)} kept, {len(left)} to run")
+        runs += [_run(name, seed, 0.4) for name, seed in left]
         return True
 
     monkeypatch.setattr(program, "run_parts", run_parts)
@@ -113,7 +112,7 @@ def test_runs_that_are_kept_are_not_run_again_and_those_of_other_settings_are_re
     measure = ["lab", "sharpness", *WORDS.split(), "--out", str(path)]
     assert main([*measure, "--formats", "E8M3,E8M7", "--seeds", "1"]) == 0
     told = capsys.readouterr().out
-    assert "1 run kept, 1 to run: 1 run\n" in told
+    assert "1 kept, 1 to run\n" in told
     assert "Order: E8M3 > (1 of 1 seeds) E8M7" in told
     assert main([*measure, "--kernel", "flash@paper"]) == 2
     error = capsys.readouterr().err

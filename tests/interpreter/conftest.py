@@ -1,7 +1,6 @@
 """Kernels of a few lines, to be interpreted."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,15 @@ Launch = Callable[..., None]
 
 
 @pytest.fixture
-def card() -> Assumptions:
-    """What is assumed of a card; a test may ask for another."""
-    return EXACT
+def launch() -> Launch:
+    """Interprets one program of a function as a card would; before and after it Triton is upstream's."""
 
-
-@pytest.fixture
-def launch(card: Assumptions) -> Launch:
-    """Interprets one program of a function, or a grid of them; before and after it Triton is upstream's."""
-
-    def launched(function: Any, *args: object, grid: tuple[int, ...] = (1,), **constants: object) -> None:
+    def launched(function: Any, *args: object, card: Assumptions = EXACT, **constants: object) -> None:
         kernel = function if hasattr(function, "run") else triton.jit(function)
         with interpreting(card):
-            kernel[grid](*args, **constants)
+            kernel[(1,)](*args, **constants)
 
     return launched
-
-
-@pytest.fixture
-def contracting() -> Assumptions:
-    """A card that contracts, and is exact otherwise."""
-    return replace(EXACT, name="contracting", contracts=True)
 
 
 FEW_LINES = Path(__file__).with_name("few_lines.py")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
@@ -14,19 +13,15 @@ from triton.runtime.driver import driver
 from tiebreak.backends.emulation.accumulators import MATMULS
 from tiebreak.backends.emulation.tensor_cores import TARGETS, core_of, tensor_core_matmul
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
+from tiebreak.backends.interpreter.assumptions import CARDS, EXACT
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.selection import Selection, SelectionError, cells
 from tiebreak.reports.records.record import Run
 
+Launch = Callable[..., None]
 N = 64
-
-
-def _launch(card: Assumptions, function: Callable[..., None], *args: object, **constants: object) -> None:
-    with interpreting(card):
-        triton.jit(function)[(1,)](*args, **constants)
 
 
 def _random(*shape: int, seed: int = 1) -> Tensor:
@@ -52,19 +47,19 @@ def _accumulated(A: Any, B: Any, C: Any, D: Any, N: tl.constexpr) -> None:
     ],
 )
 def test_products_add_up_as_on_the_cards_tensor_cores_from_what_is_there(
-    card: str, dtype: torch.dtype, name: str
+    card: str, dtype: torch.dtype, name: str, launch: Launch
 ) -> None:
     """A sum written behind the product is added on the tensor cores too: Triton makes one of both."""
     a, b, c = _random(N, N).to(dtype), _random(N, N, seed=2).to(dtype), _random(N, N, seed=3)
     sums = torch.zeros(2, N, N)
-    _launch(CARDS[card], _accumulated, a, b, c, sums, N=N)
+    launch(_accumulated, a, b, c, sums, N=N, card=CARDS[card])
     expected = tensor_core_matmul(a.float(), b.float(), c, core_of(card, name))
     assert torch.equal(sums[0], expected)
     assert torch.equal(sums[1], expected)
     assert not torch.equal(sums[0], (a.double() @ b.double()).float() + c)
 
 
-def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks() -> None:
+def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks(launch: Launch) -> None:
     def promoted(A: Any, B: Any, C: Any, N: tl.constexpr, MOST: tl.constexpr) -> None:
         index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
         c = tl.zeros([N, N], tl.float32)
@@ -72,27 +67,27 @@ def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks() -> None:
 
     a, b = (_random(N, N, seed=seed).to(torch.float8_e4m3fn) for seed in (4, 5))
     often, seldom = torch.zeros(2, N, N)
-    _launch(CARDS["sm_90"], promoted, a, b, often, N=N, MOST=32)
-    _launch(CARDS["sm_90"], promoted, a, b, seldom, N=N, MOST=64)
+    launch(promoted, a, b, often, N=N, MOST=32, card=CARDS["sm_90"])
+    launch(promoted, a, b, seldom, N=N, MOST=64, card=CARDS["sm_90"])
     exact = a.double() @ b.double()
     assert (often - exact).abs().mean() < 0.7 * (seldom - exact).abs().mean()
 
 
-def test_a_product_that_the_card_lacks_is_refused_by_its_name() -> None:
+def test_a_product_that_the_card_lacks_is_refused_by_its_name(launch: Launch) -> None:
     a = _random(N, N).to(torch.float8_e4m3fn)
     with pytest.raises(CannotRunError, match="sm_80 doesn't multiply fp8_e4m3 by fp8_e4m3"):
-        _launch(CARDS["sm_80"], _accumulated, a, a, torch.zeros(N, N), torch.zeros(2, N, N), N=N)
+        launch(_accumulated, a, a, torch.zeros(N, N), torch.zeros(2, N, N), N=N, card=CARDS["sm_80"])
 
 
-def test_fp32_is_multiplied_one_by_one_and_as_tf32_on_the_cores() -> None:
+def test_fp32_is_multiplied_one_by_one_and_as_tf32_on_the_cores(launch: Launch) -> None:
     def multiplied(A: Any, B: Any, C: Any, N: tl.constexpr, HOW: tl.constexpr) -> None:
         index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
         tl.store(C + index, tl.dot(tl.load(A + index), tl.load(B + index), input_precision=HOW))
 
     a, b = _random(N, N, seed=6), _random(N, N, seed=7)
     plain, cut = torch.zeros(2, N, N)
-    _launch(CARDS["sm_80"], multiplied, a, b, plain, N=N, HOW="ieee")
-    _launch(CARDS["sm_80"], multiplied, a, b, cut, N=N, HOW="tf32")
+    launch(multiplied, a, b, plain, N=N, HOW="ieee", card=CARDS["sm_80"])
+    launch(multiplied, a, b, cut, N=N, HOW="tf32", card=CARDS["sm_80"])
     assert torch.equal(plain, MATMULS[Accumulator.SEQUENTIAL](a, b))
     assert torch.equal(cut, tensor_core_matmul(a, b, torch.zeros(()), core_of("sm_80", "tf32")))
 
@@ -107,11 +102,11 @@ def _functions(X: Any, Y: Any, Z: Any, N: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize("card", ["exact", "sm_90", "gfx942"])
-def test_the_exponential_and_the_division_are_the_cards(card: str) -> None:
+def test_the_exponential_and_the_division_are_the_cards(card: str, launch: Launch) -> None:
     x, y = _random(N, seed=8) * 40, _random(N, seed=9)
     x[:2] = torch.tensor([-126.5, -95.0])
     results = torch.zeros(4, N)
-    _launch(CARDS[card], _functions, x, y, results, N=N)
+    launch(_functions, x, y, results, N=N, card=CARDS[card])
     exponentials = torch.stack([x.double().exp(), x.double().exp2()]).float()
     if card != "exact":
         exponentials[0] = (x * 1.4426950408889634).double().exp2().float()
@@ -122,13 +117,13 @@ def test_the_exponential_and_the_division_are_the_cards(card: str) -> None:
 
 
 @pytest.mark.parametrize("card", ["exact", "sm_80", "sm_100", "gfx942"])
-def test_contraction_is_as_the_audit_finds_it(card: str) -> None:
+def test_contraction_is_as_the_audit_finds_it(card: str, launch: Launch) -> None:
     def shifted(S: Any, M: Any, Y: Any, c: Any, N: tl.constexpr) -> None:
         row = tl.arange(0, N)
         tl.store(Y + row, tl.load(S + row) * c - tl.load(M + row))
 
     s, m, y = _random(N, seed=10) * 60, _random(N, seed=11), torch.zeros(N)
-    _launch(CARDS[card], shifted, s, m, y, 0.18033688, N=N)
+    launch(shifted, s, m, y, 0.18033688, N=N, card=CARDS[card])
     factor = torch.tensor(0.18033688)
     contracted = (s.double() * factor.double() - m.double()).float()
     assert torch.equal(y, contracted if card == "sm_80" else s * factor - m)

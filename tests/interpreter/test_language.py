@@ -1,6 +1,7 @@
 """Operations of Triton's language on narrow formats, against torch and against exact arithmetic."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -14,9 +15,8 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tiebreak.backends.emulation.rounding import fma
-from tiebreak.backends.interpreter.assumptions import Assumptions
+from tiebreak.backends.interpreter.assumptions import EXACT
 from tiebreak.backends.interpreter.memory import OutOfBoundsError
-from tiebreak.backends.interpreter.session import interpreting
 
 Launch = Callable[..., None]
 N = 32
@@ -88,11 +88,11 @@ def _contracted(X: Any, Y: Any, Z: Any, O: Any, N: tl.constexpr) -> None:
 
 
 @pytest.mark.parametrize("fusing", [True, False])
-def test_a_product_goes_unrounded_into_a_sum_where_the_card_contracts(contracting: Assumptions, fusing: bool) -> None:
+def test_a_product_goes_unrounded_into_a_sum_where_the_card_contracts(launch: Launch, fusing: bool) -> None:
     x, y, z = _random(3, N, seed=4)
     sums = torch.zeros(7, N)
-    with interpreting(contracting):
-        triton.jit(_contracted)[(1,)](x, y, z, sums, N=N, enable_fp_fusion=fusing)
+    card = replace(EXACT, name="contracting", contracts=True)
+    launch(_contracted, x, y, z, sums, card=card, N=N, enable_fp_fusion=fusing)
     plain = torch.stack([x * y + z, x * y - z, z - x * y, z - x * y, x * y + z * x, x * y - z, x * y + z])
     # Of two products the left one is contracted; what has been through a maximum is no product any more.
     once = [fma(x, y, z), fma(x, y, -z), fma(-x, y, z), fma(-x, y, z), fma(x, y, z * x), fma(x, y, -z), plain[6]]
@@ -200,17 +200,6 @@ def test_an_access_out_of_bounds_names_the_kernel_and_the_argument(
         launch(function, torch.zeros(N), torch.zeros(N), 3, N=N)
     assert str(raised.value) == message
     launch(function, torch.zeros(N), torch.zeros(N), 0, N=N)
-
-
-def _hidden(X: Any, Y: Any, n: Any, N: tl.constexpr) -> None:
-    row = tl.arange(0, N)
-    tl.store(Y + row, tl.load(X + row, mask=row < n, other=-1.0), mask=row < n)
-
-
-def test_what_a_mask_hides_is_not_touched(launch: Launch) -> None:
-    x, y = torch.ones(5), torch.zeros(5)
-    launch(_hidden, x, y, 5, N=N)
-    assert torch.equal(x, y)
 
 
 def _descriptors(X: Any, Y: Any, N: tl.constexpr) -> None:

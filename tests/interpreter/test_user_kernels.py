@@ -18,7 +18,7 @@ from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import CRASHED, HELD, SKIPPED, UNBIASED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
-BENCH = Workbench(Settings(heads=32))
+BENCH = Workbench(Settings(heads=16))
 File = Callable[..., str]
 
 

@@ -122,10 +122,6 @@ def reduction_name(text: str) -> str:
     return parse_reduction(text).name
 
 
-def _attention_name(text: str) -> str:
-    return text if parse_attention(text) is None else reduction_name(text)
-
-
 #: Which model is trained on what.
 MODEL: Options = {
     "--preset": {
@@ -146,7 +142,7 @@ LENGTH: Options = {
 RATE: Mapping[str, Any] = {"type": checked(above_zero), "metavar": "RATE", "help": "highest learning rate"}
 ATTENTION: Options = {
     "--attention": {
-        "type": checked(_attention_name),
+        "type": checked(lambda text: text if parse_attention(text) is None else reduction_name(text)),
         "metavar": "FORMAT",
         "default": "E8M7",
         "help": "what attention rounds to, or same: as the products; E8M7 is bf16, as in arXiv 2405.18710",

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
-from tiebreak.programs.levels import environment
+from tiebreak.programs.levels import CELLS, environment
+from tiebreak.programs.processes import finished
 from tiebreak.programs.resumable import show_progress
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
@@ -27,7 +27,6 @@ from tiebreak.reports.tables.run import counted, counts
 
 LEVEL_LABEL = "tiebreak-level"  # a node's label: the instruction-set level that its runs are forced to
 _NAME = "records"  # of the file that a node writes
-_MATRIX = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 _LAST_LINES = 20  # of what pytest said, that come home
 _ABOUT = """The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.
 Arguments of pytest follow after --."""
@@ -157,18 +156,15 @@ def _bring(result: MatrixResult, path: Path, home: list[Path]) -> str:
 
 
 def on_node(matrix: Sequence[str], level: str | None) -> MatrixResult:
-    """Run the matrix in a process of its own, with this machine's Python and PyTorch: what a node does.
-
-    `level`: the instruction-set level to force; None: as the machine is.
-    """
+    """Run the matrix with this machine's Python and PyTorch, on an instruction-set level or as it is: a node's task."""
     forced = [each for each in LEVELS if each.name == level]
     environ = environment(forced[0]) if forced else os.environ
     # What Ray told its worker is not the matrix' own.
     environ = {name: value for name, value in environ.items() if name not in ("OMP_NUM_THREADS", "PYTEST_ADDOPTS")}
     with tempfile.TemporaryDirectory(prefix="tiebreak-fleet-") as folder:
         words = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder, "--import-mode=importlib"]
-        words += ["-p", "no:cacheprovider", *_MATRIX, *matrix, "--save", _NAME, "--out", folder]
-        done = subprocess.run(words, env=environ, cwd=folder, capture_output=True, text=True, check=False)
+        words += ["-p", "no:cacheprovider", *CELLS, *matrix, "--save", _NAME, "--out", folder]
+        done = finished(words, environ, Path(folder))
         path = Path(folder, f"{_NAME}.json")
         records = path.read_bytes() if path.exists() else b""
     last = "\n".join([*done.stdout.splitlines()[-_LAST_LINES:], *done.stderr.splitlines()[-_LAST_LINES:]])

@@ -112,11 +112,9 @@ def address_of(on: str) -> str | None:
 
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int | None = None) -> Iterator[Cluster]:
-    """Be connected to a cluster, or to Ray on this machine alone; UsageError: Ray is not installed, or none answers.
+    """Be connected to the cluster that `address_of` gave, or to Ray on this machine alone, for so many tasks at a time.
 
-    Args:
-        address: `HOST:PORT` of one that this machine is part of, `ray://HOST:PORT` of one elsewhere; None: of none.
-        cpus: tasks at a time on this machine alone; None: as many as it has cores.
+    UsageError: Ray is not installed, or no cluster answers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: it would report to its makers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -36,11 +36,7 @@ _RANGE = re.compile(r"(inner|outer)=(-?[0-9]{1,3})")
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the numbers that enter and leave a product are masked.
-
-    Raises:
-        ValueError: a range of exponents that is empty or that the format does not have; one line.
-    """
+    """How the numbers that enter and leave a product are masked; ValueError: a range that the format does not have."""
 
     fmt: Format  # what they are rounded to: its fraction bits, and its range with subnormals and Inf
     mode: Rounding = Rounding.TO_EVEN  # or TOWARD_ZERO, which cuts bits off
@@ -194,11 +190,7 @@ class _Masking(TorchFunctionMode):
         self.reductions.pop()
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
         reduction, named = self.reductions[-1], dict(kwargs or {})
@@ -261,12 +253,8 @@ def reduce_precision(
     which becomes two masked products. A backward pass is masked if its forward pass was, wherever it is called. What is
     not seen: convolutions, compiled code, and what a checkpoint computes anew.
 
-    Args:
-        reduction: the mask.
-        model: whose modules `otherwise` names.
-        otherwise: modules that go by another mask or, at None, by none, as globs over the names of
-            `model.named_modules()`: `{"head": None, "blocks.[01]": Reduction(TF32)}`. A module within goes by the
-            module it is in.
+    `otherwise` names modules of the model that go by another mask or, at None, by none, with what is in them, as globs
+    over `model.named_modules()`: `{"head": None, "blocks.[01]": Reduction(TF32)}`.
 
     Raises:
         ValueError: a glob that no module's name matches, or globs without a model.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -44,6 +45,8 @@ from tiebreak.reports.tables.run import counted
 
 _WORKER_GIB = 1.0
 _STEP_SECONDS = 0.045  # of one thread, until there are runs
+_ABOUT = """Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a
+run of tiebreak lab train."""
 _EPILOG = "exit codes: 0 done, 2 bad usage, file or checkpoint, 130 interrupted"
 TRAINED, ON, BACK = "trained", "on", "back"  # a run's phases
 _HELD_OUT = 10  # one part in this many of the text, its end, is not trained on
@@ -60,11 +63,7 @@ _OPTIONS: flags.Options = {
     "--seeds": {**flags.NUMBER, "default": 3, "help": "of weights and batches, from 1"},
     "--sequences": {**flags.NUMBER, "default": 8, "help": "of a batch"},
     "--held-out": {**flags.NUMBER, "default": 64, "help": "sequences that are measured on"},
-    "--back": {
-        "type": flags.checked(flags.reduction_name),
-        "default": "E8M7",
-        "help": "format that training goes back to",
-    },
+    "--back": {"type": flags.checked(flags.reduction_name), "default": "E8M7", "help": "format to go back to"},
     "--rate": {**flags.RATE, "default": 1e-3},
     "--kernel": {
         **flags.NAME,
@@ -77,15 +76,6 @@ _OPTIONS: flags.Options = {
 }
 # What all runs of a file have in common.
 _SETTINGS = ("kernel", "attention", "steps", "more", "back", "every", "rate", "sequences", "held_out", "epsilons")
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run to do."""
-
-    options: argparse.Namespace  # the verb's
-    reduction: str  # its format, as `parse_reduction` takes it
-    seed: int  # of weights and batches
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class Point:
     unmasked: dict[str, float]  # sharpness by epsilon, the logits computed in fp32
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A line of the file."""
 
@@ -113,10 +103,6 @@ class Run:
     exploded: int | None  # the step at which its loss did; None: it did not
     points: list[Point]
 
-    def __post_init__(self) -> None:
-        # A line of JSON has them plain.
-        self.points = [Point(**each) if isinstance(each, dict) else each for each in self.points]
-
     def at(self, phase: str, step: int) -> list[Point]:
         """Return what was measured then: one point, or none where the run exploded before."""
         return [point for point in self.points if (point.phase, point.step) == (phase, step)]
@@ -124,19 +110,12 @@ class Run:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; UsageError: in one line what is wrong."""
-    made = flags.parser(
-        "sharpness",
-        "Train the small GPT-2 in several formats and measure how sharp the loss is around its logits; or measure a\n"
-        "run of tiebreak lab train.",
-        _EPILOG,
-        measurement=_OPTIONS,
-    )
+    made = flags.parser("sharpness", _ABOUT, _EPILOG, measurement=_OPTIONS)
     add_options(made, "sharpness.jsonl", "run")
     options = made.parse_args(argv)
-    if options.steps % options.every or options.more % options.every:
-        raise UsageError(
-            f"--steps {options.steps} and --more {options.more} must be multiples of --every {options.every}"
-        )
+    every = options.every
+    if options.steps % every or options.more % every:
+        raise UsageError(f"--steps {options.steps} and --more {options.more} must be multiples of --every {every}")
     return options
 
 
@@ -145,37 +124,38 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in _SETTINGS} | {"epsilons": list(options.epsilons)}
 
 
-def run_one(task: Task) -> Run:
-    """Do one run on one thread: trained in its format, then on in it, and from the same state on in the other."""
+def run_one(options: argparse.Namespace, what: tuple[str, int]) -> Run:
+    """Do the run of a format and a seed on one thread: trained in it, then on in it, and from there on in the other."""
     torch.set_num_threads(1)
     keep_memory()
-    started, options = time.monotonic(), task.options
+    started, (name, seed) = time.monotonic(), what
     sizes = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))
     learnt, held_out = texts(corpus().tokens, sizes, options.held_out)
-    model = emulated_gpt2(options.kernel, sizes, task.seed)
+    model = emulated_gpt2(options.kernel, sizes, seed)
     recipe = Recipe(Schedule(options.steps + options.more, options.rate, _WARM_UP))
-    steps = Steps(model, Batches(learnt, options.sequences, sizes.context, task.seed), recipe)
+    steps = Steps(model, Batches(learnt, options.sequences, sizes.context, seed), recipe)
     divergence = Divergence()
-    points, exploded = _take(task, TRAINED, steps, divergence, held_out)
+    points, exploded = _take(options, name, TRAINED, steps, divergence, held_out)
     state = deepcopy((model.state_dict(), steps.optimizers[0].state_dict(), divergence))
     # A run in the other format already has nothing to go back to.
-    phases = (ON,) if task.reduction == options.back else (ON, BACK)
+    phases = (ON,) if name == options.back else (ON, BACK)
     for phase in phases if options.more and exploded is None else ():
         weights, moments, divergence = deepcopy(state)
         model.load_state_dict(weights)
         steps.optimizers[0].load_state_dict(moments)
-        more, end = _take(task, phase, steps, divergence, held_out)
+        more, end = _take(options, options.back if phase == BACK else name, phase, steps, divergence, held_out)
         points += more
         exploded = end if phase == ON else exploded
     seconds = round(time.monotonic() - started, 1)
-    return Run(settings(options), task.reduction, task.seed, seconds, exploded, points)
+    return Run(settings(options), name, seed, seconds, exploded, points)
 
 
-def _take(task: Task, phase: str, steps: Steps, divergence: Divergence, text: Tensor) -> tuple[list[Point], int | None]:
-    """Take a phase's steps, and measure every so many of them; return the step at which the loss exploded, too."""
-    options, model, points = task.options, steps.model, list[Point]()
+def _take(
+    options: argparse.Namespace, name: str, phase: str, steps: Steps, divergence: Divergence, text: Tensor
+) -> tuple[list[Point], int | None]:
+    """Take a phase's steps in a format, and measure every so many of them; return the step of an explosion, too."""
+    model, reduction, points = steps.model, parse_reduction(name), list[Point]()
     span = range(options.steps) if phase == TRAINED else range(options.steps, options.steps + options.more)
-    reduction = parse_reduction(options.back if phase == BACK else task.reduction)
     for start in span[:: options.every]:
         loss, done = math.nan, start + options.every
         with reduced_gpt2(model, reduction, attention=parse_attention(options.attention)):
@@ -206,9 +186,8 @@ def texts(tokens: Tokens, sizes: Configuration, sequences: int) -> tuple[Tokens,
     """Return what is trained on, and sequences of the rest with their target: int64 (sequences, context + 1)."""
     end = len(tokens) - len(tokens) // _HELD_OUT
     starts = np.linspace(end, len(tokens) - sizes.context - 1, sequences).astype(int)
-    return tokens[:end], torch.from_numpy(
-        np.stack([tokens[at : at + sizes.context + 1] for at in starts]).astype(np.int64)
-    )
+    rest = np.stack([tokens[at : at + sizes.context + 1] for at in starts])
+    return tokens[:end], torch.from_numpy(rest.astype(np.int64))
 
 
 def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
@@ -263,11 +242,9 @@ def _of_runs(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.out}: was written with {name} = {kept}, not {asked}; name another --out")
     wanted = [(name, seed) for seed in range(1, options.seeds + 1) for name in options.formats]
     have = {(run.reduction, run.seed) for run in runs}
-    left = [Task(options, *each) for each in wanted if each not in have]
-    each = _STEP_SECONDS * (options.steps + options.more * 2)
-    each = statistics.fmean(run.seconds for run in runs) if runs else each
-    outlook, seconds = f"{counted(len(have), 'run')} kept, {len(left)} to run", each * len(left)
-    if not run_parts(run_one, left, options, _line, runs, outlook=outlook, seconds=seconds, gib=_WORKER_GIB):
+    left = [each for each in wanted if each not in have]
+    spent = [run.seconds for run in runs] or [_STEP_SECONDS * (options.steps + options.more * 2)]
+    if not run_parts(partial(run_one, options), left, options, _line, runs, spent=spent, gib=_WORKER_GIB):
         return INTERRUPTED
     print(summary([run for run in runs if (run.reduction, run.seed) in wanted], options))
     return HELD

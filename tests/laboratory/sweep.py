@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec import structs
@@ -26,7 +27,8 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
-from tiebreak.programs.resumable import expected, in_processes, show_progress
+from tiebreak.programs.processes import in_processes
+from tiebreak.programs.resumable import expected, show_progress
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
@@ -244,18 +246,10 @@ def run(task: Task) -> SweepRun:
             if diverged is not None:
                 break
     tail = losses[-math.ceil(len(losses) / _END) :]
-    numbers = (sum(tail) / len(tail), divergence.lowest, largest)
-    loss, lowest, max_logit = (number if math.isfinite(number) else None for number in numbers)
-    return SweepRun(
-        **structs.asdict(place),
-        diverged=diverged,
-        steps=len(losses),
-        loss=loss,
-        lowest=lowest,
-        max_logit=max_logit,
-        seconds=round(time.perf_counter() - started, 2),
-        platform=_platform(device),
-    )
+    numbers = {"loss": sum(tail) / len(tail), "lowest": divergence.lowest, "max_logit": largest}
+    fields: dict[str, Any] = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+    fields |= {**structs.asdict(place), "seconds": round(time.perf_counter() - started, 2)}
+    return SweepRun(**fields, diverged=diverged, steps=len(losses), platform=_platform(device))
 
 
 @cache

@@ -182,13 +182,9 @@ def _training(argv: Sequence[str], ranks: Ranks) -> _Made:
 
 
 def _backend(name: str) -> Backend:
-    """Return the backend, set up, once it is sure that the run can keep what an explosion leaves.
-
-    Under torchrun it works on the device numbered as this process' place on its machine; all share a `cpu`.
-    """
+    """Return the backend, set up; under torchrun on the device numbered as this process' place on its machine."""
     backend = BACKENDS[name]
-    reason = backend.unavailable()
-    if reason is not None:
+    if (reason := backend.unavailable()) is not None:
         raise UsageError(f"--backend {name}: {reason}")
     if find_spec("safetensors") is None:
         raise UsageError("safetensors keeps the attention inputs of an explosion: pip install safetensors")

@@ -132,10 +132,7 @@ class Steps:
         of_first: Sequence[Observer] = (),
         stop: Callable[[], bool] = bool,
     ) -> StepResult:
-        """Take one step of the run, from 0, with observers of all calls of attention, and of those of its first part.
-
-        `stop` says at the end whether this process was asked to stop.
-        """
+        """Take a step of the run, from 0: observers see all calls of attention, `of_first` those of the first part."""
         rate, parts = self.recipe.schedule.at(step), self.recipe.parts
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -270,7 +267,7 @@ class Captures:
 
 
 class Training:
-    """A run that can be stopped at any step and resumed to the bit.
+    """A run that can be stopped at any step and resumed to the bit: batches and noise follow from the step.
 
     What it was told, `run`, is kept in its checkpoints, and `folder` has all that it leaves.
     """
@@ -295,11 +292,8 @@ class Training:
     def reports(self, every: int, checkpoint_every: int, stop: Callable[[], bool]) -> Iterator[Progress]:
         """Train to the end or to an explosion, telling of every `every`-th step and of the last.
 
-        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`.
-
-        Raises:
-            ValueError: the very first loss is NaN or Inf.
-            CheckpointError: no checkpoint can be written.
+        The last step has a checkpoint too, and so has one in which any process says that it is to `stop`. ValueError:
+        the very first loss is NaN or Inf; CheckpointError: no checkpoint can be written.
         """
         steps, first = self._steps.recipe.schedule.steps, self._steps.ranks.first
         while self.done < steps and not self.exploded and not self.interrupted:
@@ -354,10 +348,7 @@ class Training:
 
 
 def load(folder: Path, run: RunSettings) -> dict[str, Any]:
-    """Return the folder's checkpoint, for a run that is told the same; CheckpointError: there is none.
-
-    It has all that a run needs to go on to the bit: batches and noise follow from its step.
-    """
+    """Return the folder's checkpoint, for a run that is told the same; CheckpointError: there is none."""
     path = folder / CHECKPOINT
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; start without --resume")

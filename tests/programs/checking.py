@@ -3,7 +3,6 @@
 import inspect
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.matrix.options import FORWARDED
 from tiebreak.programs import check as command
+from tiebreak.programs.processes import finished
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
@@ -104,7 +104,7 @@ def _target(function: Callable[..., Any] | str) -> str:
 
 def _apart(words: list[str], path: Path) -> list[Verdict]:
     program = [sys.executable, "-m", "tiebreak.reports.cli", "check", *words, "--json", str(path)]
-    done = subprocess.run(program, env=os.environ | {_CHECKING: "1"}, capture_output=True, text=True, check=False)
+    done = finished(program, os.environ | {_CHECKING: "1"})
     if done.returncode == USAGE or not path.exists():
         raise UsageError(done.stderr.strip().removeprefix("tiebreak check: ") or "it was interrupted")
     return list(store.load(path, Verdicts).verdicts)

@@ -12,7 +12,6 @@ from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
@@ -29,10 +28,14 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 def main(arguments: Sequence[str]) -> int:
     """The verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
-    identities: list[Identity] = []
-    failures: dict[str, str] = {}
-    for backend in devices(options.backend, options.targets, options.card):
-        for kernel in _kernels(options):
+    identities, failures = list[Identity](), dict[str, str]()
+    backends = devices(options.backend, options.targets, options.card)
+    try:
+        kernels = [external_kernel(target, flags=options.declare) for target in options.targets]
+    except LoadError as error:
+        raise UsageError(str(error)) from error
+    for backend in backends:
+        for kernel in kernels:
             tell = partial(_progress, kernel.name)
             try:
                 identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
@@ -84,13 +87,6 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
             raise UsageError(f"--backend {backend.name}: {why}")
         backend.set_up()
     return backends
-
-
-def _kernels(options: argparse.Namespace) -> list[Kernel]:
-    try:
-        return [external_kernel(target, flags=options.declare) for target in options.targets]
-    except LoadError as error:
-        raise UsageError(str(error)) from error
 
 
 def _progress(kernel: str, line: str) -> None:

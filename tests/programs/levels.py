@@ -4,37 +4,27 @@ A process has one level (see `tiebreak.backends.levels`), so every run is a proc
 """
 
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiebreak.backends.levels import EMULATED, VARIABLES, Level, supported
 from tiebreak.backends.platform import cpu_features
 from tiebreak.programs import sysroot
+from tiebreak.programs.processes import finished
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split, unknown
 
-GRACE_SECONDS = 20.0
 CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 
 
 def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | Path, out: Path) -> int:
-    """Run pytest once per level, each keeping its records under the level's name, then compare the records.
-
-    Args:
-        levels: the levels to run.
-        pytest_arguments: arguments for pytest, `--save` and `--out` not among them.
-        python: the program that runs pytest.
-        out: the folder of the records.
+    """Run pytest by `python` once per level, each keeping its records in `out`, then compare the records.
 
     Returns:
         0 if every run and the comparison did well, 1 if any failed or left no records, 2 if any was interrupted or
         refused its arguments. pytest's refusal ends the round: the next level would refuse them too.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C, when the run in progress has ended.
     """
     failed: dict[str, int] = {}
     kept: list[str] = []
@@ -43,7 +33,7 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
         records = out / f"{level.name}.json"
         before = _modified(records)
         command = [str(python), "-m", "pytest", f"--save={level.name}", f"--out={out}", *pytest_arguments]
-        if status := _call(command, environment(level)):
+        if status := finished(command, environment(level), shown=True).returncode:
             failed[level.name] = status
         if status == 4:
             break
@@ -54,24 +44,11 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
         else:
             kept.append(str(records))
     compare = [sys.executable, "-m", "tiebreak.reports.cli", "compare", *kept]
-    if len(kept) > 1 and (status := _call(compare, os.environ)):
+    if len(kept) > 1 and (status := finished(compare, shown=True).returncode):
         failed["comparison"] = status
     for name, status in failed.items():
         print(f"failed: {name} (exit code {status})", file=sys.stderr)
     return 2 if {2, 4} & set(failed.values()) else int(bool(failed))
-
-
-def _call(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Exit code of a command. On Ctrl-C, which the terminal sends to both, the command gets time to end by itself."""
-    with subprocess.Popen(command, env=environment) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            try:
-                process.wait(GRACE_SECONDS)
-            except (KeyboardInterrupt, subprocess.TimeoutExpired):
-                process.kill()
-            raise
 
 
 def environment(level: Level) -> dict[str, str]:
@@ -124,11 +101,7 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of this module: arguments, those of the process by default, to an exit code.
-
-    Raises:
-        UsageError: an unknown level, or what is needed to emulate another architecture can't be had.
-    """
+    """The verb `levels`; see `tiebreak.reports.cli.main`."""
     parser = _parser()
     options, for_pytest = parser.parse_known_args(arguments)
     if options.sysroot and not options.arch:
@@ -143,9 +116,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers = [] if any(word.startswith(("-n", "--numprocesses")) for word in for_pytest) else ["-n", "auto"]
     paths = any(not word.startswith("-") and Path(word.partition("::")[0]).exists() for word in for_pytest)
     for_pytest = [*workers, *(() if paths else CELLS), *for_pytest]
-    try:
-        python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
-        return run(levels, for_pytest, python, options.out)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    python = sysroot.python(options.arch, options.sysroot) if options.arch else sys.executable
+    return run(levels, for_pytest, python, options.out)

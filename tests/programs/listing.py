@@ -9,9 +9,9 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
 from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
 from tiebreak.cases.scripted import GROUPS
+from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.external.adapters import ADAPTERS
-from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.plans import PLANS, Accumulator, Cast, DeltaSource, RoundingPlan, SumOf
+from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.matrix.questions import invariance, usage
@@ -75,7 +75,7 @@ def plans(arguments: Sequence[str]) -> int:
     shifts = {name: _shift_text(rule) for name, rule in SHIFT_RULES.items()}
     _print(
         {
-            "plans: what is in a narrow format; all else is in fp32": plans,
+            "plans: what is not as in fp32; input: the format of q, k and v": plans,
             "rules: the shift of a row whose maximum is r_m": shifts,
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
@@ -173,22 +173,12 @@ def _claim_text(claim: Claim) -> str:
 
 
 def _plan_text(plan: RoundingPlan) -> str:
-    parts = [f"{name} {_cast_text(cast)}" for name, cast in plan.casts() if cast.fmt != FP32]
-    parts += ["exp in base two"] if plan.exponential.base_two else []
-    parts += ["a fast exp"] if plan.exponential.correction else []
-    parts += ["exp contracted"] if plan.contracted else []
-    parts += [] if plan.row_sum_of is SumOf.UNROUNDED else [f"l sums {plan.row_sum_of.value} P-bar"]
-    parts += [f"P-bar times 2^{plan.offset}"] if plan.offset else []
-    parts += [f"{name[0]} as {held}" for name in ("q8", "k8", "v8", "p8") if (held := getattr(plan, name)) is not None]
-    parts += ["the mean of k taken off"] if plan.smooth_k else []
-    parts += [] if plan.accumulator is Accumulator.EXACT else [f"products as {plan.accumulator.name.lower()}"]
+    """What is not as in fp32, as --plan takes it, and what no text of a plan says."""
+    apart, fast = values_apart(FP32_PLAN, plan), plan.exponential.correction
+    parts = [f"{key}={value}" for key, value in apart.items() if key != "base" or not fast]
+    parts += ["a fast exp"] if fast else []
     parts += [] if plan.delta_from is DeltaSource.OUTPUT else [f"delta from {plan.delta_from.value}"]
     return ", ".join(parts) or "nothing"
-
-
-def _cast_text(cast: Cast) -> str:
-    mode = "" if cast.rounding is Rounding.TO_EVEN else f" {cast.rounding.value}"
-    return f"{cast.fmt.name}{mode}{' saturating' if cast.saturates else ''}"
 
 
 def _shift_text(rule: ShiftRule) -> str:

@@ -2,15 +2,17 @@
 
 import argparse
 import json
-import multiprocessing
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
+from msgspec import ValidationError, convert
+
 from tiebreak.backends.platform import worker_count
+from tiebreak.programs.processes import in_processes
 from tiebreak.reports.cli import positive
 
 _Task = TypeVar("_Task")
@@ -25,17 +27,13 @@ def add_options(parser: argparse.ArgumentParser, file: str, line: str) -> None:
 
 
 def read_parts(path: Path, kind: type[_Part]) -> list[_Part]:
-    """The parts that a file has, without a last one that a stop has cut; none where there is no file.
-
-    Raises:
-        ValueError: a line is none that such a run wrote; one line that names it.
-    """
+    """The parts that a file has, but for one that a stop has cut; ValueError names a line that is no such part's."""
     parts = []
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for number, line in enumerate(text[: _whole(text)].splitlines(), start=1):
         try:
-            parts.append(kind(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            parts.append(convert(json.loads(line), kind))
+        except (ValueError, ValidationError) as error:
             raise ValueError(f"{path}, line {number}: none of this program's: {error}; name another --out") from error
     return parts
 
@@ -46,14 +44,6 @@ def _whole(text: str) -> int:
     return end if text[end:].startswith('{"') and not text.endswith("}") else len(text)
 
 
-def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
-    """Run what is left in so many processes of their own, and give each part as it ends; a stop ends them."""
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C goes to all processes of a terminal; this one says what became of it.
-    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap_unordered(run, left)
-
-
 def run_parts(
     run: Callable[[_Task], _Part],
     left: Sequence[_Task],
@@ -61,27 +51,17 @@ def run_parts(
     line: Callable[[_Part], str],
     parts: list[_Part],
     *,
-    outlook: str,
-    seconds: float,
+    spent: Sequence[float],
     gib: float,
 ) -> bool:
-    """Run what is left, a line in the file for each part as it ends, and say how long the rest will take.
+    """Run what is left, each part in a process of its own of so much memory: whether all of it, or Ctrl-C came.
 
-    Args:
-        run: runs one part, in a process of its own; gives an instance of a dataclass.
-        left: what to run.
-        options: those of `add_options`; the file's folder is made if need be.
-        line: of a part, what is shown as it ends.
-        parts: where they go, as they end.
-        outlook: what there is and what is left, in words.
-        seconds: that all of it takes one process, about.
-        gib: memory of a process.
-
-    Returns:
-        Whether all of it was run: Ctrl-C stops it.
+    A part is a dataclass: as it ends it joins the `parts` that are kept, and the file of `add_options`, and its `line`
+    is shown. `spent` are the seconds of those that are kept, or of one, about: they say how long the rest will take.
     """
     workers = min(options.workers or worker_count(gib), max(1, len(left)))
-    print(f"{outlook}, {workers} at a time: {expected(seconds / workers)}", flush=True)
+    seconds = fmean(spent) * len(left) / workers
+    print(f"{len(parts)} kept, {len(left)} to run, {workers} at a time: {expected(seconds)}", flush=True)
     try:
         if left:
             show_progress(_kept(in_processes(run, left, workers), options.out, line, parts), len(left), "part")

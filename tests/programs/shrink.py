@@ -6,7 +6,6 @@ The script needs torch alone: the tensors' bits are in it, and the user's kernel
 import argparse
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from tiebreak.kernels.external.loading import package_of
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
+from tiebreak.programs.processes import finished
 from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -49,8 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     (backend,) = devices(options.backend, [options.kernel])
     kernel = _kernel(options.kernel)
     inputs = _inputs(options)
-    refusal = kernel.refusal(to_device(inputs, backend.device))
-    if refusal is not None:
+    if (refusal := kernel.refusal(to_device(inputs, backend.device))) is not None:
         raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
     try:
@@ -157,10 +156,7 @@ def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
 def _rechecked(path: Path) -> bool:
     """Run the script that was written; whether it says that something is wrong."""
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, str(path)]
-    done = subprocess.run(
-        command, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=_SECONDS
-    )
+    done = finished([sys.executable, str(path)], os.environ | paths, seconds=_SECONDS)
     print(done.stdout.rstrip() or done.stderr.rstrip())
     shown = done.returncode == 1 and bool(done.stdout)
     if not shown:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiebreak.backends.platform import QEMU
+from tiebreak.programs.processes import finished
 from tiebreak.reports.errors import UsageError
 
 _DEB, _WHEEL = "deb", "wheel"  # kinds of pins
@@ -53,15 +53,10 @@ def pins(architecture: str) -> list[Pin]:
 
 
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
-    """A program that is Python of another architecture, with PyTorch and this suite; what it lacks is downloaded first.
+    """A script that runs Python of another architecture under QEMU, with PyTorch and this suite, as `python` would.
 
-    Args:
-        architecture: aarch64.
-        sysroot: the root of an installed system of that architecture with Python 3.11, instead of Debian's packages.
-        tell: takes a line on what is being done.
-
-    Returns:
-        A script that runs under QEMU what it is given, as `python` does. QEMU_CPU names the processor.
+    What it lacks is downloaded first, and `tell` told. `sysroot`: an installed system of that architecture with Python
+    3.11, instead of Debian's packages. QEMU_CPU names the processor.
 
     Raises:
         UsageError: QEMU or a tool is missing, no room, a registry does not answer, a broken download.
@@ -183,19 +178,12 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
 
 
 def _output(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command prints.
-
-    Raises:
-        UsageError: it fails; with the line that names the cause, or the last that it wrote.
-    """
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, errors="replace")
-    except FileNotFoundError as error:
-        raise UsageError(f"{command[0]} is not on the PATH") from error
-    except subprocess.CalledProcessError as error:
-        lines = [line.strip() for line in f"{error.stdout}\n{error.stderr}".splitlines() if line.strip()]
+    """What a command prints; UsageError: it fails, with the line that names the cause, or the last that it wrote."""
+    done = finished(command, folder=folder)
+    if done.returncode:
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
         causes = (line for cause in _CAUSES for line in lines if re.search(cause, line))
         tool = "pip" if "pip" in command else Path(command[0]).name
         why = next(causes, lines[-1] if lines else "no word of why")
-        raise UsageError(f"{tool} failed: {why}") from error
+        raise UsageError(f"{tool} failed: {why}")
     return done.stdout

@@ -1,7 +1,6 @@
 """Put Triton attention of packages through the matrix on a CPU: the command behind examples/public-kernels/."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tiebreak.backends.provenance import CHECKOUT
+from tiebreak.programs.processes import finished
 from tiebreak.reports.records.record import SKIPPED, UNEXPLAINED, Record, Run
 from tiebreak.reports.records.store import read
 from tiebreak.reports.tables.texts import percent, plain_text
@@ -51,7 +51,7 @@ def run(task: Task) -> Rows:
             *(("--cases", task.cases) if task.cases else ()),
             *(("--as", task.card) if task.card else ()),
         ]
-        done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+        done = finished(command, folder=CHECKOUT)
         records = Path(folder, "run.json")
         if not records.exists():
             return Rows([[f"left no records: {(done.stdout + done.stderr).strip().splitlines()[-1]}"]], [])

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
@@ -16,7 +15,6 @@ from tiebreak.backends.provenance import commit
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, USAGE, Parser
-from tiebreak.reports.tables.run import counted
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -71,14 +69,12 @@ class Study(Generic[_Task, _Result]):
         lines, task, result = self._lines(options), *self._types
         wanted = list(dict.fromkeys(tasks))
         left = [task for task in wanted if task not in lines]
-        each = fmean(line.seconds for line in lines.values()) if lines else self.seconds
         if left:
-            ended: list[Line] = []
-            outlook = f"{counted(len(wanted), 'task')}, {len(left)} to run"
-            run, seconds = partial(_run, self), each * len(left)
-            if not run_parts(run, left, options, _shown, ended, outlook=outlook, seconds=seconds, gib=self.gib):
+            kept = list(lines.values())
+            spent = [line.seconds for line in kept] or [self.seconds]
+            if not run_parts(partial(_run, self), left, options, _shown, kept, spent=spent, gib=self.gib):
                 raise SystemExit(INTERRUPTED)
-            lines |= {convert(line.task, task): line for line in ended}
+            lines |= {convert(line.task, task): line for line in kept}
         return {each: convert(lines[each].result, result) for each in wanted}
 
     def kept(self, options: argparse.Namespace) -> dict[_Task, _Result]:

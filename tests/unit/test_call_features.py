@@ -88,6 +88,7 @@ SEEN: Mapping[str, Callable[[AttentionInputs], AttentionInputs]] = {
     "full": lambda inputs: inputs,
     "causal": _with(causal=True),
     "padded": _with(key_padding=torch.tensor([[True] * 10 + [False] * 3, [False] * 2 + [True] * 11])),
+    "blind": _with(key_padding=torch.tensor([[False] * 13, [True] * 13])),
 }
 ALONE = [(feature,) for feature in ASKING]
 SETS = [*ALONE, *combinations(ASKING, 2), tuple(ASKING)]

@@ -19,7 +19,7 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, run_declared
-from tiebreak.kernels.plans import FP32_PLAN, FUSED, Cast, Exponential, RoundingPlan
+from tiebreak.kernels.plans import Exponential
 from tiebreak.kernels.reference import reference
 
 EMULATED, NATIVE = EmulatedArithmetic(), TorchArithmetic()
@@ -52,20 +52,14 @@ def by_rationals(x: Tensor, factor: float, addend: Tensor) -> Tensor:
     return torch.tensor([exact_fma(a, factor, b) for a, b in zip(x.tolist(), addend.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("apart", [0, 20, 90], ids=lambda apart: f"2^{apart}_apart")
-def test_a_fused_multiply_add_is_rounded_once(apart: int) -> None:
-    rng = np.random.default_rng(apart)
-    factor = fp32(rng, 1, (-3, 3)).item()
-    x, addend = fp32(rng, 500, (-6, 6)), fp32(rng, 500, (-6 - apart, 6 - apart))
-    assert torch.equal(fma(x, factor, addend), by_rationals(x, factor, addend))
-
-
-def test_where_products_nearly_cancel_every_bit_is_kept() -> None:
-    """As at a row's maximum: what is left of S c less the rounded m c is the rounding error of m c."""
-    rng = np.random.default_rng(1)
-    x, factor = fp32(rng, 500, (-2, 12)), np.float32(0.125 * math.log2(math.e)).item()
-    fused = fma(x, factor, -(x * factor))
-    assert torch.equal(fused, by_rationals(x, factor, -(x * factor)))
+@pytest.mark.parametrize("apart", [0, 20, 90, None], ids=str)
+def test_a_fused_multiply_add_is_rounded_once(apart: int | None) -> None:
+    rng = np.random.default_rng(1 if apart is None else apart)
+    x, factor = fp32(rng, 300, (-6, 12)), fp32(rng, 1, (-3, 3)).item()
+    # The last as at a row's maximum: what is left of S c less the rounded m c is the rounding error of m c.
+    addend = -(x * factor) if apart is None else fp32(rng, 300, (-6 - apart, 6 - apart))
+    fused = fma(x, factor, addend)
+    assert torch.equal(fused, by_rationals(x, factor, addend))
     assert (fused != 0).double().mean() > 0.9
 
 
@@ -185,16 +179,3 @@ def test_a_device_takes_the_same_argument_if_it_has_fp64() -> None:
         torch.testing.assert_close(native, emulated, rtol=3e-7, atol=0)  # torch's errs by an ulp or so
     with pytest.raises(CannotRunError, match="fused multiply-add"):
         TorchArithmetic(has_fp64=False).exp_of_fma(x, 1.0, addend, Exponential())
-
-
-@pytest.mark.parametrize(
-    ("plan", "why"),
-    [
-        (replace(FUSED, shifted=Cast(BF16)), "never formed"),
-        (replace(FP32_PLAN, exponential=Exponential(correction=(1e-4,))), "multiplies by log2 e itself"),
-    ],
-    ids=["shifted", "fast"],
-)
-def test_a_plan_contracts_only_what_is_there(plan: RoundingPlan, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        replace(plan, contracted=True)

@@ -393,14 +393,6 @@ class TestFlex:
         }
         return replace(inputs, **features[asked])
 
-    def test_it_is_compiled_in_one_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[dict[str, object]] = []
-        monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options))
-        flex._compiled.cache_clear()
-        flex._compiled()
-        flex._compiled.cache_clear()
-        assert calls == [{"fullgraph": True, "dynamic": False}]
-
     def test_torch_compile_that_is_switched_off_would_run_another_implementation(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import gfloat  # type: ignore[import-untyped]
 import gfloat.formats  # type: ignore[import-untyped]
@@ -15,13 +14,11 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.flash import Block
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, INT8, Formats, Rounding
+from tiebreak.kernels.formats import BF16, FP8_E4M3, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import run_backward, run_forward
 from tiebreak.kernels.operands import Operands
-from tiebreak.kernels.plans import FUSED, PLANS, Cast
-from tiebreak.kernels.quantization import SIZED, Quantization, Scaling, parse_quantization
+from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
 
 ARITHMETIC = EmulatedArithmetic()
@@ -215,20 +212,3 @@ def test_the_backward_pass_takes_v_as_it_is() -> None:
     assert torch.equal(
         run_backward(plain, inputs, output, ARITHMETIC).dq, run_backward(eight, inputs, output, ARITHMETIC).dq
     )
-
-
-def test_a_quantization_is_taken_back_from_its_text() -> None:
-    modes = (Rounding.TO_EVEN, Rounding.TIES_AWAY)
-    for fmt, scaling, rounding in product((FP8_E4M3, FP8_E5M2, INT8), Scaling, modes):
-        how = Quantization(fmt, scaling, 32 if scaling in SIZED else 0, rounding, takes_scale=True)
-        assert parse_quantization(str(how)) == how
-
-
-def test_every_plan_in_8_bits_differs_from_those_beside_it() -> None:
-    inputs = next(scripted for scripted in SCRIPTED if scripted.name == "fp8_random").make(1, 0, 16, BF16)
-    names = [name for name, plan in PLANS.items() if plan.quantizes and plan.accumulator is FUSED.accumulator]
-    outputs = [_attend(f"{name},tile={Block(128, 64)}", inputs).o for name in names]
-    for i, output in enumerate(outputs):
-        same = [names[j] for j, other in enumerate(outputs) if j < i and torch.equal(output, other)]
-        # One head's 128 keys are one block.
-        assert not same or (names[i], same) == ("fp8_block", ["fp8"]), names[i]

@@ -21,13 +21,12 @@ Kept = Callable[..., Run]
 ALONE = '''
 """A call compared with itself: a head alone has the bits that it has in a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import Case
 from tiebreak.cases.measures import Measure
 from tiebreak.cases.scripted import SCRIPTED
@@ -60,9 +59,6 @@ class Alone(Experiment):
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         return asked.pairs
 
-    def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        return cell.kernel.refusal(to_device(bench.case(self.case, cell.fmt).batch(0).inputs, cell.backend.device))
-
     def run(self, cell: Cell, bench: Workbench) -> Result:
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         together = cell.backend.run(cell.kernel, inputs, gradients=False).o
@@ -78,18 +74,12 @@ class Alone(Experiment):
         return Result({"equal_alone": share}, shown, claims=(met,), heads=heads)
 
 
-class _Alone(Kind):
-    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        return [Alone(case) for case in SCRIPTED if case.name in ("random", "no_tail")]
-
-    def measures(self) -> Mapping[str, Measure]:
-        told = "share of heads that have the same bits alone as in a batch"
-        return {"equal_alone": Measure("equal_alone", told, worse="less", limit=0.0, column=True)}
-
-
-KIND = _Alone(
+TOLD = "share of heads that have the same bits alone as in a batch"
+KIND = Kind(
     Alone.kind,
     records.ExperimentRecord("a call compared with its heads alone", "the share of heads with the same bits alone"),
+    experiments=[Alone(case) for case in SCRIPTED if case.name in ("random", "no_tail")],
+    measured=[Measure("equal_alone", TOLD, worse="less", limit=0.0, column=True)],
 )
 '''
 

@@ -45,6 +45,15 @@ def plain(q, k, v, *, causal=False, scale=None):
 
 """
 
+# Which looks its module up as it is executed.
+POSTPONED = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Size:
+    n: int = 1
+"""
 BY_MASK = (WINDOW, LENGTHS, BLOCK_MASK)  # what a mask of scores says too
 
 
@@ -310,14 +319,17 @@ def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_foun
         package / "__init__.py": "",
         package / "inner.py": FILE,
         package / "outer.py": "from .inner import plain as f\n",
-        tmp_path / "sibling_of_a_kernel.py": FILE,
+        tmp_path / "sibling_of_a_kernel.py": f"{POSTPONED}{FILE}",
         tmp_path / "beside.py": "from sibling_of_a_kernel import plain as f\n",
+        tmp_path / "inner_alone.py": FILE,
         tmp_path / "two.py": FILE + "def other(q, k, v): pass\n",
     }.items():
         path.write_text(text)
     for target in (tmp_path / "beside.py", package / "outer.py"):
         assert_right(run(external_kernel(f"{target}:f"), inputs()), inputs())
-    assert external_kernel(str(tmp_path / "sibling_of_a_kernel.py")).name == "plain"
+    assert load(f"{tmp_path / 'sibling_of_a_kernel.py'}:plain").__name__ == "plain"
+    assert load("torch.nn.functional:scaled_dot_product_attention") is scaled_dot_product_attention
+    assert external_kernel(str(tmp_path / "inner_alone.py")).name == "plain"
     with pytest.raises(LoadError, match=r"name the function, as in .*two\.py:NAME; it has other, plain"):
         external_kernel(str(tmp_path / "two.py"))
 
@@ -331,7 +343,6 @@ def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_foun
         ),
         ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
         ("hf:flash", "no adapter 'hf:flash': "),
-        ("mine", "no adapter 'mine': known are flash_attn, "),
         ("mine", "openvino; one of your own is path/to/file.py:function"),
         ("no_such_package.module:f", "ModuleNotFoundError"),
         ("sound_kernel.py:absent", "has no function 'absent'; its functions are plain"),
@@ -346,19 +357,6 @@ def test_what_can_not_be_found_is_told_with_what_is_expected(
     with pytest.raises(LoadError, match=re.escape(message)) as caught:
         external_kernel(spec)
     assert str(caught.value).startswith(f"--kernel {spec}: ")
-
-
-def test_a_function_is_loaded_from_a_file_with_dataclasses_or_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine_in_a_file.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
-        "@dataclass\nclass Size:\n    n: int = 1\n\ndef kernel(q, k, v):\n    return q\n"
-    )
-    assert load(f"{tmp_path / 'mine_in_a_file.py'}:kernel").__name__ == "kernel"
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load("mine_in_a_file:kernel").__name__ == "kernel"
-    assert load("torch.nn.functional:scaled_dot_product_attention") is scaled_dot_product_attention
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16, FP32], ids=lambda fmt: fmt.name)

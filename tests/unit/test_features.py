@@ -13,11 +13,11 @@ from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import (
     BLIND_ROWS,
     CAUSAL,
-    FEATURES,
     GROUPED,
     KEY_PADDING,
     MIXED_FORMATS,
@@ -25,9 +25,9 @@ from tiebreak.kernels.features import (
     OWN_SCALE,
     Feature,
 )
-from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Formats
+from tiebreak.kernels.formats import BF16, FP8_E4M3, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, run_declared
+from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
@@ -106,12 +106,6 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
     assert replace(kernel, missing_requirement=lambda inputs: None).refusal(_inputs("random_causal")) is None
 
 
-def test_every_kernel_that_takes_a_feature_takes_a_known_one() -> None:
-    words = set(FEATURES)
-    assert len({feature.name for feature in words}) == len({feature.words for feature in words}) == len(words)
-    assert all(kernel.takes <= words for kernel in _kernels())
-
-
 @pytest.mark.parametrize("word", ["block_mask", "descale"])  # one hides scores, the other has an arithmetic of its own
 def test_a_feature_costs_five_files(word: str) -> None:
     rooms = ("kernels", "backends", "cases", "reports", "tests/matrix", "tests/programs")
@@ -120,37 +114,19 @@ def test_a_feature_costs_five_files(word: str) -> None:
     assert 0 < len(files) <= 5, files
 
 
-def test_one_format_stands_for_all_but_those_named() -> None:
-    assert Formats.of(BF16, v=FP8_E4M3, output=FP32) == Formats(BF16, v=FP8_E4M3, operands=BF16, output=FP32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'w'"):
-        Formats.of(BF16, w=FP16)
-
-
-def _declared(name: str) -> Declaration:
-    declaration = composed_kernel(name).declaration
-    assert declaration is not None
-    return declaration
-
-
 def _triton(name: str) -> Kernel:
     return next(kernel for kernel in triton_kernels(interpreted=True) if kernel.name == name)
 
 
 @pytest.mark.parametrize("name", ["flash@fused", "standard", "fair"])
-def test_an_output_in_fp32_is_the_one_before_its_cast(name: str) -> None:
-    inputs, declaration = _inputs("random"), _declared(name)
-    wide = replace(inputs, formats=Formats.of(BF16, output=FP32))
-    uncast = replace(declaration, plan=replace(declaration.plan, o=Cast(FP32)))
-    o = run_declared(declaration, wide, ARITHMETIC, False).o
-    assert torch.equal(o, run_declared(uncast, inputs, ARITHMETIC, False).o)
-    assert not torch.equal(o, o.bfloat16().float())
-
-
-def test_operands_in_another_format_move_p_bar_alone() -> None:
-    inputs, declaration = _inputs("random"), _declared("flash@fused")
-    moved = replace(declaration, plan=replace(declaration.plan, p_bar=Cast(FP16)))
-    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, operands=FP16)), ARITHMETIC, False).o
+@pytest.mark.parametrize(("own", "cast"), [({"output": FP32}, "o"), ({"operands": FP16}, "p_bar")])
+def test_a_format_of_its_own_moves_its_casts_alone(name: str, own: dict[str, Format], cast: str) -> None:
+    inputs, declaration = _inputs("random"), parse_declaration(name)
+    (fmt,) = own.values()
+    moved = replace(declaration, plan=replace(declaration.plan, **{cast: Cast(fmt)}))  # type: ignore[arg-type]
+    o = run_declared(declaration, replace(inputs, formats=Formats.of(BF16, **own)), ARITHMETIC, False).o
     assert torch.equal(o, run_declared(moved, inputs, ARITHMETIC, False).o)
+    assert torch.equal(o, o.bfloat16().float()) is (cast == "p_bar")
 
 
 @pytest.mark.parametrize("own", [{"output": FP32}, {"operands": FP16}], ids=["output", "operands"])

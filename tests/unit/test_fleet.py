@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tiebreak.backends.levels import LEVELS
 from tiebreak.backends.platform import cpu_features
+from tiebreak.defects import made_up
 from tiebreak.laboratory import fleet, sweep
 from tiebreak.laboratory import ray_cluster as on_ray
 from tiebreak.laboratory.fleet import LEVEL_LABEL, MatrixResult, kinds, level_of
@@ -23,7 +24,7 @@ from tiebreak.reports.records import store
 from tiebreak.reports.sweeps.store import Place, SweepRun, keep, read_sweep
 
 LOWEST = LEVELS[-1]
-RECORDS = Path(__file__).parents[2] / "examples" / "my-kernel" / "baseline.json"
+RECORDS = made_up.run()
 SWEEP = ["--layers", "3", "--heads", "2", "--width", "8", "--context", "8", "--sequences", "2", "--warm-up", "1",
          "--steps", "40", "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2", "--seeds", "3"]  # fmt: skip
 CELLS = ["--backend", "cpu", "--kernels", "sdpa_flash", "--cases", "no_tail", "--heads", "16", "-n", "0"]
@@ -135,17 +136,17 @@ def test_records_that_came_are_kept_and_a_kind_without_any_is_told_and_fails(
         monkeypatch.setattr(fleet, "connected", lambda address: nullcontext(cluster))
         return main(["lab", "fleet", "--on", "h:1", "--out", str(tmp_path / name)])
 
-    result = MatrixResult(0, RECORDS.read_bytes(), "")
+    result = MatrixResult(0, store.as_text(RECORDS).encode(), "")
     two = _Cluster(node("dies"), node("2"), result=result)
     assert fleet_of("the next of its kind", two) == 0
     assert two.started == ["dies", "2"]
-    assert store.read(tmp_path / "the next of its kind" / "cpu.json") == store.read(RECORDS)
+    assert store.read(tmp_path / "the next of its kind" / "cpu.json") == RECORDS
     assert fleet_of("none left", _Cluster(node("dies"), result=result)) == 1
     assert "cpu: no records: node died" in capsys.readouterr().out
     assert fleet_of("ctrl-c", _Cluster(node("1"), node("2", "H100"), result=result, stopped=True)) == 130
     assert f"stopped; {tmp_path / 'ctrl-c'} has the records of 1 kind" in capsys.readouterr().err
     (path,) = (tmp_path / "ctrl-c").iterdir()
-    assert store.read(path) == store.read(RECORDS)
+    assert store.read(path) == RECORDS
     result = MatrixResult(4, b"", "ERROR: unrecognized arguments: --casse")
     assert fleet_of("none", _Cluster(node("1"), result=result)) == 1
     output = capsys.readouterr()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import EMULATION, Backend
-from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import INACCURATE_OR_BREAKS_DOWN, Claim, breaks_down_in
@@ -21,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
-from tiebreak.kernels.shift_rules import AUTHORS_ROW_SUM_FLOOR, BETA_V1, repeated
+from tiebreak.kernels.shift_rules import BETA_V1, repeated
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
@@ -58,16 +57,9 @@ def _measured(name: str, inputs: AttentionInputs) -> Errors:
     return measure(output.o, None, inputs, ref, error_bound(inputs, ref, kernel.declaration))
 
 
-def test_p_bar_is_lost_where_it_is_said_to_be() -> None:
-    below, above = torch.exp(torch.tensor([-LOST - 1e-4, -LOST + 1e-4]))
-    assert round_to(below, FP16) == 0.0
-    assert round_to(above, FP16) == FP16.smallest_subnormal
-    assert round_to(torch.tensor(AUTHORS_ROW_SUM_FLOOR), FP16) == 0.0
-
-
 @pytest.mark.parametrize("case", [case for case, kernels in CLAIMED.items() if kernels])
 def test_what_is_claimed_in_fp16_alone_holds(case: str) -> None:
-    bench = Workbench(Settings(heads=64))  # of one case, whose inputs and reference its kernels share
+    bench = Workbench(Settings(heads=32))  # of one case, whose inputs and reference its kernels share
     records = [_record(EMULATION, composed_kernel(kernel), case, bench) for kernel in CLAIMED[case]]
     fallen = {record.kernel: record.reasons for record in records if record.outcome != HELD}
     assert fallen == {}

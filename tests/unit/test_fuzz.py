@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import re
-import subprocess
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,8 +327,10 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     assert list(map(int, match.groups())) == [1, 1, 5], message
     command = message.partition("\nrerun: ")[2]
     assert "--captured out/fuzz " in command
-    again = subprocess.run(f"{command} -p no:cacheprovider", shell=True, capture_output=True, text=True, check=False)
-    assert again.returncode == 1, again.stdout + again.stderr
+    words = shlex.split(command)
+    assert words[1:3] == ["-m", "pytest"]
+    again = pytester.runpytest_inprocess(*words[3:], "-p", "no:cacheprovider")
+    assert again.ret == 1
     (record,) = store.read(Path("out", "last.json")).records
     assert record.outcome == FELL
     assert record.met("bound") is False

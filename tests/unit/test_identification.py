@@ -162,7 +162,7 @@ class _TruncatedSum(EmulatedArithmetic):
 
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_MOST", 500)
+    monkeypatch.setattr(search, "_MOST", 250)
     monkeypatch.setattr(identity, "_SWAPS", 0)
     found = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
     assert (found.plan, found.stopped) == (None, True)

@@ -80,10 +80,10 @@ def test_whichever_module_comes_first_keeps_torch_from_loading_device_packages()
 def test_importing_the_package_or_reports_alone_imports_no_torch_and_the_public_names_are_there() -> None:
     names = "*(getattr(tiebreak, name).__name__ for name in tiebreak.__all__)"
     reports = "tiebreak.reports.tables.run, tiebreak.reports.records.store"
-    done = _python(f"import sys, tiebreak, {reports}; print('torch' in sys.modules, {names})")
+    code = f"import sys, tiebreak, {reports}; print('torch' in sys.modules, {names}, flush=True); tiebreak.kernal"
+    done = _python(code)
     assert done.stdout.split() == ["False", "check", "kernel"], done.stderr
-    wrong = _python("import tiebreak; tiebreak.kernal")
-    assert "AttributeError: module 'tiebreak' has no attribute 'kernal'" in wrong.stderr
+    assert "AttributeError: module 'tiebreak' has no attribute 'kernal'" in done.stderr
 
 
 @pytest.mark.parametrize(("inside", "workers"), [(True, "0"), (False, "1")])

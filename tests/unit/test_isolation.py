@@ -14,7 +14,7 @@ import torch
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel, isolation
-from tiebreak.kernels.external.isolation import kept_state, own_randomness
+from tiebreak.kernels.external.isolation import kept_state
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
@@ -166,14 +166,5 @@ def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_not_within_a
         assert [record.met("repeatable") for record in records.values()] == [False] * len(order)
     assert rounds[0] == rounds[1]
     assert rounds[2].items() <= rounds[0].items()
-    other = run_cell(cells[0], Workbench(Settings(seed=2, heads=16)))
+    other = run_cell(cells[0], Workbench(Settings(seed=2**63, heads=16)))
     assert other.digest != rounds[0][cells[0].id][2]
-
-
-def test_random_numbers_from_a_seed_are_the_same_and_the_streams_go_on_as_before() -> None:
-    before, inside = generators(), []
-    for seed in (1, 1, 2**63):
-        with own_randomness(seed):
-            inside.append((torch.rand(1).item(), float(np.random.rand()), random.random()))
-    assert inside[0] == inside[1] != inside[2]
-    assert generators() == before

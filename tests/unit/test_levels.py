@@ -11,6 +11,8 @@ from tiebreak.backends import levels as table
 from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current, supported
 from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
+from tiebreak.programs.processes import finished
+from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 
 AVX2 = {"avx", "avx2", "fma", "f16c"}
@@ -26,8 +28,11 @@ class Runner:
         self.keep = True
         self.calls: list[tuple[list[str], dict[str, str]]] = []
 
-    def __call__(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        self.calls.append((list(command), dict(environment)))
+    def __call__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, shown: bool
+    ) -> subprocess.CompletedProcess[str]:
+        assert shown
+        self.calls.append((list(command), dict(environment or os.environ)))
         name = command[3].removeprefix("--save=")
         status = self.statuses.get(name, 0)
         if not isinstance(status, int):
@@ -36,7 +41,7 @@ class Runner:
             records = Path(command[4].removeprefix("--out=")) / f"{name}.json"
             records.parent.mkdir(exist_ok=True)
             records.write_text("{}")
-        return status
+        return subprocess.CompletedProcess(command, status)
 
     @property
     def ran(self) -> list[str]:
@@ -50,7 +55,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runner:
     monkeypatch.setattr(levels, "cpu_features", lambda: ("avx2", "fma"))
     monkeypatch.setattr(table, "LEVELS", (LEVELS[0], Level("b", {VARIABLES[0]: "avx2"}), Level("c", {})))
     stand_in = Runner()
-    monkeypatch.setattr(levels, "_call", stand_in)
+    monkeypatch.setattr(levels, "finished", stand_in)
     return stand_in
 
 
@@ -67,23 +72,19 @@ def test_a_cpu_has_the_levels_whose_features_it_has(features: set[str], count: i
     assert asks <= ("avx512f" in features)
 
 
-@pytest.mark.parametrize("level", [*LEVELS, *EMULATED["aarch64"]], ids=lambda level: level.name)
-def test_the_level_in_force_is_recognised(level: Level) -> None:
-    assert current({"PATH": "/bin", **level.environment}) == level.name
-    assert level.environment.keys() <= set(VARIABLES)
-
-
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
+        *((level.environment, level.name) for level in (*LEVELS, *EMULATED["aarch64"])),
         ({"ATEN_CPU_CAPABILITY": "avx2"}, "custom"),
         ({"DNNL_MAX_CPU_ISA": "AVX2"}, "custom"),
         ({"ONEDNN_DEFAULT_FPMATH_MODE": "ANY"}, "custom"),
         ({"ATEN_CPU_CAPABILITY": "", "ONEDNN_MAX_CPU_ISA": ""}, "native"),
     ],
 )
-def test_other_environments(environment: dict[str, str], name: str) -> None:
-    assert current(environment) == name
+def test_the_level_in_force_is_recognised(environment: Mapping[str, str], name: str) -> None:
+    assert current({"PATH": "/bin", **environment}) == name
+    assert environment.keys() <= set(VARIABLES)
 
 
 def test_run_starts_pytest_once_per_level_says_so_and_compares(
@@ -124,7 +125,7 @@ def test_what_a_failing_level_ends(
     statuses: dict[str, int | type[BaseException]], exit_code: int, ran: list[str],
 ) -> None:  # fmt: skip
     runner.statuses = statuses
-    assert main([]) == exit_code
+    assert cli.main(["levels"]) == exit_code
     assert runner.ran == ran
     error = capsys.readouterr().err
     assert all(f"(exit code {status})" in error for status in statuses.values() if isinstance(status, int))
@@ -139,14 +140,19 @@ def test_a_level_without_records_fails(runner: Runner, capsys: pytest.CaptureFix
     assert "level b kept no records in out/b.json" in capsys.readouterr().err
 
 
+def test_a_process_that_takes_too_long_is_ended_and_one_line() -> None:
+    with pytest.raises(UsageError, match=r"^sleep 60: did not end in 0.1 s$"):
+        finished(["sleep", "60"], seconds=0.1)
+
+
 def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
     # Real processes in a group of their own, as a terminal has them: the signal goes to all of it.
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
     # A process that a shell has put into the background inherits a Ctrl-C that is ignored. The table needs no torch.
     parent = (
-        "import os, signal, sys\nfrom tiebreak.programs.levels import _call, main\nmain(['--list'])\n"
+        "import signal, sys\nfrom tiebreak.programs.levels import finished, main\nmain(['--list'])\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try:\n _call([sys.executable, '-c', sys.argv[1]], os.environ)\n"
+        "try:\n finished([sys.executable, '-c', sys.argv[1]], shown=True)\n"
         "except KeyboardInterrupt:\n sys.exit(1 if 'torch' in sys.modules else 130)"
     )
     with subprocess.Popen(
@@ -157,24 +163,6 @@ def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert "tidied\n" in process.stdout.read()
     assert process.returncode == 130
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--arch", "vax"], "aarch64"),
-        (["--sysroot", "here"], "--arch"),
-        (["--save=mine"], "--save"),
-        (["--save", "mine"], "--save"),
-    ],
-)
-def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1
-    assert named in message
 
 
 @pytest.mark.parametrize(
@@ -194,11 +182,6 @@ def test_list_shows_names_and_environments_the_highest_first(
     lines = (line.partition("(")[0].split() for line in capsys.readouterr().out.splitlines())
     assert list(lines) == listed
     assert runner.ran == []
-
-
-def test_an_unknown_processor_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError, match=r"unknown level 'graviton'.*aarch64-neoverse-n1"):
-        main(["--arch", "aarch64", "--level", "graviton"])
 
 
 def test_what_goes_to_pytest_runs_the_cells_with_workers_unless_it_says_otherwise(runner: Runner) -> None:

@@ -64,6 +64,6 @@ def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.Captur
     for name in PLANS:
         assert parse_declaration(name).plan.name == name
     described = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    assert described["fused_stochastic"].endswith("p_bar bf16, o bf16 stochastic, p bf16, ds bf16, gradients bf16")
-    assert "products as hopper" in described["fused_hopper"]
+    assert described["fused_stochastic"].endswith("p_bar=input, o=input:stochastic, p=input, ds=input, gradients=input")
+    assert "accumulator=hopper" in described["fused_hopper"]
     assert "m = r_m + u ln 2" in described["dithered"]

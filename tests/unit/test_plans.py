@@ -9,7 +9,7 @@ from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.claims import UNBIASED, claim
 from tiebreak.cases.gpt2.attention import Call, HeadKernel, attend
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, STANDARD_ATTENTION, Algorithm
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
@@ -55,17 +55,6 @@ def test_a_preset_is_what_the_design_says(name: str) -> None:
     assert plan.stochastic is (name == "fused_stochastic")
 
 
-def test_tensor_core_plans_differ_in_their_accumulator_alone() -> None:
-    cores = {name: plan for name, plan in PLANS.items() if plan.accumulator is not Accumulator.EXACT}
-    assert len(cores) == 14
-    emulated_alone = {Accumulator.SEQUENTIAL, Accumulator.VDPBF16, Accumulator.AMX}
-    assert {plan.accumulator for plan in cores.values()} == set(Accumulator) - {Accumulator.EXACT} - emulated_alone
-    for name, plan in cores.items():
-        base, _, core = name.rpartition("_")
-        accumulator = Accumulator[f"{core.upper()}{'_FP8' if 'fp8' in base else ''}"]
-        assert plan == replace(PLANS[base], name=name, accumulator=accumulator)
-
-
 @each_plan
 def test_operands_and_output_follow_formats_of_their_own(plan: RoundingPlan) -> None:
     assert plan.in_formats(Formats.of(BF16)) == plan
@@ -81,27 +70,6 @@ def test_a_point_that_follows_nothing_stays_in_its_format() -> None:
     fixed, eight = replace(FUSED, p_bar=Cast(BF16)), PLANS["fused_fp8"]
     assert fixed.in_formats(Formats.of(FP16)).p_bar == Cast(BF16)
     assert eight.in_formats(Formats.of(FP16)).p_bar == Cast(FP8_E4M3, saturates=True)
-
-
-def test_standard_and_fair_are_what_the_design_says() -> None:
-    standard, fair = composed_kernel("standard").declaration, composed_kernel("fair").declaration
-    assert standard is not None
-    assert fair is not None
-    assert (standard.algorithm.name, standard.plan.name, standard.label) == ("standard", "standard", "standard")
-    assert (fair.algorithm.name, fair.plan.name, fair.shift_rule.name) == ("flash", "fused_stochastic", "dithered")
-
-
-@pytest.mark.parametrize("rule", ["flash", "flash_1", *SHIFT_RULES])
-def test_a_rule_composes_with_every_plan_of_flash_attention(rule: str) -> None:
-    of_flash_attention_2 = {name for name, plan in PLANS.items() if plan.offset or plan.p8 or plan.pv.narrows}
-    for plan in PLANS.keys() - {"standard"} - (of_flash_attention_2 if rule == "flash_1" else set()):
-        kernel = composed_kernel(f"{rule}@{plan}")
-        algorithm = FLASH_ATTENTION_1 if rule == "flash_1" else FLASH_ATTENTION
-        shift_rule = SHIFT_RULES["safe" if rule in ("flash", "flash_1") else rule]
-        assert (kernel.name, kernel.declaration) == (
-            f"{rule}@{plan}",
-            Declaration(algorithm, PLANS[plan], shift_rule),
-        )
 
 
 @pytest.mark.parametrize(

@@ -52,23 +52,23 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "_affinity", lambda: 8)
 
 
-def test_x86_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    root = write(tmp_path, {"proc/cpuinfo": X86})
-    assert platform.emulated(root) is None
-    assert cpu_name(root) == "Intel(R) Xeon(R) Platinum 8480+"
-    # Not erms, which changes no bits, and not avx512dq, which only the second processor has.
-    features = "amx_bf16 amx_tile avx avx2 avx512_bf16 avx512_fp16 avx512bw avx512f avx512vl f16c fma sse4_1"
-    assert cpu_features(root) == tuple(features.split())
-
-
-def test_arm_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "name", "features"),
+    [
+        # Not erms, which changes no bits, and not avx512dq, which only the second processor has.
+        ("x86_64", X86, "Intel(R) Xeon(R) Platinum 8480+",
+         "amx_bf16 amx_tile avx avx2 avx512_bf16 avx512_fp16 avx512bw avx512f avx512vl f16c fma sse4_1"),
+        ("aarch64", ARM, "aarch64", "asimd asimdhp bf16 sve"),
+    ],
+)  # fmt: skip
+def test_a_cpu_is_its_model_and_what_changes_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, name: str, features: str
+) -> None:
     monkeypatch.setattr("platform.processor", lambda: "")
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    root = write(tmp_path, {"proc/cpuinfo": ARM})
-    assert cpu_name(root) == "aarch64"
-    assert cpu_features(root) == ("asimd", "asimdhp", "bf16", "sve")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    root = write(tmp_path, {"proc/cpuinfo": cpuinfo})
     assert platform.emulated(root) is None
+    assert (cpu_name(root), cpu_features(root)) == (name, tuple(features.split()))
 
 
 def test_an_emulated_processor_is_never_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,8 @@ def test_the_description_is_of_this_process_and_its_environment(monkeypatch: pyt
 
 
 def test_memory_is_the_containers(tmp_path: Path) -> None:
-    group = {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": str(4 * GIB),
-        "sys/fs/cgroup/memory.current": "0",
-    }
+    limits = {"memory.max": str(4 * GIB), "memory.current": "0"}
+    group = {"proc/self/cgroup": "0::/\n", **{f"sys/fs/cgroup/{name}": text for name, text in limits.items()}}
     assert describe(write(tmp_path, memory(60) | group)).memory_gib == 4.0
 
 

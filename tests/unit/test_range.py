@@ -8,12 +8,12 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import mean_slack
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.features import FEATURES
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
@@ -60,10 +60,8 @@ def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
 
 
 def batch_of(case: str) -> tuple[Batch, Declaration]:
-    declaration = composed_kernel("flash@fused").declaration
-    assert declaration is not None
     inputs = CASES[case].make(1, 0, HEADS, BF16)
-    return Batch(inputs, reference(inputs)), declaration
+    return Batch(inputs, reference(inputs)), parse_declaration("flash@fused")
 
 
 def test_it_is_the_distance_as_a_share_of_the_slack() -> None:

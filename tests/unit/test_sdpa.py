@@ -31,7 +31,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import Implementation, measure_exp_at_zero
 
 CASES = {case.name: case for case in SCRIPTED}
-HEADS = 128
+HEADS = 64
 FEW = 0.001  # of the bits
 TIES = [
     "tied_maxima[k=2]", "tied_maxima[k=8]", "tied_maxima_positive_v", "sink_tie", "single_maximum_sink",

@@ -58,12 +58,6 @@ def test_the_shift_of_a_row_is_as_worked_out_by_hand_and_the_same_among_others(r
         assert shift == pytest.approx(SHIFTS[rule], rel=2 * 2.0**-24)
 
 
-def test_only_dithered_uses_the_dither() -> None:
-    rows = torch.tensor(list(ROWS.values()))
-    moved = {rule for rule in SHIFT_RULES if not torch.equal(_shift(rule, rows, 0.25), _shift(rule, rows, 0.5))}
-    assert moved == {"dithered"} == {rule.name for rule in SHIFT_RULES.values() if rule.dithered}
-
-
 def test_only_the_authors_code_clamps_the_row_sum_and_only_lazy_rescaling_lags_by_powers_of_two() -> None:
     floors = {rule.name: rule.row_sum_floor for rule in SHIFT_RULES.values() if rule.row_sum_floor}
     assert floors == {"stabilized_authors": 1e-10}

@@ -255,7 +255,6 @@ def test_a_script_that_does_not_show_it_fails(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--kernel none.py:f --case random", "--kernel none.py:f: cannot import none.py: "),
         ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
         ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
         ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
@@ -266,7 +265,6 @@ def test_a_script_that_does_not_show_it_fails(
         ("--kernel mine.py:masked --case random_causal", "--kernel mine.py:masked: the script has no words"),
         ("--kernel mine.py:square --case random", "--kernel mine.py:square: the script has no words"),
         ("--kernel mine.py:single --case random", "--kernel mine.py:single: the script has no words"),
-        ("--kernel mine.toml:x --case random", "--kernel mine.toml:x: "),
         ("--kernel mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
     ],
 )  # fmt: skip

@@ -8,12 +8,6 @@ from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.reports import cli
 
 
-@pytest.mark.parametrize("name", VENDOR_PLANS)
-def test_a_plan_is_one_that_the_command_line_takes_and_gives_back(name: str) -> None:
-    declaration = parse_declaration(VENDOR_PLANS[name].plan)
-    assert parse_declaration(declaration.label) == declaration
-
-
 def test_casts_are_those_that_the_sources_name() -> None:
     casts = {
         name: (parsed.plan.p_bar.rounding, parsed.plan.o.rounding)

@@ -168,8 +168,7 @@ def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping
     rivals = Rivals(known.asked)
     for _ in range(_SWAPS):
         known.tell(f"holding {text(plan)} against its changes")
-        better = rivals.better(plan)
-        if better is None:
+        if (better := rivals.better(plan)) is None:
             break
         plan = better
     if unexplained(known.designed, plan):  # what is like the nearest plan is not the kernel's either
@@ -210,11 +209,9 @@ def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None
     others = {}
     for designed in SHAPES:
         tell(f"asking {designed.name}")
-        answer = asked.answer(designed.name, designed.make(asked.fmt))
-        other = None if answer is None else _elsewhere(answer, plan, asked.fmt, space.QUICK)
-        if other is not None:
-            others[designed.name] = other
-    return others
+        if answer := asked.answer(designed.name, designed.make(asked.fmt)):
+            others[designed.name] = _elsewhere(answer, plan, asked.fmt, space.QUICK)
+    return {name: other for name, other in others.items() if other is not None}
 
 
 def _elsewhere(answer: Answer, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:

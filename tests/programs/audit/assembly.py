@@ -127,7 +127,9 @@ def _placed(text: str, dialect: str) -> Iterator[tuple[str, Place]]:
     place: Place = ()
     for line in text.splitlines():
         if match := _LOCATION.match(line.strip()):
-            named = _amd_place(line) if dialect == "amdgcn" else _ptx_place(match, places)
+            # AMDGCN's comment has the whole chain, from within outwards: `file:line:column @[ file:line:column ]`.
+            chain = tuple((int(row), int(column)) for row, column in _CHAIN.findall(line.partition(";")[2]))
+            named = chain[::-1] if dialect == "amdgcn" else _ptx_place(match, places)
             # Line 0 is what the compiler added by itself: it belongs to what it was added to.
             place = place if any(row == 0 for row, _ in named) else named
             continue
@@ -143,12 +145,6 @@ def _ptx_place(match: re.Match[str], places: dict[tuple[str, ...], Place]) -> Pl
     around: Place = () if outer[0] is None else places.get(outer, ((int(outer[1]), int(outer[2])),))
     places[location] = (*around, (int(location[1]), int(location[2])))
     return places[location]
-
-
-def _amd_place(line: str) -> Place:
-    """The comment has the whole chain: `file:line:column @[ file:line:column ]`, from the innermost outwards."""
-    _, _, comment = line.partition(";")
-    return tuple((int(row), int(column)) for row, column in reversed(_CHAIN.findall(comment)))
 
 
 def _split(operands: str) -> list[str]:

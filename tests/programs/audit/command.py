@@ -7,14 +7,7 @@ from pathlib import Path
 
 from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import Compilation
-from tiebreak.programs.audit.compiling import (
-    TARGETS,
-    NotCompiledError,
-    Target,
-    compile_for,
-    sources,
-    unavailable,
-)
+from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
 from tiebreak.programs.audit.reading import read
 from tiebreak.reports import audit as records
 from tiebreak.reports.audit import Audit, Audits, audit_tables
@@ -47,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.update and options.expect is None:
         raise UsageError("--update: name the file to write with --expect FILE")
-    reason = unavailable()
-    if reason is not None:
+    if (reason := unavailable()) is not None:
         raise UsageError(f"nothing can be compiled here: {reason}")
     kernels = {kernel.name: kernel for kernel in sources()}
     targets = [TARGETS[name] for name in _picked("targets", options.targets, list(TARGETS))]
@@ -72,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tiebreak audit",
         description="Compile the Triton kernels for GPUs that need not be here; read what rounds in their assembly.",
     )
-    known = ", ".join(TARGETS)
-    parser.add_argument("--targets", metavar="NAMES", default="*", help=f"GPUs (comma list, globs): {known}")
+    parser.add_argument("--targets", metavar="NAMES", default="*", help=f"comma list, globs: {', '.join(TARGETS)}")
     parser.add_argument("--kernels", metavar="NAMES", default="*", help="kernels (comma list, globs); all by default")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
     parser.add_argument("--expect", type=Path, metavar="FILE", help="fail if a rounding instruction is not as in FILE")
@@ -86,18 +77,11 @@ def _picked(flag: str, names: str, available: Sequence[str]) -> list[str]:
     return [name for name in available if name in picked]
 
 
-def _selected(names: str, name: str) -> bool:
-    return any(matching(pattern, [name]) for pattern in split(names))
-
-
 def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> bool:
     """Print what differs; True where nothing does."""
-    path = options.expect
-    inside = [
-        audit
-        for audit in expected.audits
-        if _selected(options.targets, audit.target) and _selected(options.kernels, audit.kernel)
-    ]
+    path, inside = options.expect, list(expected.audits)
+    for field, names in (("target", options.targets), ("kernel", options.kernels)):
+        inside = [each for each in inside if any(matching(name, [getattr(each, field)]) for name in split(names))]
     lines = records.differences(inside, audits.audits)
     skips = sum(audit.skipped is not None for audit in audits.audits)
     print(

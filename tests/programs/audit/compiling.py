@@ -17,7 +17,7 @@ from tiebreak.kernels.triton.roster import Compilation, compilations
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
 OLDEST = "3.8"
 _ALIGNED = 16  # bytes: every tensor of PyTorch's starts at a multiple of more
-_ASSEMBLERS = ("cubin", "hsaco")  # Triton's stages after the assembly's text
+_ASSEMBLERS = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 _AUDITED = frozenset(  # each brings a rounding plan or a shift rule that no other has
     {
         *(f"triton_{name}/forward" for name in ("flash", "stabilized", "lazy", "fair", "paper", "fp8", "fp8_offset")),
@@ -56,8 +56,7 @@ class NotCompiledError(Exception):
 
 def unavailable() -> str | None:
     """None, or why nothing can be compiled here, in one line."""
-    reason = missing()
-    if reason is not None:
+    if (reason := missing()) is not None:
         return reason
     version = installed()
     if version is not None and Version(version) < Version(OLDEST):
@@ -118,9 +117,6 @@ def _pinned() -> Iterator[None]:
 
 def _without_assembler(*stages: Any) -> tuple[str, str]:
     """Triton calls this twice: for what to add to its cache's key, and to let the stages be changed."""
-    if stages:
-        steps = stages[1]
-        for name in _ASSEMBLERS:
-            if name in steps:
-                steps[name] = lambda _text, _metadata: b""
+    for name in _ASSEMBLERS.intersection(stages[1]) if stages else ():
+        stages[1][name] = lambda _text, _metadata: b""
     return "text only", "text only"

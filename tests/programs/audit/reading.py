@@ -45,12 +45,8 @@ _INTEGER_ADD = re.compile(r"^(?:add\.[su](?:32|64)|v_add_u32|v_add_co_u32|v_add3
 _MASK = re.compile(r"^(?:and\.b32|v_and_b32|v_and_or_b32)$")
 _BELOW_HALF = (0x7FFF, 0xFFF, 0x7FFFF, 0xFFFFF)  # half - 1 of the last bit kept: bf16, fp16, e4m3, e5m2
 _UPPER_HALF = 0xFFFF0000
-_CUTS = {
-    _UPPER_HALF: "bf16",
-    0xFFFFE000: "fp16",
-    0xFFF00000: "fp8_e4m3",
-    0xFFE00000: "fp8_e5m2",
-}  # masks of fp32's bits
+# Masks of fp32's bits.
+_CUTS = {_UPPER_HALF: "bf16", 0xFFFFE000: "fp16", 0xFFF00000: "fp8_e4m3", 0xFFE00000: "fp8_e5m2"}
 # What takes upper halves, by the number that makes it do so: the bytes of two numbers, or how far to shift.
 _TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 16, "shr.u32": 16}
 
@@ -69,7 +65,7 @@ def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
         operand_casts=_kinds(how for after, how in casts if not after),
         output_casts=_kinds(how for after, how in casts if after),
         exponential=_kinds(at.opcode for at in exponentials),
-        exponent=_kinds(_operation(root) for at in exponentials for root in code.roots(at)),
+        exponent=_kinds(_operation(root.opcode) for at in exponentials for root in code.roots(at)),
         logarithm=_kinds(at.opcode for at in code.matching(_LOGARITHM.match)),
         division=_kinds(_divisions(code)),
         contraction=_kinds([*(["fma"] if fused else []), *(["left to ptxas"] if unmarked else [])]),
@@ -84,11 +80,9 @@ def _kinds(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(texts)))
 
 
-def _operation(instruction: Instruction) -> str:
-    for pattern, name in ((FUSED, "fma"), (_MULTIPLY, "mul"), (_ADD, "add")):
-        if pattern.match(instruction.opcode):
-            return name
-    return instruction.opcode
+def _operation(opcode: str) -> str:
+    names = {"fma": FUSED, "mul": _MULTIPLY, "add": _ADD}
+    return next((name for name, pattern in names.items() if pattern.match(opcode)), opcode)
 
 
 def _product(code: Code, at: Instruction) -> str:

@@ -1,0 +1,57 @@
+"""Processes beside this one: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
+
+import multiprocessing
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from tiebreak.reports.errors import UsageError
+
+_GRACE_SECONDS = 20.0
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+
+def finished(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    *,
+    shown: bool = False,
+    seconds: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end: its exit code and what it printed, or that `shown` as it comes.
+
+    On Ctrl-C, which a terminal sends to both, the command first gets time to end by itself.
+    UsageError: there is no such program, or it took more than `seconds`.
+    """
+    pipe = None if shown else subprocess.PIPE
+    try:
+        started = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
+    except FileNotFoundError as error:
+        raise UsageError(f"{command[0]} is not on the PATH") from error
+    with started as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise UsageError(f"{' '.join(command[:2])}: did not end in {seconds:g} s") from error
+        except KeyboardInterrupt:
+            try:
+                process.communicate(timeout=_GRACE_SECONDS)
+            except (KeyboardInterrupt, subprocess.TimeoutExpired):
+                process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
+
+
+def in_processes(run: Callable[[_Task], _Result], left: Sequence[_Task], workers: int) -> Iterator[_Result]:
+    """Run what is left in so many processes of their own, and give each result as it ends; a stop ends them."""
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C goes to all processes of a terminal; this one says what became of it.
+    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap_unordered(run, left)
