@@ -18,7 +18,8 @@ from tiebreak.programs import check as command
 from tiebreak.programs.processes import finished
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.verdict import Verdict, from_json
+from tiebreak.reports.records import store
+from tiebreak.reports.verdict import Verdict, Verdicts
 
 _CHECKING = "TIEBREAK_CHECKING"  # set in the process that imports the function's file
 _MODULE = "tiebreak_given"  # what a function that has no file is imported from
@@ -100,7 +101,7 @@ def _apart(words: list[str], path: Path) -> list[Verdict]:
     done = finished(program, os.environ | {_CHECKING: "1"})
     if done.returncode == USAGE or not path.exists():
         raise UsageError(done.stderr.strip().removeprefix("tiebreak check: ") or "it was interrupted")
-    return from_json(path.read_text(encoding="utf-8"))
+    return list(store.load(path, Verdicts).verdicts)
 
 
 def _here(function: Callable[..., Any] | str, words: list[str]) -> list[Verdict]:

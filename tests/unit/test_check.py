@@ -18,6 +18,7 @@ from tiebreak.reports import cli, verdict
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
+from tiebreak.reports.records.decode import decode
 from tiebreak.reports.records.record import Answer, CaseRecord, ExperimentRecord, Explanation, PlanRecord, Record, Run
 from tiebreak.reports.schemas import schema_of
 
@@ -347,7 +348,7 @@ def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
     assert check.main(["mine.py:attention", "--fair", *FEW, "-n", "0", "--json", "-"]) == 1
     text = capsys.readouterr().out
     (plain,) = validated(text)["verdicts"]
-    (again,) = verdict.from_json(text)
+    (again,) = decode(text, verdict.Verdicts).verdicts
     assert plain["headline"] == again.headline
     fell = "FELL by claim on 1 input, biased on 1 of 1 failure input, by its own rounding"
     assert (again.headline, again.severity, again.tied) == (f"attention on cpu, bf16: {fell}", "biased", 0)
