@@ -6,7 +6,7 @@ Errors of O and of gradients are also held to those of the plan that the kernel 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
@@ -61,6 +61,8 @@ def _accuracy(result: Result) -> Answer | None:
     why = []
     if not ratio.low <= LIMIT:
         why.append(f"mean square {ratio.mean:.3g} times what {plan} has (at least {ratio.low:.3g}, {LIMIT} is allowed)")
+    if (worst := result.number("worst_head")) is not None and not worst <= WORSE:
+        why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
     if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
         why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
     return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
@@ -94,6 +96,8 @@ def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]
     ]
     if larger:
         yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
+    if (worst := result.number("worst_gradient")) is not None and not worst <= WORSE:
+        yield f"mean square of one head {worst:.3g} times that of {result.backward_held_to}, {WORSE:g} is allowed"
 
 
 BOUND = _limit(

@@ -20,8 +20,8 @@ from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import PARTS, Answers
-from tiebreak.matrix.questions.comparison import BATCH, HEADS
+from tiebreak.matrix.questions.answers import PARTS, Answers, O, exact
+from tiebreak.matrix.questions.comparison import BATCH, HEADS, worst_head
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
@@ -248,6 +248,13 @@ class Session:
         output = run_forward(plan, inputs, arithmetic)
         made = replace(output, gradients=run_backward(plan, inputs, output, arithmetic)) if wanted else output
         return dict(zip(PARTS, (output.o, *_gradients(made)), strict=False))
+
+    @cached_property
+    def level(self) -> float:
+        """Return the mean squared error of O in the first call over that of its emulation, 1 at most."""
+        inputs = self.inputs()
+        truth, emulated = exact(inputs, O), self.emulated(inputs, gradients=False)[O]
+        return min(1.0, worst_head(self.plain[O], truth) / worst_head(emulated, truth))
 
     def multiple(self, size: int) -> int:
         """Return the least number of rows or keys that the kernel takes, and that is as large."""
