@@ -34,6 +34,7 @@ from tiebreak.reports.tables.texts import changes_text, worst
 
 USAGE, INVARIANCE = "usage", "invariance"  # kinds of experiment, and the names of their checks
 BATCH, HEADS = 2, 4  # of a call whose answer must be one with another
+_ALL: Mapping[str, float] = {}
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _ASKED, _DECLARED = "no bias that comes of the change", "the same bits, as the kernel declares"
@@ -111,18 +112,18 @@ class WithinError:
         inputs: AttentionInputs,
         cut: Cut = WHOLE,
         same: bool = False,
-        level: float = 1.0,
+        levels: Mapping[str, float] = _ALL,
     ) -> None:
         """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
 
         Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
-        atomics, two calls agree by chance. Of the plain O's mean squared error `level` counts.
+        atomics, two calls agree by chance. `levels`: how much of the plain call's mean squared error counts.
         """
         for part, ours, theirs in cut.pairs(plain, other):
             known = self.asked.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
                 differs = Difference.between(
-                    ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, level if part == O else 1.0
+                    ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, levels.get(part, 1.0)
                 )
                 self.differences.append(differs)
                 if (same and part == O) or differs.lost or differs.worse > WORSE:

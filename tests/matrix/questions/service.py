@@ -1,8 +1,7 @@
 """Questions of kernels in service: sizes at which they take another path, and calls that others have gone before.
 
-Answers are compared with an emulation of the plan that the kernel declares, else of the loosest there is. Of the mean
-squared error that its O has, so much counts as the kernel has of it in its first call: no kernel is held to another's
-accuracy, and the emulation says how errors grow with the size.
+Answers are compared with an emulation of the plan that the kernel declares, else of the loosest there is. It says how
+errors grow with the size, and the kernel's first call how large they are (`Session.levels`).
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ def _hold(session: Session, found: WithinError, words: str, inputs: AttentionInp
 
 def _compare(session: Session, found: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
     emulated = session.emulated(inputs, gradients=DQ in answer)
-    found.compare(words, emulated, answer, inputs, level=session.level)
+    found.compare(words, emulated, answer, inputs, levels=session.levels)
 
 
 def other_parameters(session: Session, found: WithinError) -> None:
