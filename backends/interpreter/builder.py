@@ -17,7 +17,7 @@ from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
+from tiebreak.backends.interpreter.memory import ANYWHERE, Memory, Pointers, compact
 from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import How, product, scaled_operand
 from tiebreak.kernels.kernel import CannotRunError
@@ -61,7 +61,8 @@ class FaithfulBuilder(InterpreterBuilder):
     # Casts.
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        return TensorHandle(converted(src.data, numpy_type(dst_type)), dst_type.scalar)
+        numbers = converted(compact(src.data), numpy_type(dst_type))
+        return TensorHandle(np.broadcast_to(numbers, src.data.shape), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
         """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
@@ -89,14 +90,43 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element, shown = ptrs.get_element_ty(), _mask(mask)
         dtype = numpy_type(element)
+        if (box := self._box(ptrs, shown, dtype)) is not None:
+            return TensorHandle(box.copy(), element)
         self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
         fill = bits(np.zeros(ptrs.data.shape, dtype) if other is None else np.ascontiguousarray(other.data))
         return TensorHandle(native.load(ptrs.data, shown, fill, fill.dtype).view(dtype), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         shown = _mask(mask)
+        if (box := self._box(ptrs, shown, value.data.dtype)) is not None and all(box.strides):
+            box[...] = value.data
+            return None
         self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
         return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
+
+    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> Array | None:
+        return self.memory.box(ptrs, dtype) if isinstance(ptrs, Pointers) and compact(shown).all() else None
+
+    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
+        """Nothing is added up yet."""
+        terms = ptr.terms if isinstance(ptr, Pointers) else (ptr.data.view(np.int64),)
+        size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # a bool takes a byte
+        return Pointers((*terms, compact(offset.data).astype(np.int64) * size), ptr)
+
+    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
+        """Without a copy for every element."""
+        number = arg.data.reshape((1,) * len(ret_ty.shape))
+        return TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar)
+
+    def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
+        if isinstance(arg, Pointers):
+            return Pointers(tuple(np.expand_dims(term, axis) for term in arg.terms), arg)
+        return super().create_expand_dims(arg, axis)
+
+    def create_broadcast(self, arg: Handle, shape: list[int]) -> Handle:
+        if isinstance(arg, Pointers):
+            return Pointers((np.broadcast_to(arg.terms[0], shape), *arg.terms[1:]), arg)
+        return super().create_broadcast(arg, shape)
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
@@ -260,4 +290,4 @@ for _name, _function in _FUNCTIONS.items():
         FaithfulBuilder, f"create_{_name}", partialmethod(FaithfulBuilder.unary_op, op=partial(_in_fp64, _function))
     )
 for _name in ("create_addptr", "create_splat", "create_expand_dims", "create_broadcast"):
-    setattr(FaithfulBuilder, _name, _remembering(getattr(InterpreterBuilder, _name)))
+    setattr(FaithfulBuilder, _name, _remembering(getattr(FaithfulBuilder, _name)))
