@@ -1,16 +1,13 @@
-"""The memory that a launch may touch, that of its arguments, and pointers into it."""
+"""The memory that a launch may touch: that of its arguments."""
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime.interpreter import TensorHandle
-
-from tiebreak.backends.interpreter.numbers import Array
+from numpy.typing import NDArray
 
 ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
 
@@ -36,11 +33,10 @@ class Memory:
     kernel: str
     arguments: tuple[Argument, ...]
 
-    def box(self, pointers: "Pointers", dtype: np.dtype[Any]) -> Array | None:
-        """What a tile's pointers point to, as an array of that memory; None where it is no box of one argument."""
-        name, shape = pointers.attr.get("argument"), pointers.terms[0].shape
+    def box(self, terms: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any], name: str | None) -> Any:
+        """The memory at addresses that are sums of terms, as an array; None where it is no box of one argument."""
         first, strides = 0, [0] * len(shape)
-        for term in map(compact, pointers.terms):
+        for term in terms:
             first += int(term.flat[0])
             for axis in np.flatnonzero(np.array(term.shape) > 1):
                 steps = np.diff(term, axis=axis)
@@ -48,13 +44,14 @@ class Memory:
                     return None
                 strides[axis] += int(steps.flat[0])
         reach = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-        inside = [each for each in self.arguments if each.name == name and each.start <= first]
-        if min(strides, default=0) < 0 or len(inside) != 1 or first + reach + dtype.itemsize > inside[0].end:
+        end = first + reach + dtype.itemsize
+        inside = [each for each in self.arguments if each.name == name and each.start <= first and end <= each.end]
+        if min(strides, default=0) < 0 or not inside:
             return None
-        memory: Any = (ctypes.c_char * (reach + dtype.itemsize)).from_address(first)
+        memory: Any = (ctypes.c_char * (end - first)).from_address(first)
         return np.ndarray(shape, dtype, memory, 0, strides)
 
-    def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
+    def check(self, addresses: NDArray[Any], mask: NDArray[Any], size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside of the storage of the argument that a pointer comes from.
 
         Args:
@@ -91,21 +88,3 @@ def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             yield Argument(name, start, start + storage.nbytes(), tensor.data_ptr())
-
-
-class Pointers(TensorHandle):  # type: ignore[misc]
-    """Addresses of a tile, which are added up where someone asks for them: most tiles are a box of a tensor."""
-
-    def __init__(self, terms: tuple[Array, ...], like: Any) -> None:
-        """Of terms, int64, of which the first has the tile's shape and all broadcast to it."""
-        self.terms, self.dtype, self.attr = terms, like.dtype, dict(like.attr)
-
-    @cached_property
-    def data(self) -> Array:
-        """The addresses, uint64."""
-        return np.sum(np.broadcast_arrays(*self.terms), axis=0).view(np.uint64)
-
-
-def compact(x: Array) -> Array:
-    """An array without what broadcasting has repeated: those dimensions are 1 long."""
-    return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
