@@ -13,7 +13,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _FP32 = Cast(FP32)
 _LARGEST = 2**20  # elements of a result that is kept: a larger one costs as much to find memory for as to compute
-_WIDENED = 2**21  # elements of what is kept in fp64 too: 2 MB
+_WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 
 
