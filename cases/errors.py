@@ -140,10 +140,6 @@ def measure(
     both = finite & finite_out
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
-    compared = wide, ref.o, difference
-    if not both.all():
-        compared = wide.where(both, 0.0), ref.o.where(both, 0.0), difference.where(both, 0.0)
-    output_size, reference_size = (x.abs().sum().item() for x in compared[:2])
     elements = by_key_head(counted, inputs.groups)
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
@@ -152,9 +148,9 @@ def measure(
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
         max_ulps=error.abs().max().item(),
-        error_over_bound=(compared[2].abs() / bound).nan_to_num_(nan=0.0).max().item(),
-        output_size=output_size,
-        reference_size=reference_size,
+        error_over_bound=(difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item(),
+        output_size=wide.where(both, 0.0).abs().sum().item(),
+        reference_size=ref.o.where(both, 0.0).abs().sum().item(),
         left_out=ref.o.numel() - int(ref.o.count_nonzero()),
         nonfinite=int((finite & ~finite_out).count_nonzero()),
         missed=int((~finite & finite_out).count_nonzero()),
