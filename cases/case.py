@@ -14,6 +14,8 @@ from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 
+PAPER = "arXiv 2510.04212"
+OWN = "this suite"
 HEADS_PER_BATCH = 16
 JOINED = "+"  # between a case's name and the features that were added to it
 

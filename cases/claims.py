@@ -1,8 +1,18 @@
-"""Claims: what a case says will happen to a kernel that declares a certain shift rule and plan."""
+"""Claims: what a case says will happen to a kernel that declares a certain shift rule and plan.
 
+Those about the suite's own cases are in `claims.csv`. A claim is made only where its source makes one: the paper (arXiv
+2510.04212, v1 and v2), its published code, the commentary on it (kexue.fm, archive 11371), or this suite's own
+measurements (docs/science.md). Everything else is measured, held to its plan's error bound and, on a device, to the
+emulation's prediction.
+"""
+
+import csv
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from tiebreak.cases.errors import Errors, difference
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
@@ -152,25 +162,58 @@ def claim(
     return Claim(expectation, about, at, among, source, tiled)
 
 
-# What the modules of scripted inputs share.
-PAPER = "arXiv 2510.04212"
-OWN = "this suite"
-FUSED = "fused fused_contracted"
-# fair = dithered + fused_stochastic; each of its halves is claimed only where it is sound on its own.
-FAIR = claim(UNBIASED, f"{OWN}: the cure", "dithered", "fused_stochastic", "bf16 fp16")
-# bf16(e^-1) = 0.3672 is 1.9e-3 too small in every row, 0.3 ulp of O where l sums P-bar before its cast.
-OFFSET_HARMS = claim(
-    BIASED_TOWARD, f"{PAPER} v1, appendix C: fixed offset; {OWN}: e^-1 rounds down", "fixed_offset", "paper"
-)
-# Where r_m is drawn from [1, 6); docs/science.md derives it.
-V1_IN_FP16 = claim(
-    shrinks(0.18, 0.59),
-    f"{OWN}: beta = 7 leaves exp(-6 r_m), 0 in fp16 from r_m = 2.9 on",
-    "stabilized_v1",
-    "paper fused",
-    "fp16",
-    tiled=False,
-)
+_NAMED = {
+    each.name: each
+    for each in (
+        *(UNBIASED, BIASED, BIASED_AWAY, BIASED_TOWARD, ROWS_ERR_TOGETHER, ROWS_ERR_APART),
+        *(ACCURATE, FLUSHED_OR_ACCURATE, INACCURATE, INACCURATE_OR_BREAKS_DOWN, BREAKS_DOWN, OUTSIDE),
+    )
+}
+_WITH_NUMBERS: Mapping[str, Callable[..., Expectation]] = {
+    r"output shrinks to (.+) \.\. (.+)": shrinks,
+    r"within (.+) times the plan's error bound": within,
+    r"NaN or Inf in at most (.+)% of the output": lambda percent: breaks_down_in(percent / 100),
+}
+
+
+def expectation(name: str) -> Expectation:
+    """The expectation of this name, numbers in it included; KeyError: there is none."""
+    for pattern, made in _WITH_NUMBERS.items():
+        if match := re.fullmatch(pattern, name):
+            return made(*map(float, match.groups()))
+    return _NAMED[name]
+
+
+@cache
+def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
+    """The claims of `claims.csv`, each after the names of the cases that it is about; one may end in `*`.
+
+    A line that begins with # says what those behind it are about. Rules, plans, formats and cases are separated by
+    spaces; no rule or plan stands for all. `tiled` is yes or no, as `Claim.tiled`; empty: of all kernels.
+    """
+    with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    tiled = {"": None, "yes": True, "no": False}
+    return tuple(
+        (
+            tuple(row["cases"].split()),
+            claim(
+                expectation(row["expectation"]),
+                *(row[column] for column in ("source", "rules", "plans", "formats")),
+                tiled=tiled[row["tiled"]],
+            ),
+        )
+        for row in rows
+    )
+
+
+def claims_about(case: str) -> tuple[Claim, ...]:
+    """What `claims.csv` claims about a case, by its name: the first that concerns a kernel holds for it."""
+    return tuple(
+        claim
+        for names, claim in written_claims()
+        if any(case.startswith(name[:-1]) if name.endswith("*") else case == name for name in names)
+    )
 
 
 def predicted(difference: Interval) -> bool | None:

@@ -16,19 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.cases.case import JOINED, Case, Draw, Recipe, Scores, Shape, Values, normal_numbers, scripted
-from tiebreak.cases.claims import (
-    BIASED_AWAY,
-    BIASED_TOWARD,
-    BREAKS_DOWN,
-    FUSED,
-    OUTSIDE,
-    OWN,
-    PAPER,
-    UNBIASED,
-    Claim,
-    claim,
-)
+from tiebreak.cases.case import JOINED, OWN, Case, Draw, Recipe, Scores, Shape, Values, normal_numbers, scripted
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
@@ -46,22 +34,6 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import products
 
 _LOUD = 100.0  # of V where no row sees it
-_AS_TIED = (
-    claim(BIASED_AWAY, f"{PAPER}, section 3.3.2, claim 3", "safe", "paper all_bf16"),
-    claim(UNBIASED, f"{OWN}: where a kernel rounds decides", "safe lazy", FUSED),
-    claim(UNBIASED, f"{OWN}: stochastic rounding of O", "safe", "fused_stochastic"),
-    claim(BIASED_AWAY, f"{OWN}: normalising P before its cast leaves the ties", "standard"),
-)
-_TIED_UNLESS_S_IS_NARROW = tuple(replace(each, plans=each.plans - {"all_bf16"}) for each in _AS_TIED)
-_SOUND = claim(UNBIASED, f"{OWN}: accuracy baseline", "safe lazy standard", f"paper {FUSED} standard")
-_CLAMPED = claim(OUTSIDE, f"{PAPER}, published code: the row sum's clamp at 1e-10", "stabilized_authors", "all_bf16")
-_STAGNATES = claim(
-    BIASED_TOWARD,
-    f"{OWN}: 128 terms of -2.45 to -2.1 are 1 to 1.2 or 2.1 to 2.4 ulp of a sum in bf16, and round to 1 or 2",
-    "safe",
-    "paper",
-)
-_CAST_ONCE = claim(UNBIASED, f"{OWN}: the mean of 16,384 is cast once", "safe lazy standard", f"{FUSED} standard")
 
 
 def _sink_at_maximum(draw: Draw) -> AttentionInputs:
@@ -158,40 +130,27 @@ def _mla(draw: Draw) -> AttentionInputs:
     return replace(inputs, v=inputs.v[..., :128].contiguous(), do=inputs.do[..., :128].contiguous())
 
 
-def _case(about: str, recipe: Recipe, *claims: Claim, **fields: Any) -> Case:
+def _case(about: str, recipe: Recipe, **fields: Any) -> Case:
     """A case that the table names."""
-    return Case("", about, OWN, recipe, claims, only_claimed=True, **fields)
+    return Case("", about, OWN, recipe, only_claimed=True, **fields)
 
 
 FEATURE_CASES = {
     "sink_at_maximum": _case(
         "3 equal maxima and a learned sink as high: P-bar = 1 four times, V three times",
         _sink_at_maximum,
-        claim(
-            BIASED_AWAY,
-            f"{OWN}: a sink without a V makes O smaller than every V, so what is left of the tail points away",
-            "safe lazy standard",
-            f"paper all_bf16 {FUSED} standard",
-        ),
         failure=True,
         gradients=True,
     ),
-    "window_cuts_tie": _case("a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie, *_AS_TIED),
-    "block_mask_cuts": _case("a block mask that hides a higher maximum", _block_mask_cuts, *_AS_TIED),
-    "padded_maximum": _case("padding that holds a maximum 100 above the others", _padded_maximum, *_AS_TIED),
-    "packed_ties": _case("3 packed sequences, 2 maxima each, the next one's higher", _packed, *_AS_TIED, most_heads=64),
-    "bias_makes_tie": _case("2 scores that tie by their bias", _bias_makes_tie, *_TIED_UNLESS_S_IS_NARROW),
-    "paged_ties": _case("2 maxima among 100 keys in pages, poison behind the last", _paged, *_AS_TIED),
+    "window_cuts_tie": _case("a sliding window of which 2 rows of 4 see both maxima", _window_cuts_tie),
+    "block_mask_cuts": _case("a block mask that hides a higher maximum", _block_mask_cuts),
+    "padded_maximum": _case("padding that holds a maximum 100 above the others", _padded_maximum),
+    "packed_ties": _case("3 packed sequences, 2 maxima each, the next one's higher", _packed, most_heads=64),
+    "bias_makes_tie": _case("2 scores that tie by their bias", _bias_makes_tie),
+    "paged_ties": _case("2 maxima among 100 keys in pages, poison behind the last", _paged),
     "negative_lse": _case(
         "2 equal maxima of -120 to -100: no exp of a log-sum-exp is a number",
         partial(scripted, scores=Scores(top=(-120.0, -100.0))),
-        claim(
-            BREAKS_DOWN,
-            f"{OWN}: where the maximum is negative these shift by 0, and every P-bar is 0",
-            "stabilized stabilized_v1 always_scaled",
-            "paper fused",
-        ),
-        *(_CLAMPED, *_AS_TIED),
         gradients=True,
     ),
     "split_tie": _case(
@@ -202,43 +161,26 @@ FEATURE_CASES = {
             values=Values(tail_mean=-0.1),
             shape=Shape(keys=256),
         ),
-        claim(
-            BIASED_TOWARD,
-            f"{OWN}: a partial O in the inputs' format breaks its tie before the splits are put together",
-            "split",
-            "fused,o_bar=input",
-        ),
-        claim(UNBIASED, f"{OWN}: of three maxima O is no tie", "safe split", FUSED),
     ),
     "softcap_near_ties": _case(
         "a soft cap near saturation: scores 2.3 apart come to lie 6e-5 apart, and both P-bar round to 1",
         _softcap_near_ties,
-        claim(BIASED_AWAY, f"{OWN}: P-bar rounds up to 1, what l sums does not", "safe lazy", FUSED),
-        claim(
-            UNBIASED,
-            f"{OWN}: P-bar = 1 twice and no tail: an exact tie, which goes to even",
-            "safe standard",
-            "paper all_bf16 standard",
-        ),
-        _CLAMPED,
     ),
     "decode_equal_keys": _case(
         "1 query and 16,384 equal keys: a sum in the inputs' format stagnates",
         partial(_equal_keys, keys=16384, d=64, apart=0.35 / 64, jitters=64),
-        *(_STAGNATES, _CAST_ONCE),
         most_heads=16,
         study=True,
     ),
     "decode_64k": _case(
         "1 query and 65,536 equal keys",
         partial(_equal_keys, keys=65536, d=16, apart=21 / 16 * 2.0**-6, jitters=1),
-        *(_STAGNATES, _CAST_ONCE),
         most_heads=8,
         on_request=True,
     ),
-    "single_visible_key": _case("1 visible key among 128: O is a row of V", _single_visible_key, _SOUND),
-    "fp8_cache": _case("K and V held in e4m3 with descale factors", _fp8_cache, _SOUND),
-    "value_dim": _case("q and K with d = 192, V with 128", _mla, _SOUND, gradients=True),
+    "single_visible_key": _case("1 visible key among 128: O is a row of V", _single_visible_key),
+    "fp8_cache": _case("K and V held in e4m3 with descale factors", _fp8_cache),
+    "value_dim": _case("q and K with d = 192, V with 128", _mla, gradients=True),
 }
 
 _RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  # none scales a maximum

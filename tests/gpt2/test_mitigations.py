@@ -9,15 +9,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel
-from tiebreak.cases.gpt2.mitigations import (
-    GATED,
-    NO_MITIGATION,
-    QK_CLIP,
-    QK_NORM,
-    Mitigation,
-    QKClip,
-    clip,
-)
+from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation, QKClip, clip
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.cases.gpt2.monitors import MEASURES, Recorder
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script

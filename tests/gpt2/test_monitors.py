@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.gpt2 import monitors
 from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
 from tiebreak.cases.gpt2.model import Block, Configuration
@@ -56,21 +54,6 @@ def test_a_tie_by_hand(tie: View) -> None:
     assert values["repeated_rows"] == 0.5
     assert values["row_max"] == 4.0
     assert values["max_logit"] == 6.0
-
-
-def test_on_a_device_without_fp64_monitors_compute_on_the_host(tie: View) -> None:
-    """A stand-in for such a device's tensor: float64 is refused there."""
-
-    class OnDevice:
-        def cpu(self) -> Tensor:
-            return torch.tensor([0.5])
-
-        def double(self) -> Tensor:
-            raise TypeError("this device has no float64")
-
-    view = View(replace(tie.observation, arithmetic=TorchArithmetic(has_fp64=False)))
-    wide = view.wide(cast(Tensor, OnDevice()))
-    assert (wide.dtype, wide.item()) == (torch.float64, 0.5)
 
 
 @pytest.mark.parametrize("rule", ["safe", "stabilized", "dithered"])

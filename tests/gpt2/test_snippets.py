@@ -130,16 +130,6 @@ def test_the_script_puts_two_sinks_a_gap_above_the_rest() -> None:
     assert v.mean().item() == pytest.approx(-2.9, abs=0.3)
 
 
-def test_a_claim_speaks_of_its_variants_alone_and_a_user_s_kernel_can_be_held_to_it() -> None:
-    claim = SnippetClaim(frozenset({"fair@train"}), "loss_rise", "a test", high=1.0)
-    snippet, own = replace(DRIFT, name="a test", own_claims=(claim,)), Variant("mine", ROUNDED["flash"].scripted)
-    for held in (UNROUNDED["fair"], replace(own, held_to="fair@train")):
-        assert snippet.claims_about(held) == (claim,)
-    assert snippet.claims_about(ROUNDED["fair"]) == snippet.claims_about(own) == ()
-    assert claim.held({"loss_rise": 0.0})
-    assert not claim.held({"loss_rise": math.nan})
-
-
 def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
     """The claim of the large logits, on a loss that is NaN at once and on one that never is, where it falls by name."""
     claim = SnippetClaim(frozenset({ROUNDED["o_fp32"].name}), "finite_steps", "a test", high=3.5)

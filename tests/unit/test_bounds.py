@@ -8,26 +8,16 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds, error_bound
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import BLOCK, Block
 from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, composed
-from tiebreak.kernels.plans import (
-    ALL_BF16,
-    FP32_PLAN,
-    FUSED,
-    ISOLATION,
-    PAPER,
-    PLANS,
-    PRESETS,
-    STANDARD,
-    RoundingPlan,
-    SumOf,
-)
-from tiebreak.kernels.reference import Reference, reference
+from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, ISOLATION, PAPER, PLANS, PRESETS, RoundingPlan
+from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -36,23 +26,22 @@ RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mix
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 BLOCKS = (BLOCK, Block(7, 16))
 NAMED = [*PRESETS, *ISOLATION]
-LOW, SAFE = ALL_BF16.s, SHIFT_RULES["safe"]
+LOW = ALL_BF16.s
 # As other people round: eager attention, MLX, flax, the authors' code, flash attention 1; a shift far from the
 # maximum.
 FOREIGN = {
-    "eager": Declaration(STANDARD_ATTENTION, replace(STANDARD, qk=LOW, s=LOW), SAFE),
-    "mlx": Declaration(STANDARD_ATTENTION, replace(STANDARD, scale=LOW, q=LOW, s=LOW), SAFE),
-    "flax": Declaration(
-        STANDARD_ATTENTION,
-        replace(STANDARD, divisor=LOW, q=LOW, s=LOW, shifted=LOW, exp=LOW, row_sum=LOW),
-        SAFE,
-    ),
-    "authors": Declaration(FLASH_ATTENTION, replace(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED), SAFE),
-    "flash_1": Declaration(FLASH_ATTENTION_1, FUSED, SAFE),
-    "flash_1@paper": Declaration(FLASH_ATTENTION_1, PAPER, SAFE),
-    "split": Declaration(SPLIT_ATTENTION, FUSED, SAFE, Block(32, 32)),
-    "split@paper": Declaration(SPLIT_ATTENTION, PAPER, SAFE, Block(32, 32)),
-    "scaled": Declaration(FLASH_ATTENTION, replace(FUSED, shifted=LOW), SHIFT_RULES["always_scaled"]),
+    name: parse_declaration(text)
+    for name, text in {
+        "eager": "standard,qk=input,s=input",
+        "mlx": "standard,scale=input,q=input,s=input",
+        "flax": "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input",
+        "authors": "flash@all_bf16,shifted=input,l_from=rounded",
+        "flash_1": "flash_1@fused",
+        "flash_1@paper": "flash_1@paper",
+        "split": "split@fused,tile=32",
+        "split@paper": "split@paper,tile=32",
+        "scaled": "always_scaled@fused,shifted=input",
+    }.items()
 }
 
 
@@ -66,18 +55,19 @@ def _inputs(name: str, fmt: Format) -> AttentionInputs:
     return CASES[name].make(2, 0, 32, fmt)
 
 
+def _bounds(inputs: AttentionInputs) -> ErrorBounds:
+    return ErrorBounds(inputs, reference(inputs))
+
+
 def _output(inputs: AttentionInputs, declaration: Declaration) -> Tensor:
     return EMULATION.run(composed(declaration.label, declaration), inputs, gradients=False).o.double()
 
 
-def _error_over_bound(
-    inputs: AttentionInputs, declaration: Declaration, ref: Reference | None = None, *, factor: float = 1.0
-) -> float:
+def _error_over_bound(bounds: ErrorBounds, declaration: Declaration, factor: float = 1.0) -> float:
     """Largest error, of an output `factor` times too large, as a share of the bound."""
-    ref = ref or reference(inputs)
-    error = (_output(inputs, declaration) * factor - ref.o).abs()
-    bound = error_bound(inputs, ref, declaration)
-    assert bound.shape == ref.o.shape
+    error = (_output(bounds.inputs, declaration) * factor - bounds.ref.o).abs()
+    bound = bounds.of(declaration)
+    assert bound.shape == bounds.ref.o.shape
     assert (bound > 0).all()
     return (error / bound).max().item()
 
@@ -85,11 +75,10 @@ def _error_over_bound(
 @each_format
 @pytest.mark.parametrize("name", [*RANDOM, "tied_maxima[k=2]"])
 def test_the_bound_of_every_plan_and_of_other_peoples_kernels_holds(name: str, fmt: Format) -> None:
-    inputs = _inputs(name, fmt)
-    ref = reference(inputs)
+    bounds = _bounds(_inputs(name, fmt))
     declared = {plan.name: _declared(plan) for plan in NAMED} | FOREIGN
     shares = {
-        (label, block): _error_over_bound(inputs, replace(each, block=block), ref)
+        (label, block): _error_over_bound(bounds, replace(each, block=block))
         for label, each in declared.items()
         for block in BLOCKS
     }
@@ -99,7 +88,7 @@ def test_the_bound_of_every_plan_and_of_other_peoples_kernels_holds(name: str, f
 @pytest.mark.parametrize("name", [*(plan.name for plan in PRESETS if plan != FP32_PLAN), *FOREIGN])
 def test_some_error_comes_near_the_bound(name: str) -> None:
     for fmt in (BF16, FP16) if name in PLANS else (BF16,):
-        assert _error_over_bound(_inputs("random", fmt), FOREIGN.get(name) or _declared(PLANS[name])) > 1 / 50
+        assert _error_over_bound(_bounds(_inputs("random", fmt)), FOREIGN.get(name) or _declared(PLANS[name])) > 1 / 50
 
 
 @pytest.mark.parametrize("rule", ["safe", "fixed_offset", "dithered"])
@@ -115,8 +104,8 @@ def test_the_bound_holds_where_o_bar_is_below_the_normal_numbers(rule: str, bloc
         v=(inputs.v[:, :, :6] * 2.0**-17).half().float(),
     )
     declaration = Declaration(FLASH_ATTENTION, PAPER, SHIFT_RULES[rule], block)
-    assert 0 < _error_over_bound(inputs, declaration) <= 1.0
     batch = Batch(inputs, reference(inputs))
+    assert 0 < _error_over_bound(batch.bounds, declaration) <= 1.0
     assert batch.outside_values(_output(inputs, declaration), declaration) <= 1.0
 
 
@@ -125,11 +114,11 @@ def test_a_point_before_the_sum_takes_a_bound_of_its_own(point: str) -> None:
     inputs = _inputs("random", BF16)
     # Few keys carry a row, so their errors do not average out; bf16 has neither the scale nor its inverse.
     inputs = replace(inputs, q=8 * inputs.q, softmax_scale=0.12)
-    ref = reference(inputs)
+    bounds = _bounds(inputs)
     rounded = _declared(replace(FP32_PLAN, **{point: LOW}))  # type: ignore[arg-type]
-    assert _error_over_bound(inputs, rounded, ref) <= 1.0
-    error = (_output(inputs, rounded) - ref.o).abs()
-    assert (error > error_bound(inputs, ref, _declared(FP32_PLAN))).any()
+    assert _error_over_bound(bounds, rounded) <= 1.0
+    error = (_output(inputs, rounded) - bounds.ref.o).abs()
+    assert (error > bounds.of(_declared(FP32_PLAN))).any()
 
 
 @each_format
@@ -138,20 +127,18 @@ def test_an_output_a_few_ulps_off_breaks_the_bound_of_every_plan(name: str, fmt:
     # 1 % in fp16, and as many ulps in bf16: each rounding point may take half an ulp or more, so that 1 % in bf16,
     # whose ulp is up to 0.8 %, breaks no bound on three narrow points.
     factor = 1.0 + 0.01 * fmt.unit_roundoff / FP16.unit_roundoff
-    inputs = _inputs(name, fmt)
-    ref = reference(inputs)
-    shares = {plan.name: _error_over_bound(inputs, _declared(plan), ref, factor=factor) for plan in NAMED}
+    bounds = _bounds(_inputs(name, fmt))
+    shares = {plan.name: _error_over_bound(bounds, _declared(plan), factor) for plan in NAMED}
     assert {plan: share for plan, share in shares.items() if not share > 1.0} == {}
 
 
 def test_a_kernel_that_declares_nothing_is_held_to_the_loosest_bound() -> None:
-    inputs = _inputs("random_causal", BF16)
-    ref = reference(inputs)
-    loosest = error_bound(inputs, ref, UNDECLARED)
+    bounds = _bounds(_inputs("random_causal", BF16))
+    loosest = bounds.of(UNDECLARED)
     foreign = (FOREIGN[name] for name in ("eager", "authors", "flash_1", "split@paper"))
     for declared in (*map(_declared, NAMED), *foreign):
-        assert (loosest >= error_bound(inputs, ref, declared)).all()
-    whole, tiled = (error_bound(inputs, ref, _declared(PAPER, block)) for block in BLOCKS)
+        assert (loosest >= bounds.of(declared)).all()
+    whole, tiled = (bounds.of(_declared(PAPER, block)) for block in BLOCKS)
     assert (tiled > whole).all()  # O-bar is rounded block by block
 
 

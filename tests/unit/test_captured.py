@@ -31,7 +31,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.sampling import Sample
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CRASHED, FELL, MEASURED, Run
+from tiebreak.reports.records.record import CRASHED, MEASURED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -198,9 +198,7 @@ class TestLooks:
             return AttentionOutput(torch.where(cancelled, ref.o + 10 * ref.magnitude, ref.o).bfloat16().float())
 
         case, kernel = only_case(tmp_path, normal((1, 4, 16, 8))), Kernel("wrong", wrong, None, takes=COMMON)
-        record = run_cell(Cell(CPU, kernel, Call(case), BF16), Workbench(Settings()))
-        assert record.outcome == FELL
-        assert "times the bound" in record.reasons[0]
+        assert sampled(case, kernel).errors.error_over_bound > 1.0
 
     def test_the_remedy_is_not_to_raise_what_cannot_help(self, tmp_path: Path) -> None:
         layer = normal((10, 4, 1, 2), keys=8)

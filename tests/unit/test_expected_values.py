@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
+import torch
 from numpy.random import Generator, Philox
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.case import Draw, Scores, Shape, Values, scripted
 from tiebreak.cases.errors import Errors, measure
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
@@ -61,7 +61,7 @@ def _inputs(name: str) -> tuple[AttentionInputs, Reference]:
 def _measured(name: str, rule: str, plan: RoundingPlan) -> Errors:
     (inputs, ref), declaration = _inputs(name), Declaration(FLASH_ATTENTION, plan, SHIFT_RULES[rule])
     output = EMULATION.run(composed(rule, declaration), inputs, gradients=False)
-    return measure(output.o, None, inputs, ref, error_bound(inputs, ref, declaration))
+    return measure(output.o, None, inputs, ref, torch.ones(()))  # no error is held to a bound here
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -11,8 +11,7 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.eight_bits import EIGHT_BITS
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.features import (

@@ -9,9 +9,8 @@ import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.interpreter import INTERPRETER
-from tiebreak.cases.eight_bits import EIGHT_BITS
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, SelectionError, cells

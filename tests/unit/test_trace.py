@@ -46,7 +46,7 @@ def _traces(name: str, kernel: str = "flash@paper") -> list[tuple[Trace, Tensor]
     return traces
 
 
-def test_the_error_steps_only_where_the_probability_is_one() -> None:
+def test_the_error_steps_only_where_the_probability_is_one_which_none_is_where_a_rule_shifts_further() -> None:
     # A tail 12 or more below adds at most 126 e^-12 |V| < 3e-3 in all. At a maximum the partial sum is that less than a
     # multiple of 2^-7, or 2^-6 from |V| = 2 on, while the boundaries of rounding are odd multiples of half an ulp: the
     # tail takes no partial sum over one, except off a tie, which the first tail key breaks. So a step of over a quarter
@@ -65,11 +65,4 @@ def test_the_error_steps_only_where_the_probability_is_one() -> None:
     assert CASES["tied_maxima[k=2]"].traced
     for traced, steps in _traces("tied_maxima[k=2]"):
         assert set((steps > 0.5).nonzero().flatten().tolist()) <= set(traced.at_one)
-
-
-def test_the_trace_ends_away_from_zero_on_average_and_no_probability_is_one_where_a_rule_shifts_further() -> None:
-    # V is positive: an error away from zero is positive. In ulps of O-bar it is the case's bias, +0.23, with one head's
-    # spread of 1/sqrt(12) ulp over 16 independent heads.
-    last = [traced.error[-1].item() / 2.0**-5 for traced, _ in _traces("tied_maxima_positive_v")]
-    assert all(traced.at_one == [] for traced, _ in _traces("tied_maxima_positive_v", "stabilized@paper"))
-    assert sum(last) / len(last) > 0.23 - 5 * (1 / 12 / HEADS) ** 0.5 / 8**0.5
+    assert all(traced.at_one == [] for traced, _ in _traces("tied_maxima[k=2]", "stabilized@paper"))

@@ -99,20 +99,11 @@ def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
         assert set(snippet.on_devices) <= set(snippet.roster)
 
 
-@pytest.mark.parametrize(
-    ("selection", "expected"),
-    [
-        (Selection(backends="cpu", kernels="fair,flash@paper"), {}),
-        (Selection(backends="cpu", kernels="fair", cases="train_drift"), {"cpu train_drift": ["fair"]}),
-        (
-            Selection(backends="emulation", kernels="pv_fp32@*", cases="train_drift"),
-            {"emulation train_drift": ["pv_fp32@train", "pv_fp32@train_l_rounded"]},
-        ),
-        (Selection(backends="cpu", formats="fp16"), {}),
-    ],
-)
-def test_names_choose(selection: Selection, expected: dict[str, list[str]]) -> None:
-    assert chosen(selection) == expected
+def test_names_choose() -> None:
+    assert chosen(Selection("cpu", "fair,flash@paper")) == {}
+    assert chosen(Selection("cpu", "fair", "train_drift")) == {"cpu train_drift": ["fair"]}
+    both = ["pv_fp32@train", "pv_fp32@train_l_rounded"]
+    assert chosen(Selection("emulation", "pv_fp32@*", "train_drift")) == {"emulation train_drift": both}
 
 
 def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study_and_no_other_cell_is_refused(mine: str) -> None:
