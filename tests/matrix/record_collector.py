@@ -292,6 +292,7 @@ class RecordCollector:
 
     def _as_run(self, *, complete: bool) -> records.Run:
         left = self.collected - self.records.keys()
+        waiting, running = left - self.begun, left & self.begun
         run = records.Run(
             platform=self.platform() | {"fingerprint": self._fingerprints},
             options=options.recorded(self.config.getoption),
@@ -299,8 +300,8 @@ class RecordCollector:
             records=tuple(self.records[name] for name in self.expected if name in self.records),
             unavailable=self.unavailable,
             seconds=self.seconds,
-            not_run=tuple(name for name in self.expected if name in left - self.begun),
-            running=tuple(name for name in self.expected if name in left & self.begun),
+            not_run=tuple(name for name in self.expected if name in waiting),
+            running=tuple(name for name in self.expected if name in running),
             complete=complete,
             run=self.name,
         )
