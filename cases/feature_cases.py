@@ -336,9 +336,9 @@ def _service(name: str, words: Sequence[str], about: str, shape: Shape, *, causa
 
 #: One size is no multiple of a tile, the other is one of several, and rows are more than a tile has.
 SERVICE = (
-    _service("served", _TRAINED, "other parameters by head, sequence and row, 163 rows", Shape(163, 163, 32))
-    | _service("served_causal", _TRAINED, "the same, 192 rows under a causal mask", Shape(192, 192, 32), causal=True)
-    | _service("cached", _CACHED, "other lengths, pages and factors by sequence and head", Shape(4, 163, 64))
+    _service("served", _TRAINED, "other parameters by head, sequence and row, 163 rows", Shape(163, 163))
+    | _service("served_causal", _TRAINED, "the same, 192 rows under a causal mask", Shape(192, 192), causal=True)
+    | _service("cached", _CACHED, "other lengths, pages and factors by sequence and head", Shape(4, 163))
 )
 
 _RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  # none scales a maximum
