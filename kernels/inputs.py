@@ -20,7 +20,7 @@ TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.
 
 # What the first dimensions of a call's tensors are: b batch, h heads, g key heads. One that is 1 stands for all.
 _DIMENSIONS: Mapping[str, str] = {
-    **dict.fromkeys(("q", "do"), "bh"),
+    **dict.fromkeys(("q", "do", "dlse"), "bh"),
     **dict.fromkeys(("k", "v"), "bg"),
     "key_padding": "b",
     "sink": "h",
@@ -80,6 +80,7 @@ class AttentionInputs:
     poison: float = 240.0  # what the pool holds where no key lies: a K or a V that shows, and any 8 bits hold
     k_descale: Tensor | None = None  # (batch, key heads), fp32: what K, numbers of e4m3, is multiplied by
     v_descale: Tensor | None = None  # the same of V
+    dlse: Tensor | None = None  # (batch, heads, queries, 1), the upstream gradient of the log-sum-exp; None: 0
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention kernel could take."""

@@ -396,16 +396,41 @@ class BatchInvariant(Attention):
 
 
 class Returning(Attention):
-    """The log-sum-exp is returned beside O."""
+    """The log-sum-exp is returned beside O, and has a gradient, too."""
 
-    options: ClassVar[dict[str, str]] = {"lse": "e"}
+    options: ClassVar[dict[str, str]] = {"lse": "e", "backward": "autograd"}
+    given: Tensor  # dlse of the backward pass that is running
 
     def returned(self, request: Request) -> tuple[Tensor, Tensor]:
-        return self.output(request), self.returned_lse(request).squeeze(-1)
+        o, lse = _Differentiated.apply(self, request, request.q, request.k, request.v)  # type: ignore[no-untyped-call]
+        return o, lse
 
     def returned_lse(self, request: Request) -> Tensor:
         """The log-sum-exp that it returns."""
         return self.lse(request)
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        return super().delta(do, o) - self.given
+
+    def dlse(self, dlse: Tensor) -> Tensor:
+        """The gradient of the log-sum-exp that the backward pass is given."""
+        return dlse
+
+
+class _Differentiated(torch.autograd.Function):
+    """O and the log-sum-exp of one call as autograd has them."""
+
+    @staticmethod
+    def forward(ctx: Any, attention: Returning, request: Request, *_: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call = attention, request
+        ctx.o = attention.output(request)
+        return ctx.o, attention.returned_lse(request).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        attention, request = ctx.call
+        attention.given = attention.dlse(dlse)[..., None]
+        return None, None, *attention.gradients(request, do, ctx.o)
 
 
 #: The sound kernels, by the names that tables call them.
