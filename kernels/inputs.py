@@ -137,7 +137,7 @@ class AttentionInputs:
 
         `sliding_window` is a number of keys, the row's own among them.
         """
-        if feature in (features.LENGTHS, features.PAGES):
+        if feature in (features.LENGTHS, features.PAGES, features.KEY_PADDING):
             return self._of_sequences(feature, keyword)
         if feature is features.DESCALE or keyword == "block_size":
             value: object = getattr(self, keyword)
@@ -160,7 +160,7 @@ class AttentionInputs:
             begins = self.lengths[of_keys] if self.lengths else (0, sizes[of_keys])
             longest = max(end - begin for begin, end in pairwise(begins))
             return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
-        if keyword in ("cache_seqlens", "seqused_k"):
+        if feature is features.KEY_PADDING:
             seen = self.key_padding
             lengths = [sizes[1]] * len(self.q) if seen is None else seen.sum(-1).tolist()
             return torch.tensor(lengths, dtype=torch.int32, device=device)

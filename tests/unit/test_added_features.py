@@ -12,7 +12,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.errors import measure
 from tiebreak.cases.feature_cases import added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import DESCALE, LENGTHS
+from tiebreak.kernels.features import DESCALE, KEY_PADDING, LENGTHS
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
@@ -23,7 +23,7 @@ from tiebreak.matrix.workbench import Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
 TIED = CASES["tied_maxima[k=2]"]
-WORDS = ["value_dim", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
+WORDS = ["value_dim", "padding", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -39,7 +39,7 @@ def test_a_feature_comes_into_any_case(name: str, word: str) -> None:
 @pytest.mark.parametrize("words", [*([word] for word in WORDS), ["window", "sink"], ["softcap", "pages"]], ids="+".join)
 def test_a_claim_that_stays_holds(words: list[str]) -> None:
     case = with_features(TIED, words)
-    if {LENGTHS, DESCALE} & set(added_features(words)):
+    if {KEY_PADDING, LENGTHS, DESCALE} & set(added_features(words)):
         assert case.claims == ()
         return
     inputs = case.make(1, 0, 256, BF16)

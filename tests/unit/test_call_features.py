@@ -19,11 +19,14 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.gradients import sink_faults
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external.caller import Caller
+from tiebreak.kernels.external.options import KernelOptions, convention
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
     DESCALE,
     FEATURES,
+    KEY_PADDING,
     LENGTHS,
     PAGES,
     SINK,
@@ -292,6 +295,16 @@ def decoding(q, k, v, block_table=None, seqused_k=None, sinks=None):
     return f(q[None], k, v, scale=8**-0.5, sinks=sinks, block_table=block_table, cache_seqlens=seqused_k)[0]
 
 
+def cached(q, k, v, causal=False, cache_seqlens=None):
+    assert cache_seqlens is None or cache_seqlens.dtype == torch.int32 and len(cache_seqlens) == len(q)
+    ends = [k.shape[2]] * len(q) if cache_seqlens is None else cache_seqlens.tolist()
+    parts = []
+    for i, end in enumerate(ends):
+        of = (x[i : i + 1].transpose(1, 2) for x in (q, k[:, :, :end], v[:, :, :end]))
+        parts.append(f(*of, causal, 8**-0.5).transpose(1, 2) if end else torch.zeros_like(q[i : i + 1]))
+    return torch.cat(parts)
+
+
 def masked(q, k, v, attn_mask=None):
     s = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).float()
     s = s.masked_fill(~attn_mask, -1e30)
@@ -325,3 +338,47 @@ def test_a_users_kernel_is_given_what_its_signature_names(
     assert refused, "and what it does not name it is refused"
     for feature in refused - {VALUE_DIM}:
         assert kernel.refusal(asking((feature,))) == f"{function} takes no {feature.words}"
+
+
+FIRST = torch.arange(KEYS) < torch.tensor([[4], [11]])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "asked", "given"),
+    [
+        ("cache_seqlens=None", {"key_padding": FIRST}, [4, 11]),
+        ("seqused_k=None", {"key_padding": FIRST & (torch.arange(BATCH) > 0)[:, None]}, [0, 11]),
+        ("cache_seqlens=None", {}, None),
+        ("cache_seqlens", {}, [KEYS, KEYS]),
+        ("cache_seqlens=None, attn_mask=None", {"key_padding": FIRST}, None),
+        ("cache_seqlens=None, block_table=None", {"key_padding": FIRST}, [4, 11]),
+        ("seqused_k=None, block_table=None, cu_seqlens_k=None", {"key_padding": FIRST}, "its seqused_k counts keys in"),
+        ("cache_seqlens=None", {"key_padding": ~FIRST}, "its cache_seqlens counts the first keys, and others are seen"),
+        ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True}, "moves a causal mask or a window"),
+    ],
+    ids=["ends", "blind", "plain", "required", "mask", "unpaged", "packed", "holes", "causal"],
+)
+def test_a_cache_is_given_the_lengths_that_padding_leaves(
+    parameters: str, asked: dict[str, Any], given: list[int] | str | None
+) -> None:
+    attention: dict[str, Any] = {}
+    exec(f"def f(q, k, v, {parameters}): ...", attention)
+    caller, inputs = Caller(attention["f"], convention(attention["f"], KernelOptions())), replace(PLAIN, **asked)
+    reason = caller.missing_requirement(inputs)
+    if isinstance(given, str):
+        assert given in str(reason)
+        return
+    assert reason is None
+    assert set(inputs.asks()) <= caller.convention.takes | caller.convention.tried
+    keywords = caller.call(inputs).keywords(inputs)
+    lengths = [each.tolist() for word, each in keywords.items() if word in KEY_PADDING.keywords]
+    assert lengths == ([] if given is None else [given])
+
+
+@pytest.mark.parametrize("seen", ["full", "causal", "ends"])
+def test_keys_behind_a_sequences_length_are_not_seen(tmp_path: Path, seen: str) -> None:
+    (tmp_path / "written.py").write_text(VALUES)
+    kernel = external_kernel(f"{tmp_path / 'written.py'}:cached", flags=("takes=gqa",))
+    inputs = replace(PLAIN, key_padding=FIRST) if seen == "ends" else SEEN[seen](PLAIN)
+    assert kernel.refusal(inputs) is None
+    assert_reference(kernel.compute(inputs, TorchArithmetic(), True), inputs)
