@@ -160,7 +160,7 @@ def _largest(x: Tensor | None) -> Tensor | None:
 
 def _whole_tiles(request: Request) -> tuple[int, int]:
     left, right = request.window_size
-    return (left + Attention.tile - 1) // Attention.tile * Attention.tile, right
+    return (-(-left // Attention.tile) * Attention.tile if left >= 0 else left), right
 
 
 def _sink_by_row(sound: Switch, sums: Sums, request: Request) -> Any:
@@ -525,7 +525,8 @@ _OF_USERS = (
          ("served_causal[window+sink]", "accuracy bound gradients"), prepared=_asking(window_size=_whole_tiles)),
     _row("length_of_the_longest", "all sequences are taken to be as long as the longest",
          "Dao-AILab/flash-attention/pull/1455", ("cached[pages+padding]", "accuracy bound range"),
-         prepared=_asking(cache_seqlens=lambda request: _largest(request.cache_seqlens))),
+         prepared=_asking(
+             cache_seqlens=lambda request: _largest(request.cache_seqlens), attn_mask=lambda request: None)),
     _row("table_of_the_first", "all sequences have the pages of the first", "meta-pytorch/attention-gym/issues/189",
          ("cached[pages]", "accuracy bound"),
          prepared=_asking(block_table=lambda request: _first(request.block_table, 0))),

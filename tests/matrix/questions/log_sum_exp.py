@@ -60,7 +60,7 @@ def _hold_gradients(
             return
         parts = (DQ, DK) if asked is alone else (DQ, DK, DV)
         plain = session.emulated(replace(asked, dlse=dlse * factor))
-        found.compare(words, plain, {part: answer[part] for part in parts}, asked)
+        found.compare(words, plain, {part: answer[part] for part in parts}, asked, levels=session.levels)
         if asked is alone and answer[DV].any():
             found.asked[words] = found.asked[words] or f"{words}: dV is not 0"
     found.measures["error_ratio"] = max((each.worse for each in found.differences), default=1.0)
