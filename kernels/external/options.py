@@ -271,7 +271,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     called = _read(function, options)
     if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor
         called = replace(called, options=replace(options, backward=NO_BACKWARD))
-    for feature in options.listed("takes") - called.conveyed - {GROUPED}:  # shapes show groups, whatever a keyword says
+    for feature in options.listed("takes") - called.conveyed - {GROUPED, KEY_PADDING}:  # shapes and masks show them
         if feature.keywords:
             raise LoadError(f"takes {feature.taken!r}: it has no parameter {' or '.join(feature.keywords)}")
     understood = {called.causal, called.out, called.mask, *called.values, *options.options}

@@ -35,7 +35,7 @@ class Arguments:
     base_blockmask: Tensor | None = None  # (batch or 1, heads or 1, blocks of queries, of keys), True where they see
     block_size: tuple[int, int] = (64, 64)
     block_table: Tensor | None = None  # (batch, pages of a sequence)
-    cache_seqlens: Tensor | None = None  # (batch,), of paged keys
+    cache_seqlens: Tensor | None = None  # (batch,), keys of each sequence
     k_descale: Tensor | None = None  # (batch, key heads)
     v_descale: Tensor | None = None
     num_splits: int = 1  # parts of the keys that are combined by their log-sum-exps
@@ -88,6 +88,9 @@ class Sums:
         return self.m + torch.log(self.l)
 
 
+_SIGNATURE = inspect.signature(Arguments)
+
+
 class Attention:
     """FlashAttention-2 in plain PyTorch, forward and backward: fp32 inside, P and dS cast for their products.
 
@@ -98,7 +101,7 @@ class Attention:
     tile = 64  # keys
     first_maximum = -math.inf  # of a row that has seen nothing
     of_blind_rows = 0.0  # O of a row that sees no key
-    __signature__ = inspect.signature(Arguments)
+    __signature__ = _SIGNATURE
 
     def __init__(self, **switches: Any) -> None:
         """Make it with some steps replaced, or with other constants."""
@@ -401,6 +404,18 @@ class BatchInvariant(Attention):
     options: ClassVar[dict[str, str]] = {"invariant": "batch"}
 
 
+class Cached(Attention):
+    """Decoding from a cache without pages: how many keys a sequence has is all that it is told."""
+
+    __signature__ = inspect.Signature(
+        [
+            each
+            for each in _SIGNATURE.parameters.values()
+            if each.name not in ("attn_mask", "block_table", "causal", "window_size")
+        ]
+    )
+
+
 class Returning(Attention):
     """The log-sum-exp is returned beside O, and has a gradient, too."""
 
@@ -446,6 +461,7 @@ SOUND: dict[str, type[Attention]] = {
     "flash_1": Flash1,
     "any_order": AnyOrder,
     "batch_invariant": BatchInvariant,
+    "cached": Cached,
     "returning": Returning,
 }
 

@@ -528,6 +528,9 @@ _OF_USERS = (
          slip="the mask is not applied",
          prepared=_asking(
              cache_seqlens=lambda request: _largest(request.cache_seqlens), attn_mask=lambda request: None)),
+    _row("length_of_the_first", "all sequences are taken to be as long as the first",
+         "karpathy/nanochat/pull/485", ("padded", "accuracy bound gradients"), twin="cached", heads=64,
+         prepared=_asking(cache_seqlens=lambda request: _first(request.cache_seqlens, 0))),
     _row("table_of_the_first", "all sequences have the pages of the first", "meta-pytorch/attention-gym/issues/189",
          ("cached[pages]", "accuracy"),
          prepared=_asking(block_table=lambda request: _first(request.block_table, 0))),

@@ -76,7 +76,7 @@ def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ("wind", "--features: unknown feature 'wind': known are value_dim, lengths, window"),
+        ("wind", "--features: unknown feature 'wind': known are value_dim, padding, lengths"),
         ("window,sinc*", "--features: unknown feature 'sinc*'"),
         (",", "--features: nothing to add"),
         ("bias=3", "--features: bias=3: bias takes no value"),
