@@ -47,9 +47,11 @@ def users(function: Callable[..., Any], **options: Any) -> UserKernel:
     return users_kernel("mine", function, KernelOptions(**options))
 
 
-def run(kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64) -> records.Record:
+def run(
+    kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64, seed: int = 1
+) -> records.Record:
     experiment = ASKED.get(name) or ASKED[f"invariance[{name}]"]
-    return run_cell(Cell(backend, kernel, experiment, fmt), Workbench(Settings(seed=1, heads=heads)))
+    return run_cell(Cell(backend, kernel, experiment, fmt), Workbench(Settings(seed=seed, heads=heads)))
 
 
 def only(backend: SDPBackend) -> Callable[..., Tensor]:
@@ -222,7 +224,7 @@ def test_gradients_through_the_log_sum_exp_are_held_to_fp64(
         unseen = v.float().sum((-1, -2)).unsqueeze(-1)  # a term of 0, whose gradient of V is none
         return s.float().softmax(-1).to(q.dtype) @ v, second + (unseen - unseen.detach() if why == OF_V else 0.0)
 
-    record = run(users(attention), "log_sum_exp")
+    record = run(users(attention), "log_sum_exp", seed=55)  # which would blame the one in 16 bits
     assert record.outcome == outcome, record.reasons
     assert why == "not asked" or why in "".join(record.reasons)
     assert ("gradient alone" in record.answers["usage"].asked) == (why != "not asked")
