@@ -34,12 +34,7 @@ def log_sum_exp(session: Session, found: WithinError) -> None:
     second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
     base = judge_lse(second, inputs, session.options.lse, found)
     if base and isinstance(second, Tensor) and session.has_gradients:
-        try:
-            _hold_gradients(session, inputs, base, second.dtype, found)
-        except Exception as error:  # it says that it takes no gradient of a log-sum-exp, and computes nothing wrong
-            if session.cell.backend.poisoned():
-                raise
-            session.refused[f"takes no gradient of its log-sum-exp: {error}"] = None
+        _hold_gradients(session, inputs, base, second.dtype, found)
 
 
 def _hold_gradients(
@@ -55,7 +50,12 @@ def _hold_gradients(
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
     for words, asked in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
-        answer = _gradients(session, asked, _UNITS[base])
+        try:
+            answer = _gradients(session, asked, _UNITS[base])
+        except Exception:  # it says that it takes no such gradient, and computes nothing wrong
+            if session.cell.backend.poisoned():
+                raise
+            return
         if not answer:
             return
         parts = (DQ, DK) if asked is alone else (DQ, DK, DV)
