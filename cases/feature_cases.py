@@ -354,6 +354,13 @@ def _lengths(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     return replace(few, q=q, k=k, v=v, do=do, key_padding=padding, lengths=ends)
 
 
+def _padding(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
+    """An eighth to a half of the keys, at the end, by sequence."""
+    batch, keys = len(inputs.k), inputs.k.shape[2]
+    ends = keys - (1 + torch.arange(batch) % 4) * keys // 8
+    return replace(inputs, key_padding=torch.arange(keys) < ends[:, None])
+
+
 def _weakest_first(inputs: AttentionInputs, weakest: int) -> AttentionInputs:
     """The keys that weigh least in any row of a head before all others, where their order is all that this changes."""
     if inputs.masks() or inputs.bias is not None:
@@ -433,6 +440,7 @@ _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (
         _Added(VALUE_DIM, lambda inputs, _: _values_cut(inputs, None)),
+        _Added(KEY_PADDING, _padding, claims_stay=False),  # which may hide a maximum
         _Added(LENGTHS, _lengths, claims_stay=False),  # of fewer heads
         _Added(WINDOW, _window, "keys before a row's own"),
         _Added(BLOCK_MASK, _block_mask),

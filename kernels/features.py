@@ -19,7 +19,8 @@ CAUSAL = Feature("causal", "causal mask", "causal")
 GROUPED = Feature("grouped", "grouped-query heads", "gqa", ("enable_gqa",))
 # Aligned at its lower right.
 OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal")
-KEY_PADDING = Feature("key padding", "key padding mask", "padding")
+# By a number of keys of each sequence where no mask tells it, or where they are paged.
+KEY_PADDING = Feature("key padding", "key padding mask", "padding", ("cache_seqlens", "seqused_k"))
 BLIND_ROWS = Feature("blind rows", "row without a visible key", "blind_rows")
 OWN_SCALE = Feature(
     "own scale", "scale of the scores other than 1/sqrt(d)", "scale", ("scale", "sm_scale", "softmax_scale", "scaling")
@@ -31,20 +32,14 @@ SINK = Feature("sink", "learned sink", "sink", ("sink", "sinks", "s_aux", "learn
 BIAS = Feature("bias", "bias of the scores", "bias", ("attn_bias", "bias", "score_bias"))
 LENGTHS = Feature(
     "lengths",
-    "packed sequences of variable lengths",
+    "packed sequences (cu_seqlens_q and the like; cache_seqlens is padding)",
     "lengths",
     ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
 )
 BLOCK_MASK = Feature(
     "block mask", "block mask", "block_mask", ("blockmask", "base_blockmask", "block_sparse_mask", "block_size")
 )
-PAGES = Feature(
-    "pages",
-    "paged keys",
-    "pages",
-    ("block_table", "block_tables", "page_table", "cache_seqlens", "seqused_k"),
-    trains=False,
-)
+PAGES = Feature("pages", "paged keys", "pages", ("block_table", "block_tables", "page_table"), trains=False)
 DESCALE = Feature(
     "descale", "K and V in fp8 with descale factors", "descale", ("k_descale", "v_descale"), trains=False, in_fp32=True
 )

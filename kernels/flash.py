@@ -351,7 +351,7 @@ def backward(
     assert output.lse is not None, "the forward pass must return its log-sum-exp"
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups
     tape = _Tape(operands, block, plan, arithmetic, output.o, output.lse)
-    delta = tape.delta()
+    delta = tape.delta() if inputs.dlse is None else tape.delta() - inputs.dlse
     dq, dk, dv = (
         torch.zeros_like(tensor) if needed else tensor.new_full((), torch.nan).expand(tensor.shape)
         for tensor, needed in zip((operands.q, operands.k, operands.v), wanted, strict=True)

@@ -20,7 +20,7 @@ TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.
 
 # What the first dimensions of a call's tensors are: b batch, h heads, g key heads. One that is 1 stands for all.
 _DIMENSIONS: Mapping[str, str] = {
-    **dict.fromkeys(("q", "do"), "bh"),
+    **dict.fromkeys(("q", "do", "dlse"), "bh"),
     **dict.fromkeys(("k", "v"), "bg"),
     "key_padding": "b",
     "sink": "h",
@@ -80,6 +80,7 @@ class AttentionInputs:
     poison: float = 240.0  # what the pool holds where no key lies: a K or a V that shows, and any 8 bits hold
     k_descale: Tensor | None = None  # (batch, key heads), fp32: what K, numbers of e4m3, is multiplied by
     v_descale: Tensor | None = None  # the same of V
+    dlse: Tensor | None = None  # (batch, heads, queries, 1), the upstream gradient of the log-sum-exp; None: 0
 
     def __post_init__(self) -> None:
         """Refuse shapes that no attention kernel could take."""
@@ -136,7 +137,7 @@ class AttentionInputs:
 
         `sliding_window` is a number of keys, the row's own among them.
         """
-        if feature in (features.LENGTHS, features.PAGES):
+        if feature in (features.LENGTHS, features.PAGES, features.KEY_PADDING):
             return self._of_sequences(feature, keyword)
         if feature is features.DESCALE or keyword == "block_size":
             value: object = getattr(self, keyword)
@@ -159,7 +160,7 @@ class AttentionInputs:
             begins = self.lengths[of_keys] if self.lengths else (0, sizes[of_keys])
             longest = max(end - begin for begin, end in pairwise(begins))
             return longest if keyword.startswith("max") else torch.tensor(begins, dtype=torch.int32, device=device)
-        if keyword in ("cache_seqlens", "seqused_k"):
+        if feature is features.KEY_PADDING:
             seen = self.key_padding
             lengths = [sizes[1]] * len(self.q) if seen is None else seen.sum(-1).tolist()
             return torch.tensor(lengths, dtype=torch.int32, device=device)

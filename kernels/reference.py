@@ -18,7 +18,7 @@ class Reference:
     magnitude: Tensor  # sum over keys of P |V|, (batch, heads, queries, d of V): the scale of rounding errors in O
     p: Tensor  # (batch, heads, queries, keys); a sink's is what a row lacks to 1
     s: Tensor  # scores before masking, softly capped and with their bias, (batch, heads, queries, keys)
-    delta: Tensor  # rowsum(dO * O), (batch, heads, queries, 1)
+    delta: Tensor  # rowsum(dO * O), less the gradient of the log-sum-exp, (batch, heads, queries, 1)
     pk: Tensor  # P K, (batch, heads, queries, d), of the paper's equation 1; of capped scores, P times their slope
 
 
@@ -49,12 +49,13 @@ def _reference(inputs: AttentionInputs) -> Reference:
     o = p @ v
     if hidden is not None:
         o = o.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # also where V has Inf or NaN: 0 * Inf is no 0
+    delta = (inputs.do.double() * o).sum(-1, keepdim=True)
     return Reference(
         o=o,
         magnitude=p @ v.abs(),
         p=p,
         s=s,
-        delta=(inputs.do.double() * o).sum(-1, keepdim=True),
+        delta=delta if inputs.dlse is None else delta - inputs.dlse,
         pk=(p * slope(inputs, s) if inputs.softcap else p) @ k,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.options import AUTOGRAD, Convention
-from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, Feature
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, KEY_PADDING, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Whose
 
@@ -153,13 +153,14 @@ class Call:
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Causal flag, mask, scale and what else goes by a value, of a call or a part of it, by the kernel's words."""
-        convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.asks()}
+        convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.asks()} - {KEY_PADDING}
+        lengths = convention.lengths(padded=inputs.key_padding is not None, paged=inputs.block_table is not None)
         keywords: dict[str, Any] = {
             keyword: self._given(feature, inputs.value_of(feature, keyword))
             for keyword, feature in convention.values.items()
-            if feature in given or keyword in convention.required
+            if feature in given or keyword == lengths or keyword in convention.required
         }
-        by_value = set(convention.values.values())
+        by_value = set(convention.values.values()) - ({KEY_PADDING} if convention.mask else set())
         masks = {feature: mask for feature, mask in inputs.masks().items() if feature not in by_value}
         fits = inputs.q.shape[2] == inputs.k.shape[2] or not convention.causal_where_square
         flagged = convention.causal is not None and masks.keys() <= {CAUSAL} and fits

@@ -20,7 +20,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, Convention, KernelOptions
-from tiebreak.kernels.features import OBLONG_CAUSAL, PLACED
+from tiebreak.kernels.features import LENGTHS, OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Whose
 
@@ -62,11 +62,27 @@ class Caller:
         causal = inputs.causal or inputs.window[1] == 0
         if inputs.window != (None, None) and "sliding_window" in self.convention.values and not causal:
             return "its sliding_window is that of a causal mask"
+        if inputs.key_padding is not None and (reason := self._not_by_lengths(inputs, inputs.key_padding)):
+            return reason
         try:
             self.arranged(inputs)
         except ValueError as error:
             return str(error)
         return None
+
+    def _not_by_lengths(self, inputs: AttentionInputs, seen: Tensor) -> str | None:
+        """None, or why numbers of keys can't tell which keys of (batch, keys) are seen, where the function has them."""
+        convention, paged = self.convention, inputs.block_table is not None
+        word = convention.lengths(padded=True, paged=paged)
+        if word is not None and (seen.int().diff() > 0).any():
+            return f"its {word} counts the first keys, and others are seen"
+        if word is None or convention.mask is not None:
+            return None
+        if inputs.causal or inputs.window != (None, None):
+            return f"its {word} ends a sequence, and so moves a causal mask or a window"
+        # Of packed K and V, as in vLLM, it is that of pages.
+        of_pages = {LENGTHS, PAGES} <= set(convention.values.values())
+        return f"its {word} counts keys in pages" if of_pages and not paged else None
 
     def undeclared(self, inputs: AttentionInputs) -> str | None:
         """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""

@@ -205,6 +205,11 @@ class Convention:
         """Keyword of the number of splits that a row's keys are computed in."""
         return self._first(*_SPLITS)
 
+    def lengths(self, *, padded: bool, paged: bool) -> str | None:
+        """Keyword of a call's numbers of keys: of paged ones, and of padded ones where no mask hides the others."""
+        word = self._first(*KEY_PADDING.keywords)
+        return word if paged or (padded and self.mask is None) or word in self.required else None
+
     def _first(self, *names: str) -> str | None:
         return next((name for name in names if name in self.parameters), None)
 
@@ -235,7 +240,7 @@ class Convention:
             features |= {CAUSAL, OBLONG_CAUSAL}
         if self.mask is not None:
             features |= MASKS
-        elif self.causal is not None and not self.causal_where_square:
+        elif KEY_PADDING in features or (self.causal is not None and not self.causal_where_square):
             features.add(BLIND_ROWS)
         return frozenset(features)
 
@@ -266,7 +271,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     called = _read(function, options)
     if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor
         called = replace(called, options=replace(options, backward=NO_BACKWARD))
-    for feature in options.listed("takes") - called.conveyed - {GROUPED}:  # shapes show groups, whatever a keyword says
+    for feature in options.listed("takes") - called.conveyed - {GROUPED, KEY_PADDING}:  # shapes and masks show them
         if feature.keywords:
             raise LoadError(f"takes {feature.taken!r}: it has no parameter {' or '.join(feature.keywords)}")
     understood = {called.causal, called.out, called.mask, *called.values, *options.options}

@@ -10,6 +10,7 @@ from tiebreak.backends.ascend.backend import Ascend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.features import LENGTHS
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, Gradients
 from tiebreak.kernels.kernel import Kernel
@@ -129,7 +130,7 @@ ASKED = {
 def test_what_a_call_asks_more_an_operator_is_told(backend: Ascend, kernel: str, asked: str) -> None:
     inputs, runs = ASKED[asked], backend.kernel(kernel)
     if "fusion" not in kernel and inputs.lengths is not None:
-        assert runs.refusal(inputs) == f"{kernel} takes no packed sequences of variable lengths"
+        assert runs.refusal(inputs) == f"{kernel} takes no {LENGTHS.words}"
         return
     assert runs.refusal(inputs) is None
     ref = reference(inputs)

@@ -35,7 +35,7 @@ class Arguments:
     base_blockmask: Tensor | None = None  # (batch or 1, heads or 1, blocks of queries, of keys), True where they see
     block_size: tuple[int, int] = (64, 64)
     block_table: Tensor | None = None  # (batch, pages of a sequence)
-    cache_seqlens: Tensor | None = None  # (batch,), of paged keys
+    cache_seqlens: Tensor | None = None  # (batch,), keys of each sequence
     k_descale: Tensor | None = None  # (batch, key heads)
     v_descale: Tensor | None = None
     num_splits: int = 1  # parts of the keys that are combined by their log-sum-exps
@@ -88,6 +88,9 @@ class Sums:
         return self.m + torch.log(self.l)
 
 
+_SIGNATURE = inspect.signature(Arguments)
+
+
 class Attention:
     """FlashAttention-2 in plain PyTorch, forward and backward: fp32 inside, P and dS cast for their products.
 
@@ -98,7 +101,7 @@ class Attention:
     tile = 64  # keys
     first_maximum = -math.inf  # of a row that has seen nothing
     of_blind_rows = 0.0  # O of a row that sees no key
-    __signature__ = inspect.signature(Arguments)
+    __signature__ = _SIGNATURE
 
     def __init__(self, **switches: Any) -> None:
         """Make it with some steps replaced, or with other constants."""
@@ -401,17 +404,54 @@ class BatchInvariant(Attention):
     options: ClassVar[dict[str, str]] = {"invariant": "batch"}
 
 
-class Returning(Attention):
-    """The log-sum-exp is returned beside O."""
+class Cached(Attention):
+    """Decoding from a cache without pages: how many keys a sequence has is all that it is told."""
 
-    options: ClassVar[dict[str, str]] = {"lse": "e"}
+    __signature__ = inspect.Signature(
+        [
+            each
+            for each in _SIGNATURE.parameters.values()
+            if each.name not in ("attn_mask", "block_table", "causal", "window_size")
+        ]
+    )
+
+
+class Returning(Attention):
+    """The log-sum-exp is returned beside O, and has a gradient, too."""
+
+    options: ClassVar[dict[str, str]] = {"lse": "e", "backward": "autograd"}
+    given: Tensor  # dlse of the backward pass that is running
 
     def returned(self, request: Request) -> tuple[Tensor, Tensor]:
-        return self.output(request), self.returned_lse(request).squeeze(-1)
+        o, lse = _Differentiated.apply(self, request, request.q, request.k, request.v)  # type: ignore[no-untyped-call]
+        return o, lse
 
     def returned_lse(self, request: Request) -> Tensor:
         """The log-sum-exp that it returns."""
         return self.lse(request)
+
+    def delta(self, do: Tensor, o: Tensor) -> Tensor:
+        return super().delta(do, o) - self.given
+
+    def dlse(self, dlse: Tensor) -> Tensor:
+        """The gradient of the log-sum-exp that the backward pass is given."""
+        return dlse
+
+
+class _Differentiated(torch.autograd.Function):
+    """O and the log-sum-exp of one call as autograd has them."""
+
+    @staticmethod
+    def forward(ctx: Any, attention: Returning, request: Request, *_: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call = attention, request
+        ctx.o = attention.output(request)
+        return ctx.o, attention.returned_lse(request).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        attention, request = ctx.call
+        attention.given = attention.dlse(dlse)[..., None]
+        return None, None, *attention.gradients(request, do, ctx.o)
 
 
 #: The sound kernels, by the names that tables call them.
@@ -421,6 +461,7 @@ SOUND: dict[str, type[Attention]] = {
     "flash_1": Flash1,
     "any_order": AnyOrder,
     "batch_invariant": BatchInvariant,
+    "cached": Cached,
     "returning": Returning,
 }
 

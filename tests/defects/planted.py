@@ -69,8 +69,8 @@ def users(function: Callable[[], Attention], name: str, **options: str) -> Kerne
         options: other than its author's.
     """
     made = function()
-    given: dict[str, Any] = {"takes": "value_dim hidden_nan", **made.options, **options}
-    return users_kernel(name, made, KernelOptions(backward=made.backward, **given))
+    given: dict[str, Any] = {"takes": "value_dim hidden_nan", "backward": made.backward, **made.options, **options}
+    return users_kernel(name, made, KernelOptions(**given))
 
 
 def twin(name: str) -> Kernel:
@@ -472,6 +472,9 @@ _OF_USERS = (
          "ROCm/aiter/pull/3334", ("log_sum_exp", "usage"), twin="returning", options={"lse": ""},
          returned_lse=lambda sound, request: sound(
              replace(request, k=(request.k.float() - request.k.float().mean(-2, keepdim=True))))),
+    _row("gradient_of_returned_dropped", "the log-sum-exp is differentiable, and its gradient is 0",
+         "Dao-AILab/flash-attention/issues/1817", ("log_sum_exp", "usage"), twin="returning",
+         dlse=lambda _, dlse: torch.zeros_like(dlse)),
     # What calls ask more.
     _row("window_off_by_one", "a window's number of keys, a query's own among them, is taken for those before it",
          "huggingface/transformers/issues/39408",
@@ -525,6 +528,9 @@ _OF_USERS = (
          slip="the mask is not applied",
          prepared=_asking(
              cache_seqlens=lambda request: _largest(request.cache_seqlens), attn_mask=lambda request: None)),
+    _row("length_of_the_first", "all sequences are taken to be as long as the first",
+         "karpathy/nanochat/pull/485", ("padded", "accuracy bound gradients"), twin="cached", heads=64,
+         prepared=_asking(cache_seqlens=lambda request: _first(request.cache_seqlens, 0))),
     _row("table_of_the_first", "all sequences have the pages of the first", "meta-pytorch/attention-gym/issues/189",
          ("cached[pages]", "accuracy"),
          prepared=_asking(block_table=lambda request: _first(request.block_table, 0))),

@@ -17,7 +17,7 @@ from tiebreak.cases.feature_cases import added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, LENGTHS, WINDOW
+from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, KEY_PADDING, LENGTHS, WINDOW
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
@@ -31,7 +31,7 @@ from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in SCRIPTED}
 TIED = CASES["tied_maxima[k=2]"]
-WORDS = ["value_dim", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
+WORDS = ["value_dim", "padding", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -47,7 +47,7 @@ def test_a_feature_comes_into_any_case(name: str, word: str) -> None:
 @pytest.mark.parametrize("words", [*([word] for word in WORDS), ["window", "sink"], ["softcap", "pages"]], ids="+".join)
 def test_a_claim_that_stays_holds(words: list[str]) -> None:
     case = with_features(TIED, words)
-    if {LENGTHS, DESCALE} & set(added_features(words)):
+    if {KEY_PADDING, LENGTHS, DESCALE} & set(added_features(words)):
         assert case.claims == ()
         return
     inputs = case.make(1, 0, 256, BF16)
@@ -76,7 +76,7 @@ def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ("wind", "--features: unknown feature 'wind': known are value_dim, lengths, window"),
+        ("wind", "--features: unknown feature 'wind': known are value_dim, padding, lengths"),
         ("window,sinc*", "--features: unknown feature 'sinc*'"),
         (",", "--features: nothing to add"),
         ("bias=3", "--features: bias=3: bias takes no value"),

@@ -19,11 +19,14 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.gradients import sink_faults
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external.caller import Caller
+from tiebreak.kernels.external.options import KernelOptions, convention
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
     DESCALE,
     FEATURES,
+    KEY_PADDING,
     LENGTHS,
     PAGES,
     SINK,
@@ -120,7 +123,10 @@ def visible(inputs: AttentionInputs) -> Tensor:
 
 
 def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """O and the gradients of q, k, v and the sink in fp64: PyTorch's own softmax of scores given as a mask."""
+    """O and the gradients of q, k, v and the sink in fp64: PyTorch's own softmax of scores given as a mask.
+
+    O's upstream gradient is dO and, where there is one, that of the log-sum-exp is dlse.
+    """
     q, k, v = (tensor.double().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
     leaves, groups = [q, k, v], inputs.groups
     whole_k, whole_v = (
@@ -141,7 +147,14 @@ def by_torch(inputs: AttentionInputs) -> tuple[Tensor, tuple[Tensor, ...]]:
     nothing = torch.zeros(*s.shape[:-1], 1, dtype=torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
         o = sdpa(nothing, torch.zeros_like(values[..., :1]), values, attn_mask=s) * seen.any(-1, keepdim=True)
-    return o.detach(), torch.autograd.grad(o, leaves, inputs.do.double())
+    lse, dlse = s.logsumexp(-1, keepdim=True), torch.zeros(()) if inputs.dlse is None else inputs.dlse
+    upstream = [inputs.do.double(), dlse.double().expand_as(lse)]
+    return o.detach(), torch.autograd.grad([o, lse], leaves, upstream)
+
+
+def through_lse(inputs: AttentionInputs) -> AttentionInputs:
+    """The same with a gradient of the log-sum-exp."""
+    return replace(inputs, dlse=_draw(*inputs.q.shape[:3], 1))
 
 
 def _exact(inputs: AttentionInputs) -> tuple[Tensor, list[Tensor]]:
@@ -172,6 +185,7 @@ def assert_reference(output: AttentionOutput, inputs: AttentionInputs) -> None:
 def test_reference_is_what_torch_and_its_autograd_make_of_it(features: tuple[Feature, ...]) -> None:
     for seen in SEEN:
         inputs = asking(features, seen)
+        inputs = through_lse(inputs) if seen in ("causal", "blind") else inputs
         o, gradients = _exact(inputs)
         expected, expected_gradients = by_torch(inputs)
         assert torch.allclose(o, expected, rtol=0.0, atol=1e-13)
@@ -187,7 +201,7 @@ def test_reference_is_what_torch_and_its_autograd_make_of_it(features: tuple[Fea
      "flash_1@fp32,contract=yes,tile=4", "split@fp32,tile=5", "standard,p_bar=fp32,o=fp32,contract=yes"],
 )  # fmt: skip
 def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], plan: str) -> None:
-    inputs = asking(features, "causal")
+    inputs = through_lse(asking(features, "causal"))
     assert_reference(run_declared(parse_declaration(plan), inputs, EmulatedArithmetic(), True), inputs)
 
 
@@ -281,6 +295,16 @@ def decoding(q, k, v, block_table=None, seqused_k=None, sinks=None):
     return f(q[None], k, v, scale=8**-0.5, sinks=sinks, block_table=block_table, cache_seqlens=seqused_k)[0]
 
 
+def cached(q, k, v, causal=False, cache_seqlens=None):
+    assert cache_seqlens is None or cache_seqlens.dtype == torch.int32 and len(cache_seqlens) == len(q)
+    ends = [k.shape[2]] * len(q) if cache_seqlens is None else cache_seqlens.tolist()
+    parts = []
+    for i, end in enumerate(ends):
+        of = (x[i : i + 1].transpose(1, 2) for x in (q, k[:, :, :end], v[:, :, :end]))
+        parts.append(f(*of, causal, 8**-0.5).transpose(1, 2) if end else torch.zeros_like(q[i : i + 1]))
+    return torch.cat(parts)
+
+
 def masked(q, k, v, attn_mask=None):
     s = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).float()
     s = s.masked_fill(~attn_mask, -1e30)
@@ -314,3 +338,47 @@ def test_a_users_kernel_is_given_what_its_signature_names(
     assert refused, "and what it does not name it is refused"
     for feature in refused - {VALUE_DIM}:
         assert kernel.refusal(asking((feature,))) == f"{function} takes no {feature.words}"
+
+
+FIRST = torch.arange(KEYS) < torch.tensor([[4], [11]])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "asked", "given"),
+    [
+        ("cache_seqlens=None", {"key_padding": FIRST}, [4, 11]),
+        ("seqused_k=None", {"key_padding": FIRST & (torch.arange(BATCH) > 0)[:, None]}, [0, 11]),
+        ("cache_seqlens=None", {}, None),
+        ("cache_seqlens", {}, [KEYS, KEYS]),
+        ("cache_seqlens=None, attn_mask=None", {"key_padding": FIRST}, None),
+        ("cache_seqlens=None, block_table=None", {"key_padding": FIRST}, [4, 11]),
+        ("seqused_k=None, block_table=None, cu_seqlens_k=None", {"key_padding": FIRST}, "its seqused_k counts keys in"),
+        ("cache_seqlens=None", {"key_padding": ~FIRST}, "its cache_seqlens counts the first keys, and others are seen"),
+        ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True}, "moves a causal mask or a window"),
+    ],
+    ids=["ends", "blind", "plain", "required", "mask", "unpaged", "packed", "holes", "causal"],
+)
+def test_a_cache_is_given_the_lengths_that_padding_leaves(
+    parameters: str, asked: dict[str, Any], given: list[int] | str | None
+) -> None:
+    attention: dict[str, Any] = {}
+    exec(f"def f(q, k, v, {parameters}): ...", attention)
+    caller, inputs = Caller(attention["f"], convention(attention["f"], KernelOptions())), replace(PLAIN, **asked)
+    reason = caller.missing_requirement(inputs)
+    if isinstance(given, str):
+        assert given in str(reason)
+        return
+    assert reason is None
+    assert set(inputs.asks()) <= caller.convention.takes | caller.convention.tried
+    keywords = caller.call(inputs).keywords(inputs)
+    lengths = [each.tolist() for word, each in keywords.items() if word in KEY_PADDING.keywords]
+    assert lengths == ([] if given is None else [given])
+
+
+@pytest.mark.parametrize("seen", ["full", "causal", "ends"])
+def test_keys_behind_a_sequences_length_are_not_seen(tmp_path: Path, seen: str) -> None:
+    (tmp_path / "written.py").write_text(VALUES)
+    kernel = external_kernel(f"{tmp_path / 'written.py'}:cached", flags=("takes=gqa",))
+    inputs = replace(PLAIN, key_padding=FIRST) if seen == "ends" else SEEN[seen](PLAIN)
+    assert kernel.refusal(inputs) is None
+    assert_reference(kernel.compute(inputs, TorchArithmetic(), True), inputs)

@@ -47,9 +47,11 @@ def users(function: Callable[..., Any], **options: Any) -> UserKernel:
     return users_kernel("mine", function, KernelOptions(**options))
 
 
-def run(kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64) -> records.Record:
+def run(
+    kernel: Kernel, name: str, backend: Backend = CPU, fmt: Format = BF16, heads: int = 64, seed: int = 1
+) -> records.Record:
     experiment = ASKED.get(name) or ASKED[f"invariance[{name}]"]
-    return run_cell(Cell(backend, kernel, experiment, fmt), Workbench(Settings(seed=1, heads=heads)))
+    return run_cell(Cell(backend, kernel, experiment, fmt), Workbench(Settings(seed=seed, heads=heads)))
 
 
 def only(backend: SDPBackend) -> Callable[..., Tensor]:
@@ -174,6 +176,58 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(
     (why,) = found.asked.values()
     assert bool(why) == bool(wrong)
     assert wrong in why
+
+
+class Given(torch.autograd.Function):
+    """What it is given, with a gradient made of that which comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.made = made
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.made(gradient), None
+
+
+OF_V = "gradient alone: dV is not 0"
+
+
+def refused(gradient: Tensor) -> Tensor:
+    raise NotImplementedError(f"no gradient of {gradient.shape}")
+
+
+@pytest.mark.parametrize(
+    ("lse", "made", "outcome", "why"),
+    [
+        (lambda s: s.float().logsumexp(-1), None, records.MEASURED, ""),
+        (lambda s: s.float().logsumexp(-1) / math.log(2), None, records.MEASURED, ""),
+        # P = exp(S - lse) of one that is rounded to 8 bits is off by as much as that.
+        (lambda s: s.logsumexp(-1), None, records.MEASURED, ""),
+        (lambda s: s.logsumexp(-1).detach(), None, records.MEASURED, "not asked"),
+        (lambda s: s.float().logsumexp(-1), refused, records.MEASURED, "not asked"),
+        (lambda s: s.float().logsumexp(-1), torch.zeros_like, records.FELL, "gradient alone: dQ differs"),
+        (lambda s: s.float().logsumexp(-1), torch.neg, records.FELL, "gradient alone: dQ differs"),
+        (lambda s: s.float().logsumexp(-1) / math.log(2), lambda x: x * math.log(2), records.FELL, "dQ differs"),
+        (lambda s: s.float().logsumexp(-1), None, records.FELL, OF_V),
+    ],
+    ids=["e", "2", "16 bits", "detached", "refused", "dropped", "negated", "base two", "dV"],
+)
+def test_gradients_through_the_log_sum_exp_are_held_to_fp64(
+    lse: Callable[[Tensor], Tensor], made: Callable[[Tensor], Tensor] | None, outcome: str, why: str
+) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        s = q @ k.mT / math.sqrt(q.shape[-1])
+        second = lse(s)
+        second = second if made is None else Given.apply(second, made)  # type: ignore[no-untyped-call]
+        unseen = v.float().sum((-1, -2)).unsqueeze(-1)  # a term of 0, whose gradient of V is none
+        return s.float().softmax(-1).to(q.dtype) @ v, second + (unseen - unseen.detach() if why == OF_V else 0.0)
+
+    record = run(users(attention), "log_sum_exp", seed=55)  # which would blame the one in 16 bits
+    assert record.outcome == outcome, record.reasons
+    assert why == "not asked" or why in "".join(record.reasons)
+    assert ("gradient alone" in record.answers["usage"].asked) == (why != "not asked")
 
 
 def test_what_is_no_log_sum_exp_is_none_where_none_is_declared() -> None:

@@ -1,7 +1,8 @@
-"""Which log-sum-exp a kernel returns, and whether it is one: its shape, base, sign and scale, against fp64."""
+"""Which log-sum-exp a kernel returns, and whether it is one: shape, base, sign, scale, gradients, against fp64."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from tiebreak.kernels.external.options import BINARY, NATURAL
 from tiebreak.kernels.formats import FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.reference import products
+from tiebreak.matrix.questions.answers import DK, DQ, DV, Answers
 from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.session import Session
 
@@ -29,16 +32,68 @@ def log_sum_exp(session: Session, found: WithinError) -> None:
     with session.calling(gradients=False):
         returned = placed.call.returned(placed.placed)
     second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    judge_lse(second, inputs, session.options.lse, found)
+    base = judge_lse(second, inputs, session.options.lse, found)
+    if base and isinstance(second, Tensor) and session.has_gradients:
+        _hold_gradients(session, inputs, base, second.dtype, found)
 
 
-def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: WithinError) -> None:
+def _hold_gradients(
+    session: Session, inputs: AttentionInputs, base: str, stored: torch.dtype, found: WithinError
+) -> None:
+    """Take down whether gradients through the log-sum-exp are right, alone and beside those through O.
+
+    dS = P (dP - delta + dlse): with dO = 0 dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP shows beside it.
+    P = exp(S - lse) of a log-sum-exp in few bits is off by a factor, in every row by as much as its roundoff at most.
+    """
+    dlse = session.inputs(1).do.sum(-1, keepdim=True)
+    factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
+    both = replace(inputs, dlse=dlse)
+    alone = replace(both, do=torch.zeros_like(inputs.do))
+    for words, asked in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
+        try:
+            answer = _gradients(session, asked, _UNITS[base])
+        except Exception:  # it says that it takes no such gradient, and computes nothing wrong
+            if session.cell.backend.poisoned():
+                raise
+            return
+        if not answer:
+            return
+        parts = (DQ, DK) if asked is alone else (DQ, DK, DV)
+        plain = session.emulated(replace(asked, dlse=dlse * factor))
+        found.compare(words, plain, {part: answer[part] for part in parts}, asked, levels=session.levels)
+        if asked is alone and answer[DV].any():
+            found.asked[words] = found.asked[words] or f"{words}: dV is not 0"
+    found.measures["error_ratio"] = max((each.worse for each in found.differences), default=1.0)
+
+
+def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answers:
+    """Return what autograd gives for dlse and, unless it is 0, dO; nothing of a log-sum-exp without a gradient."""
+    placed = session.place(inputs)
+    with session.calling(gradients=True):
+        o, lse, *_ = placed.call.returned(placed.placed)
+        rows = _per_row(lse, *inputs.q.shape[:3])
+        if rows is None or not rows.requires_grad or inputs.dlse is None:
+            return {}
+        of, upstream = [rows * unit], [inputs.dlse[..., 0].double()]
+        if inputs.do.any():
+            of, upstream = [*of, o], [*upstream, placed.placed.do]
+        made = torch.autograd.grad(of, placed.placed.leaves, upstream, allow_unused=True)
+    # What autograd finds unused has a gradient of 0.
+    leaves = zip(made, placed.placed.leaves, strict=True)
+    return placed.collected(o, tuple(torch.zeros_like(leaf) if each is None else each for each, leaf in leaves))
+
+
+def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: WithinError) -> str | None:
     """Take down whether what a kernel returns beside O is a log-sum-exp, in the base that it declares or in either.
 
     A kernel that declares none, and returns nothing that looks like one, can't be asked.
+
+    Returns:
+        The base, if it is right.
     """
     shape = inputs.q.shape[:3]
-    lse = _per_row(returned, *shape)
+    rows = _per_row(returned, *shape)
+    lse = None if rows is None else rows.detach()
     if lse is None:
         other = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
         received = "returns O alone" if returned is None else f"returns {other} beside O"
@@ -47,10 +102,8 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: W
         why = f"{received}, expected a log-sum-exp of shape {tuple(shape)}"
         found.asked[f"a log-sum-exp in base {declared}"] = why
         found.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
-        return
-    q, k, hidden = inputs.q.double(), inputs.expanded_k().double(), inputs.hidden()
-    s = q @ k.transpose(-1, -2) * inputs.scale
-    s = s if hidden is None else s.masked_fill(hidden, -torch.inf)
+        return None
+    q, k, s = inputs.q.double(), inputs.expanded_k().double(), _visible(inputs)
     natural = s.logsumexp(-1)
     # What rounding may change: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
@@ -71,6 +124,13 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: W
     found.asked[f"a log-sum-exp in base {base}"] = why
     found.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
     found.unit = f"ulp, base {base}"
+    return None if why else base
+
+
+def _visible(inputs: AttentionInputs) -> Tensor:
+    """Return scores in fp64, -inf where they are hidden."""
+    s, hidden = products(inputs), inputs.hidden()
+    return s if hidden is None else s.masked_fill(hidden, -torch.inf)
 
 
 def _mistakes(s: Tensor, scale: float) -> Mapping[str, Tensor]:
@@ -96,10 +156,10 @@ def _largest(x: Tensor) -> float:
 
 
 def _per_row(returned: object, batch: int, heads: int, queries: int) -> Tensor | None:
-    """Return one number a row, fp64, (batch, heads, queries); None where it is nothing of the kind."""
+    """Return one number a row, fp64 on the host, (batch, heads, queries); None where it is nothing of the kind."""
     if not isinstance(returned, Tensor) or not returned.is_floating_point():
         return None
-    x, rows = returned.detach().double().cpu(), (batch, heads, queries)
+    x, rows = returned.double().cpu(), (batch, heads, queries)
     if x.shape in (rows, (*rows, 1), (batch, heads, 1, queries), (batch * heads, queries)):
         return x.reshape(rows)
     turned = (batch, queries, heads)

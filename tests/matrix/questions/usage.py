@@ -238,6 +238,8 @@ QUESTIONS = (
     Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
     Question("long_keys", "8,193 and 32,771 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
-    Question("log_sum_exp", "the log-sum-exp that a kernel returns beside O", log_sum_exp),
+    Question(
+        "log_sum_exp", "the log-sum-exp that a kernel returns beside O, and its gradients", log_sum_exp, version=2
+    ),
     Question("scaled_do", "dO times a power of two", scaled_do),
 )
