@@ -308,7 +308,7 @@ def _in_service(draw: Draw, needs: frozenset[Feature], shape: Shape, causal: boo
     """Normal numbers in four sequences, with some features."""
     inputs = normal_numbers(draw, shape, causal=causal)
     if draw.heads == HEADS_PER_BATCH:
-        q, k, v, do = (x.unflatten(1, (4, -1))[0] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+        q, k, v, do = (x.reshape(4, -1, *x.shape[2:]) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         inputs = replace(inputs, q=q, k=k, v=v, do=do)
     for feature, vary in _VARIED.items():
         inputs = vary(inputs, draw) if feature in needs else inputs

@@ -161,7 +161,7 @@ def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Ca
     if inputs.sink is not None:
         assert len(set(inputs.sink.tolist())) > heads // 2
     if inputs.bias is not None:
-        assert len(inputs.bias.flatten(0, 2).unique(dim=0)) == batch * heads * inputs.q.shape[2]
+        assert len({tuple(row) for row in inputs.bias.flatten(0, 2).tolist()}) == batch * heads * inputs.q.shape[2]
     if inputs.block_table is not None:
         assert len({tuple(row) for row in inputs.block_table.tolist()}) == batch
     for factors in (inputs.k_descale, inputs.v_descale):
@@ -174,5 +174,5 @@ def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Ca
     if inputs.window != (None, None) and inputs.q.shape[2] == inputs.k.shape[2]:
         hidden = inputs.masks()[WINDOW][0, 0]
         edges = hidden[:, 1:] != hidden[:, :-1]
-        assert all(tile.any() for tile in edges.split(64, 1))
+        assert all(bool(edges[:, at : at + 64].any()) for at in range(0, edges.shape[1], 64))
         assert inputs.causal or bool(hidden.triu(1).any())
