@@ -6,8 +6,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION
+from tiebreak.kernels.flash import ONE_TILE, Block, Deal, Order
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -21,21 +21,25 @@ from tiebreak.kernels.plans import (
     Follows,
     RoundingPlan,
     SinkEntry,
+    Steps,
     SumOf,
 )
 from tiebreak.kernels.quantization import Quantization, parse_quantization
 from tiebreak.kernels.roster import composed_kernel, rule_names
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
+from tiebreak.kernels.shift_rules import NUMBERS, with_number
 
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
 _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
-_TILE, _NONE, _SATURATES = "tile", "none", "sat"
-_OUTPUTS, _OF_PRODUCTS = ("o", "gradients"), ("pv", "o_bar")
+_TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "sat"
+_OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
+_STEPS = {steps.value: steps for steps in Steps}
+_ORDERS, _DEALS = ({each.value: each for each in kind} for kind in (Order, Deal))
 
 # The casts of a plan that a change may name, in the order in which they come to be rounded, then its other fields.
 _CASTS = (
-    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"),
+    *("scale", "divisor", "log2_e", "q", "k", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"),
     *BACKWARD_POINTS,
 )
 _QUANTIZED = ("q8", "k8", "v8", "p8")
@@ -43,7 +47,7 @@ _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "sm
 # Of fields that go by another name.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
-_KNOWN = f"known are {', '.join((*_FIELDS, _TILE))}"
+_KNOWN = f"known are {', '.join((*_FIELDS, *NUMBERS, _TILE, _SPLITS, _ORDER))}"
 #: Keys of what the forward pass is made of, and their fields.
 FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
 _YES = {"yes": True, "no": False}
@@ -65,13 +69,17 @@ def parse_declaration(text: str) -> Declaration:
     attention at it. Each change is `KEY=VALUE`:
 
     - a rounding point and its format, `input` (that of the call) or a very format, with `:` and a mode if it is not to
-      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
+      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms;
+      `l` and `o_bar` are cast at every step of a tile, or `:kept`, all but what the tile adds, or `:once`, their sum
     - `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
       argument; `offset=8`, a power of two that P-bar is multiplied by
     - `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`
     - `sink=first`, `maximum`, `last` or `afterwards`, where a learned sink enters a row
     - `accumulator=bfmmla`, how products are added up
+    - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
+    - `splits=2`, parts of the keys in tiles of their own, `:tiles` or `:turns` where they share whole tiles, one behind
+      the other or in turn; `order=backwards` or `prefix`, from the last tile, or anew behind the keys before the queries
 
     Its label names what differs from the first part, in an order of its own.
 
@@ -104,7 +112,7 @@ def shortest(declaration: Declaration) -> Declaration:
     Raises:
         ValueError: no text names it.
     """
-    rule, algorithm = declaration.shift_rule.name, declaration.algorithm
+    rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
     heads = _heads(name) if algorithm.tiled else (_named(STANDARD.name),)
     texts = [_from(head, declaration) for head in heads]
@@ -133,7 +141,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
         return None
     fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
     plan = _renamed(replace(named.plan, **fields), named.plan)
-    return replace(declaration, plan=plan, shift_rule=named.shift_rule)
+    return replace(declaration, plan=plan)
 
 
 @cache
@@ -167,13 +175,15 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
     if field not in _CASTS:
         return tuple(named)
     modes = [mode for mode in _MODES if mode != Rounding.STOCHASTIC.value or key == "o"]
+    modes = [Rounding.TO_EVEN.value] if key in ("k", "log2_e") else modes  # else they are many, and nobody has them
     if key in _OUTPUTS:
         formats = [INPUT]  # which a kernel returns
     else:
         formats = [INPUT, *(fmt.name for fmt in (BF16, FP16) if fmt != inputs)]
         formats += [TF32.name] if key == "p_bar" else []  # which products of fp32 numbers may take
     casts = [fmt if mode == Rounding.TO_EVEN.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
-    return tuple(dict.fromkeys([FP32.name, *casts, *named]))
+    steps = [f"{fmt}:{each}" for each in _STEPS if each != Steps.EVERY.value for fmt in formats if key in _RUNNING]
+    return tuple(dict.fromkeys([FP32.name, *casts, *steps, *named]))
 
 
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
@@ -186,7 +196,18 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
     if key == _TILE:
         if not algorithm.tiled:
             raise ValueError(f"{key}: {algorithm.name} attention has no tiles")
-        return replace(declaration, block=_block(value), tile_named=True)
+        block = _block(value)
+        return replace(
+            declaration, block=replace(declaration.block, queries=block.queries, keys=block.keys), tile_named=True
+        )
+    if key in NUMBERS and algorithm is FLASH_ATTENTION:
+        return replace(declaration, shift_rule=with_number(declaration.shift_rule, key, value))
+    if (key == _SPLITS and algorithm is SPLIT_ATTENTION) or (
+        key == _ORDER and algorithm.tiled and algorithm is not SPLIT_ATTENTION
+    ):
+        return replace(declaration, block=_dealt(declaration.block, key, value))
+    if key in (*NUMBERS, _SPLITS, _ORDER):
+        raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
     if key not in _FIELDS:
         raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_KNOWN}")
     field, plan = _FIELDS[key], declaration.plan
@@ -220,7 +241,10 @@ def _cast(key: str, value: str) -> Cast:
     if slash and (not every.isdecimal() or int(every) < 1):
         raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
     name, *modifiers = value.split(":")
-    mode = ":".join(word for word in modifiers if word != _SATURATES) or Rounding.TO_EVEN.value
+    steps = next((_STEPS[word] for word in modifiers if word in _STEPS), Steps.EVERY)
+    if steps is not Steps.EVERY and key not in _RUNNING:
+        raise ValueError(f"{key}={value}: {' and '.join(_RUNNING)} alone are running sums")
+    mode = ":".join(word for word in modifiers if word != _SATURATES and word not in _STEPS) or Rounding.TO_EVEN.value
     if mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode]
@@ -236,7 +260,7 @@ def _cast(key: str, value: str) -> Cast:
             raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
     if fmt == FP32 and rounding is not Rounding.TO_EVEN:
         raise ValueError(f"{key}={value}: what is fp32 is not rounded")
-    return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0))
+    return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0), steps=steps)
 
 
 def _quantization(key: str, value: str) -> Quantization | None:
@@ -256,6 +280,16 @@ def _block(value: str) -> Block:
     if len(sizes) > 2 or not all(size.isascii() and size.isdigit() for size in sizes):
         raise ValueError(f"{_TILE}={value}: expected a size such as 64, queries by keys such as 64x32, or {ONE_TILE}")
     return Block(int(sizes[0]), int(sizes[-1]))
+
+
+def _dealt(block: Block, key: str, value: str) -> Block:
+    number, _, deal = value.partition(":")
+    if key == _ORDER and value in _ORDERS:
+        return replace(block, order=_ORDERS[value])
+    if key == _SPLITS and number.isdecimal() and int(number) > 1 and (deal or Deal.KEYS.value) in _DEALS:
+        return replace(block, splits=int(number), deal=_DEALS[deal or Deal.KEYS.value])
+    known = "2 or more, `:tiles` or `:turns` behind it" if key == _SPLITS else " or ".join(_ORDERS)
+    raise ValueError(f"{key}={value}: expected {known}")
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
@@ -278,7 +312,8 @@ def _text(key: str, value: object) -> str:
         return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
     mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
-    return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
+    steps = "" if value.steps is Steps.EVERY else f":{value.steps.value}"
+    return f"{fmt}{mode}{steps}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -35,8 +35,10 @@ class Declaration:
         if not self.algorithm.tiled:
             _, comma, changes = self.plan.name.partition(",")
             return f"{self.algorithm.name}{comma}{changes}"
-        rule = self.algorithm.name if self.shift_rule.name == "safe" else self.shift_rule.name
-        return f"{rule}@{self.plan.name}{f',tile={self.block}' if self.tile_named else ''}"
+        name, *numbers = self.shift_rule.name.split(",")
+        rule, block = self.algorithm.name if name == "safe" else name, self.block
+        tiles = [f"tile={block}"] if self.tile_named else []
+        return ",".join([f"{rule}@{self.plan.name}", *numbers, *tiles, *block.changes])
 
     @property
     def claimed_as(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from tiebreak.cases.case import Case
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.formats import Format
@@ -33,7 +33,10 @@ _SWAPS = 6  # changes for the better after the search, at most
 _ANY_TILE = 4  # tiles that nothing tells from that of the plan, above which none is named
 _FAILING = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum_sink", "repeated_zero", "near_tie_outside")
 _SCRIPTED = {case.name: case for case in SCRIPTED}
-_HELD_OUT: tuple[Case, ...] = (*(case for case in SCRIPTED if case.normal), *(_SCRIPTED[name] for name in _FAILING))
+_HELD_OUT: tuple[Case, ...] = (
+    *(case for case in GROUPS["normal numbers"] if case.normal),
+    *(_SCRIPTED[name] for name in _FAILING),
+)
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
 _ALL = 12  # rows in which two plans differ that settle which of them a kernel follows, if it has all of them
@@ -315,7 +318,7 @@ class Rivals:
         if change.key == space.SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
         yield from self._first
-        further = [(designed, 0) for designed in LONG if change.key in (space.TILE, space.RULE, space.ALGORITHM)]
+        further = [(designed, 0) for designed in LONG if change.key in space.BETWEEN_TILES]
         if change.key != space.SLOW:
             further += [(designed, seed) for seed in _SEEDS for designed in DESIGNED if designed.name not in OF_SUMS]
         for designed, seed in further:
