@@ -6,8 +6,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION
-from tiebreak.kernels.flash import ONE_TILE, Block, Deal, Order
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, TILED
+from tiebreak.kernels.flash import ONE_TILE, Block, Order
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -34,8 +34,15 @@ _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "sat"
 _OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
-_STEPS = {steps.value: steps for steps in Steps}
-_ORDERS, _DEALS = ({each.value: each for each in kind} for kind in (Order, Deal))
+_STEPS = tuple(steps.value for steps in Steps if steps is not Steps.EVERY)
+_ALONE, _OF_SPLITS = (Order.BACKWARDS, Order.PREFIX), (Order.TILES, Order.TURNS)
+_ORDERS = [{order.value: order for order in Order if order not in others} for others in (_OF_SPLITS, _ALONE)]
+# Changes that are of no plan, and whose they are.
+_TAKEN_BY = {
+    **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),
+    **dict.fromkeys((_TILE, _ORDER), tuple(TILED.values())),
+    _SPLITS: (SPLIT_ATTENTION,),
+}
 
 # The casts of a plan that a change may name, in the order in which they come to be rounded, then its other fields.
 _CASTS = (
@@ -47,7 +54,7 @@ _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "sm
 # Of fields that go by another name.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
-_KNOWN = f"known are {', '.join((*_FIELDS, *NUMBERS, _TILE, _SPLITS, _ORDER))}"
+_KNOWN = f"known are {', '.join((*_FIELDS, *_TAKEN_BY))}"
 #: Keys of what the forward pass is made of, and their fields.
 FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
 _YES = {"yes": True, "no": False}
@@ -78,8 +85,8 @@ def parse_declaration(text: str) -> Declaration:
     - `accumulator=bfmmla`, how products are added up
     - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
-    - `splits=2`, parts of the keys in tiles of their own, `:tiles` or `:turns` where they share whole tiles, one behind
-      the other or in turn; `order=backwards` or `prefix`, from the last tile, or anew behind the keys before the queries
+    - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
+    - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
     Its label names what differs from the first part, in an order of its own.
 
@@ -182,7 +189,7 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
         formats = [INPUT, *(fmt.name for fmt in (BF16, FP16) if fmt != inputs)]
         formats += [TF32.name] if key == "p_bar" else []  # which products of fp32 numbers may take
     casts = [fmt if mode == Rounding.TO_EVEN.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
-    steps = [f"{fmt}:{each}" for each in _STEPS if each != Steps.EVERY.value for fmt in formats if key in _RUNNING]
+    steps = [f"{fmt}:{each}" for each in _STEPS for fmt in formats if key in _RUNNING]
     return tuple(dict.fromkeys([FP32.name, *casts, *steps, *named]))
 
 
@@ -193,21 +200,13 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
         ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
     """
     algorithm = declaration.algorithm
-    if key == _TILE:
-        if not algorithm.tiled:
-            raise ValueError(f"{key}: {algorithm.name} attention has no tiles")
-        block = _block(value)
-        return replace(
-            declaration, block=replace(declaration.block, queries=block.queries, keys=block.keys), tile_named=True
-        )
-    if key in NUMBERS and algorithm is FLASH_ATTENTION:
-        return replace(declaration, shift_rule=with_number(declaration.shift_rule, key, value))
-    if (key == _SPLITS and algorithm is SPLIT_ATTENTION) or (
-        key == _ORDER and algorithm.tiled and algorithm is not SPLIT_ATTENTION
-    ):
-        return replace(declaration, block=_dealt(declaration.block, key, value))
-    if key in (*NUMBERS, _SPLITS, _ORDER):
-        raise ValueError(f"{key}: {algorithm.name} attention makes nothing of it")
+    if key in _TAKEN_BY:
+        if algorithm not in _TAKEN_BY[key]:
+            raise ValueError(f"{key}: {algorithm.name} attention has none")
+        if key in NUMBERS:
+            return replace(declaration, shift_rule=with_number(declaration.shift_rule, key, value))
+        tile_named = declaration.tile_named or key == _TILE
+        return replace(declaration, block=_block(declaration, key, value), tile_named=tile_named)
     if key not in _FIELDS:
         raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_KNOWN}")
     field, plan = _FIELDS[key], declaration.plan
@@ -241,10 +240,10 @@ def _cast(key: str, value: str) -> Cast:
     if slash and (not every.isdecimal() or int(every) < 1):
         raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
     name, *modifiers = value.split(":")
-    steps = next((_STEPS[word] for word in modifiers if word in _STEPS), Steps.EVERY)
+    steps = next((Steps(word) for word in modifiers if word in _STEPS), Steps.EVERY)
     if steps is not Steps.EVERY and key not in _RUNNING:
         raise ValueError(f"{key}={value}: {' and '.join(_RUNNING)} alone are running sums")
-    mode = ":".join(word for word in modifiers if word != _SATURATES and word not in _STEPS) or Rounding.TO_EVEN.value
+    mode = ":".join(word for word in modifiers if word not in (_SATURATES, *_STEPS)) or Rounding.TO_EVEN.value
     if mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode]
@@ -273,23 +272,18 @@ def _quantization(key: str, value: str) -> Quantization | None:
     return quantization
 
 
-def _block(value: str) -> Block:
-    if value == str(ONE_TILE):
-        return ONE_TILE
-    sizes = value.split("x")
-    if len(sizes) > 2 or not all(size.isascii() and size.isdigit() for size in sizes):
-        raise ValueError(f"{_TILE}={value}: expected a size such as 64, queries by keys such as 64x32, or {ONE_TILE}")
-    return Block(int(sizes[0]), int(sizes[-1]))
-
-
-def _dealt(block: Block, key: str, value: str) -> Block:
-    number, _, deal = value.partition(":")
-    if key == _ORDER and value in _ORDERS:
-        return replace(block, order=_ORDERS[value])
-    if key == _SPLITS and number.isdecimal() and int(number) > 1 and (deal or Deal.KEYS.value) in _DEALS:
-        return replace(block, splits=int(number), deal=_DEALS[deal or Deal.KEYS.value])
-    known = "2 or more, `:tiles` or `:turns` behind it" if key == _SPLITS else " or ".join(_ORDERS)
-    raise ValueError(f"{key}={value}: expected {known}")
+def _block(declaration: Declaration, key: str, value: str) -> Block:
+    block, orders = declaration.block, _ORDERS[declaration.algorithm is SPLIT_ATTENTION]
+    sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")
+    if key == _ORDER and value in orders:
+        return replace(block, order=orders[value])
+    if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
+        sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
+        known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
+        raise ValueError(f"{key}={value}: expected {known[key]}")
+    if key == _SPLITS:
+        return replace(block, splits=int(value))
+    return replace(block, queries=int(sizes[0]), keys=int(sizes[-1]))
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:

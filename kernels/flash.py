@@ -28,19 +28,13 @@ ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
 
 class Order(enum.Enum):
-    """Where tiles of keys begin, and which is the first."""
+    """Which tiles of keys a row takes first, and which a split gets, of a number of splits."""
 
-    FORWARDS = "forwards"
+    FORWARDS = "forwards"  # from key 0 on; of splits each gets as many keys, in tiles that begin with it
     BACKWARDS = "backwards"  # the last, cut short, comes first, as in FlashAttention-2 and -3
     PREFIX = "prefix"  # they begin anew behind the keys before the queries' own: prefix prefills of vLLM and SGLang
-
-
-class Deal(enum.Enum):
-    """How keys are dealt to a number of splits."""
-
-    KEYS = "keys"  # as many to each, the last has fewer; tiles begin with each split
-    TILES = "tiles"  # whole tiles, as many to each, one behind the other
-    TURNS = "turns"  # whole tiles in turn, as to the warps of a block
+    TILES = "tiles"  # whole tiles, as many to each split, one behind the other
+    TURNS = "turns"  # whole tiles to splits in turn, as to the warps of a block
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,8 @@ class Block:
 
     queries: int = 128
     keys: int = 128
-    order: Order = Order.FORWARDS
     splits: int = 0  # of split attention; 0: every tile is one
-    deal: Deal = Deal.KEYS  # how the splits get their keys
+    order: Order = Order.FORWARDS
 
     def __post_init__(self) -> None:
         """Refuse empty tiles."""
@@ -65,12 +58,6 @@ class Block:
         return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
 
     @property
-    def changes(self) -> list[str]:
-        """As declarations have what is not a size."""
-        splits = [f"splits={self.splits}{'' if self.deal is Deal.KEYS else f':{self.deal.value}'}"] if self.splits else []
-        return [*splits, *([] if self.order is Order.FORWARDS else [f"order={self.order.value}"])]
-
-    @property
     def whole(self) -> bool:
         """Whether a row is one tile."""
         return self.keys == ONE_TILE.keys and not self.splits and self.order is not Order.PREFIX
@@ -79,15 +66,13 @@ class Block:
         """Tiles of keys, by split, in the order in which a row takes them; without splits each by itself."""
         prefix = max(0, keys - queries) if self.order is Order.PREFIX else 0
         tiles = [*in_tiles(0, prefix, self.keys), *in_tiles(prefix, keys, self.keys)]
-        if self.order is Order.BACKWARDS:
-            tiles = tiles[::-1]
         if not self.splits:
-            return [[tile] for tile in tiles]
-        if self.deal is Deal.KEYS:
-            return [in_tiles(part.start, part.stop, self.keys) for part in in_tiles(0, keys, -(-keys // self.splits))]
-        if self.deal is Deal.TURNS:
+            return [[tile] for tile in (tiles[::-1] if self.order is Order.BACKWARDS else tiles)]
+        if self.order is Order.TURNS:
             return [tiles[first :: self.splits] for first in range(min(self.splits, len(tiles)))]
-        return [tiles[part] for part in in_tiles(0, len(tiles), -(-len(tiles) // self.splits))]
+        if self.order is Order.TILES:
+            return [tiles[part] for part in in_tiles(0, len(tiles), -(-len(tiles) // self.splits))]
+        return [in_tiles(part.start, part.stop, self.keys) for part in in_tiles(0, keys, -(-keys // self.splits))]
 
 
 BLOCK, ONE_TILE = Block(), Block(2**31, 2**31)

@@ -8,7 +8,7 @@ from functools import partial
 from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Wanted, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Order, Wanted, backward
 from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -37,8 +37,10 @@ class Declaration:
             return f"{self.algorithm.name}{comma}{changes}"
         name, *numbers = self.shift_rule.name.split(",")
         rule, block = self.algorithm.name if name == "safe" else name, self.block
-        tiles = [f"tile={block}"] if self.tile_named else []
-        return ",".join([f"{rule}@{self.plan.name}", *numbers, *tiles, *block.changes])
+        changes = [*numbers, *([f"tile={block}"] if self.tile_named else [])]
+        changes += [f"splits={block.splits}"] if block.splits else []
+        changes += [f"order={block.order.value}"] if block.order is not Order.FORWARDS else []
+        return ",".join([f"{rule}@{self.plan.name}", *changes])
 
     @property
     def claimed_as(self) -> str:

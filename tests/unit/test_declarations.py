@@ -38,7 +38,7 @@ ONE_OF = (
     ("contract=yes", "contract=no"),
     ("accumulator=bfmmla", "accumulator=exact"),
     ("tile=one", "tile=7", "tile=64x32", "tile=128"),
-    ("splits=2", "splits=4:tiles", "splits=8:turns", "order=backwards", "order=prefix"),
+    ("splits=2", "order=backwards", "order=prefix", "order=turns"),
     ("shift=-1", "shift=ln1.5", "lag=2"),
 )
 MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")

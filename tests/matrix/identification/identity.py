@@ -18,8 +18,8 @@ from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.asking import Answer, Asked, threads
-from tiebreak.matrix.identification.designed import DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
-from tiebreak.matrix.identification.known import KnownPlans, unexplained
+from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
+from tiebreak.matrix.identification.known import DESIGNED_MISSED, KnownPlans, unexplained
 from tiebreak.matrix.identification.space import Change, changes, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
@@ -77,6 +77,9 @@ class Identity:
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
     elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, or case, where the plan is another
+    #: Of the nearest plan, points at which any other value explains fewer of the designed inputs that it explains; others
+    settled: Sequence[str] = ()
+    left_open: Sequence[str] = ()
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -88,6 +91,8 @@ class Identity:
                 if names:
                     shares = ", ".join(f"{name} {percent(share)}" for name, share in names.items())
                     yield f"  {what:27}{shares}"
+            yield f"  settled, as it has them    {', '.join(self.settled) or 'nothing'}"
+            yield f"  left open                  {', '.join(self.left_open) or 'nothing'}"
         for point, values in self.alike.items():
             yield f"  not told apart: {point}={', '.join(values)}"
         for shape, other in self.elsewhere.items():
@@ -145,6 +150,7 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
         missed = unexplained(known.designed, plan)
         follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
         any_tile = len(alike.get(space.TILE, ())) > _ANY_TILE
+        settled, left_open = ((), ()) if follows else _points(known, plan)
         declaration = space.named(plan)
         declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not any_tile)
         return Identity(
@@ -161,6 +167,8 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
             asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
             refused=asked.refused,
             elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
+            settled=settled,
+            left_open=left_open,
             tried=tried,
             stopped=stopped,
         )
@@ -186,6 +194,16 @@ def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping
     for change in alike:
         points.setdefault(change.key, []).append(change.value)
     return plan, points
+
+
+def _points(known: KnownPlans, plan: Declaration) -> tuple[Sequence[str], Sequence[str]]:
+    """The points of a plan that settle, and that leave open, the designed inputs that it explains."""
+    explained = [each for each in known.designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
+    points: dict[str, bool] = {}
+    for change, rival in changes(plan, known.asked.fmt, space.QUICK):
+        told = points.get(change.key, True) and any(each.missed(rival) > DESIGNED_MISSED for each in explained)
+        points[change.key] = told
+    return tuple(key for key in points if points[key]), tuple(key for key in points if not points[key])
 
 
 def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:

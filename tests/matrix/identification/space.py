@@ -9,7 +9,7 @@ from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
-from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, Deal, Order
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, Order
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
@@ -27,8 +27,7 @@ QUICK = frozenset(KEYS) - {SLOW}
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 256, 512)
 _TILES = (*map(str, TILES), "one")
-#: Numbers of splits, and how they get their keys.
-_SPLITS = tuple(f"{number}{deal}" for number in (2, 4, 8) for deal in ("", ":tiles", ":turns"))
+_OF_BLOCKS = {TILE: _TILES, SPLITS: ("0", "2", "4", "8"), ORDER: tuple(order.value for order in Order)}
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
 _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
@@ -93,10 +92,10 @@ def _told(declaration: Declaration) -> Block:
     algorithm, block = declaration.algorithm, declaration.block
     if not algorithm.tiled:
         return BLOCK
-    split, one_tile = algorithm is SPLIT_ATTENTION, block.keys == ONE_TILE.keys
-    splits = block.splits if split and not (one_tile and block.deal is not Deal.KEYS) else 0
-    order = Order.FORWARDS if split or (one_tile and block.order is Order.BACKWARDS) else block.order
-    return Block(block.keys, block.keys, order, splits, block.deal if splits else Deal.KEYS)
+    split, order, one_tile = algorithm is SPLIT_ATTENTION, block.order, block.keys == ONE_TILE.keys
+    dealt, backwards = order in (Order.TILES, Order.TURNS), order is Order.BACKWARDS and one_tile
+    kept = dealt and block.splits if split else not (dealt or backwards)
+    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else Order.FORWARDS)
 
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
@@ -170,13 +169,10 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
     plan, algorithm = declaration.plan, declaration.algorithm
     if key == ALGORITHM:
         yield from _with_another_algorithm(declaration)
-    elif key in (TILE, SPLITS, ORDER):
-        values = {TILE: _TILES, SPLITS: _SPLITS, ORDER: (order.value for order in Order)}[key]
-        for value in values:
+    elif key in _OF_BLOCKS:
+        for value in _OF_BLOCKS[key]:
             with suppress(ValueError):  # its algorithm makes nothing of it
                 yield value, changed(declaration, key, value)
-        if key == SPLITS:
-            yield "tile", replace(declaration, block=replace(declaration.block, splits=0))
     elif key == RULE:
         yield from ((rule.name, replace(declaration, shift_rule=rule)) for rule in RULES)
     elif key == FAST and not plan.contracted:
