@@ -168,10 +168,9 @@ class ErrorBounds:
         ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
-        for cast in (plan.q, plan.k):
-            if cast.narrows:
-                in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
-                ds.add_(self._product_error, alpha=_roundoff(cast) / in_products)
+        if in_operands := _narrowing(plan.q) + _narrowing(plan.k):
+            in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
+            ds.add_(self._product_error, alpha=in_operands / in_products)
         if self.inputs.softcap:  # at most twice the cap, whatever went before
             in_tanh = _TANH_ERROR + 4 * FP32.unit_roundoff + _roundoff(plan.s)
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, TILED
-from tiebreak.kernels.flash import ONE_TILE, Block, Order
+from tiebreak.kernels.flash import ONE_TILE, Order
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -34,9 +34,8 @@ _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
 _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "sat"
 _OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
-_STEPS = tuple(steps.value for steps in Steps if steps is not Steps.EVERY)
-_ALONE, _OF_SPLITS = (Order.BACKWARDS, Order.PREFIX), (Order.TILES, Order.TURNS)
-_ORDERS = [{order.value: order for order in Order if order not in others} for others in (_OF_SPLITS, _ALONE)]
+_STEPS = (Steps.KEPT.value, Steps.ONCE.value)
+_OF_FLASH, _OF_SPLIT = (Order.FORWARDS, Order.BACKWARDS, Order.PREFIX), (Order.FORWARDS, Order.TILES, Order.TURNS)
 # Changes that are of no plan, and whose they are.
 _TAKEN_BY = {
     **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),
@@ -205,8 +204,7 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
             raise ValueError(f"{key}: {algorithm.name} attention has none")
         if key in NUMBERS:
             return replace(declaration, shift_rule=with_number(declaration.shift_rule, key, value))
-        tile_named = declaration.tile_named or key == _TILE
-        return replace(declaration, block=_block(declaration, key, value), tile_named=tile_named)
+        return _in_blocks(declaration, key, value)
     if key not in _FIELDS:
         raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_KNOWN}")
     field, plan = _FIELDS[key], declaration.plan
@@ -272,18 +270,19 @@ def _quantization(key: str, value: str) -> Quantization | None:
     return quantization
 
 
-def _block(declaration: Declaration, key: str, value: str) -> Block:
-    block, orders = declaration.block, _ORDERS[declaration.algorithm is SPLIT_ATTENTION]
+def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
+    block, split = declaration.block, declaration.algorithm is SPLIT_ATTENTION
+    orders = [order.value for order in (_OF_SPLIT if split else _OF_FLASH)]
     sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")
     if key == _ORDER and value in orders:
-        return replace(block, order=orders[value])
+        return replace(declaration, block=replace(block, order=Order(value)))
     if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
         sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
         known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
         raise ValueError(f"{key}={value}: expected {known[key]}")
     if key == _SPLITS:
-        return replace(block, splits=int(value))
-    return replace(block, queries=int(sizes[0]), keys=int(sizes[-1]))
+        return replace(declaration, block=replace(block, splits=int(value)))
+    return replace(declaration, block=replace(block, queries=int(sizes[0]), keys=int(sizes[-1])), tile_named=True)
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:

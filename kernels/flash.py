@@ -190,23 +190,14 @@ class _Pass(_Tiled):
     shift_rule: ShiftRule
     noise: Noise
 
-    @cached_property
+    @property
     def tiles(self) -> list[list[slice]]:
-        """Of keys, by split."""
         return self.block.of_keys(self.operands.q.shape[2], self.operands.k.shape[2])
 
-    def sum_cast(self, x: Tensor) -> Tensor:
-        return self.arithmetic.cast(x, self.plan.row_sum)
-
-    def running(self, cast: Cast, rescaled: Tensor | None, added: Tensor) -> Tensor:
-        """A running sum with what a tile adds, which `of_a_tile` has cast; None: there is nothing to rescale yet."""
-        if rescaled is None:
-            return added if cast.steps is Steps.EVERY else self.arithmetic.cast(added, cast)
+    def running(self, cast: Cast, rescaled: Tensor, added: Tensor) -> Tensor:
+        """A running sum with what a tile adds to it."""
         rescaled = rescaled if cast.steps is Steps.ONCE else self.arithmetic.cast(rescaled, cast)
         return self.arithmetic.cast(rescaled + added, cast)
-
-    def o_bar_cast(self, x: Tensor) -> Tensor:
-        return self.arithmetic.cast(x, self.plan.o_bar)
 
     def begun(self, rows: slice, entry: SinkEntry | None) -> tuple[Tensor, Tensor, Tensor]:
         """What a row begins with: m, l, both as a sink that enters there has changed them, and an O of 0."""
@@ -229,7 +220,7 @@ class _Pass(_Tiled):
         total = self.row_sum(p)
         if self.shift_rule.row_sum_floor:
             total = total.clamp(min=self.shift_rule.row_sum_floor)
-        return p_bar, self.arithmetic.cast(total, of_a_tile(self.plan.row_sum))
+        return p_bar, self.arithmetic.cast(total, self.plan.row_sum.of_a_tile)
 
     def final(self, o: Tensor, rows: slice) -> Tensor:
         """O's cast; rows without a visible key give zeros."""
@@ -264,11 +255,6 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
     return run
 
 
-def of_a_tile(cast: Cast) -> Cast:
-    """That of what a tile adds to a running sum."""
-    return cast if cast.steps is Steps.EVERY else _FP32
-
-
 @_tile_by_tile
 def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention with a running shift (paper, algorithm 1)."""
@@ -284,7 +270,7 @@ def _online(
 ) -> tuple[Tensor, Tensor]:
     """O before its cast and the log-sum-exp of some tiles; NaN and -Inf in rows that see none of their keys."""
     operands, plan, softmax, rule = forward.operands, forward.plan, forward.softmax, forward.shift_rule
-    q, sink = operands.q[:, :, rows], operands.sink
+    q, sink, cast = operands.q[:, :, rows], operands.sink, forward.arithmetic.cast
     m, l, o_bar = forward.begun(rows, entry)
     dither = forward.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
     for number, keys in enumerate(tiles):
@@ -297,9 +283,9 @@ def _online(
             new_m = torch.where(new_m - m <= rule.lag * softmax.logit, m, new_m)
         shift = _finite(new_m)
         p_bar, block_sum = forward.weights(s, shift)
-        pv = operands.weighted(p_bar, keys, of_a_tile(o_bar_cast))
+        pv = operands.weighted(p_bar, keys, o_bar_cast.of_a_tile)
         if number == 0 and entry is None:  # there is nothing to rescale yet; a sum with 0 has no -0
-            l, o_bar = forward.running(plan.row_sum, None, block_sum), forward.running(o_bar_cast, None, pv + 0.0)
+            l, o_bar = cast(block_sum, plan.row_sum), cast(pv + 0.0, o_bar_cast)
         else:
             alpha = softmax.between(m, shift)
             l = forward.running(plan.row_sum, alpha * l, block_sum)
@@ -308,7 +294,7 @@ def _online(
     if sink is not None and entry in (SinkEntry.MAXIMUM, SinkEntry.LAST):
         # Of a row without a visible key the sink is all there is.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
-        l = forward.sum_cast(l + softmax.p_of_sink(sink, m))
+        l = cast(l + softmax.p_of_sink(sink, m), plan.row_sum)
     o = operands.unscaled(o_bar / l)
     return o, softmax.natural(m) + torch.log(l) - plan.offset * _LN_2
 
@@ -322,7 +308,7 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
     running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
     """
-    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
+    operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
     for (keys,) in forward.tiles:
         s = operands.scores(rows, keys)
@@ -331,12 +317,12 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         shift = _finite(new_m)
         p = softmax.p_bar(s, _finite(row_max))
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = forward.sum_cast(forward.row_sum(p))
-        new_l = forward.sum_cast(forward.sum_cast(alpha * l) + forward.sum_cast(beta * block_sum))
+        block_sum = cast(forward.row_sum(p), plan.row_sum.of_a_tile)
+        new_l = forward.running(plan.row_sum, alpha * l, cast(beta * block_sum, plan.row_sum.of_a_tile))
         divisor = new_l.masked_fill(new_l == 0.0, 1.0)  # no key has been visible yet: a row of zeros stays one
-        p = forward.arithmetic.cast(p * (beta / divisor), plan.p_bar)
-        pv = forward.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
-        o = forward.o_bar_cast(forward.o_bar_cast(o * (l / divisor * alpha)) + pv)
+        p, v = cast(p * (beta / divisor), plan.p_bar), operands.taken[2].values[:, :, keys]
+        pv = forward.arithmetic.matmul(p, v, plan.o_bar.of_a_tile, plan.accumulator)
+        o = forward.running(plan.o_bar, o * (l / divisor * alpha), pv)
         m, l = new_m, new_l
     return operands.unscaled(o), softmax.natural(m) + torch.log(l)
 
@@ -356,7 +342,7 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
         weight = forward.arithmetic.exp(lse - shift, _NATURAL)
-        o, total = o + weight * part, forward.sum_cast(total + weight)
+        o, total = o + weight * part, forward.arithmetic.cast(total + weight, forward.plan.row_sum)
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
 
 
@@ -367,7 +353,7 @@ def _split(forward: _Pass, rows: slice, tiles: list[slice]) -> tuple[Tensor, Ten
     """
     has_sink = forward.operands.sink is not None and tiles[0].start == 0
     o, lse = _online(forward, rows, tiles, SinkEntry.MAXIMUM if has_sink else None, _FP32)
-    return forward.o_bar_cast(_zeroed(o, lse == -torch.inf)), lse
+    return forward.arithmetic.cast(_zeroed(o, lse == -torch.inf), forward.plan.o_bar), lse
 
 
 @_tile_by_tile
@@ -382,7 +368,7 @@ def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
     shift = _finite(s.amax(-1, keepdim=True))
     p = softmax.p_bar(s, shift)
-    l = forward.sum_cast(forward.row_sum(p))
+    l = forward.arithmetic.cast(forward.row_sum(p), plan.row_sum)
     p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
     o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
     return o, softmax.natural(shift) + torch.log(l)

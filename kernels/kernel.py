@@ -33,14 +33,12 @@ class Declaration:
         `tiebreak.kernels.declarations.parse_declaration` takes it back.
         """
         if not self.algorithm.tiled:
-            _, comma, changes = self.plan.name.partition(",")
-            return f"{self.algorithm.name}{comma}{changes}"
+            return ",".join([self.algorithm.name, *self.plan.name.split(",")[1:]])
         name, *numbers = self.shift_rule.name.split(",")
-        rule, block = self.algorithm.name if name == "safe" else name, self.block
-        changes = [*numbers, *([f"tile={block}"] if self.tile_named else [])]
-        changes += [f"splits={block.splits}"] if block.splits else []
-        changes += [f"order={block.order.value}"] if block.order is not Order.FORWARDS else []
-        return ",".join([f"{rule}@{self.plan.name}", *changes])
+        block, order = self.block, self.block.order is not Order.FORWARDS and self.block.order.value
+        changes = {"tile": self.tile_named and block, "splits": block.splits, "order": order}
+        head = f"{self.algorithm.name if name == 'safe' else name}@{self.plan.name}"
+        return ",".join([head, *numbers, *(f"{key}={value}" for key, value in changes.items() if value)])
 
     @property
     def claimed_as(self) -> str:

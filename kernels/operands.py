@@ -132,15 +132,13 @@ class Operands:
         plan, arithmetic = self.plan, self.arithmetic
         q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)
         scale, base, values, of_k = self._rounded_scale(), 1.0, q.values, k.values
-        if plan.k.narrows:
-            base = self.base
-            root = math.sqrt(scale * base)
-            values, of_k, scale = arithmetic.cast(values * root, plan.q), arithmetic.cast(of_k * root, plan.k), 1.0
-        elif plan.q.narrows:
-            base = self.base
-            values, scale = arithmetic.cast(values * (scale * base), plan.q), 1.0
+        if plan.q.narrows or plan.k.narrows:
+            base = base_of(plan, arithmetic)
+            factor, scale = math.sqrt(scale * base) if plan.k.narrows else scale * base, 1.0
+            values = arithmetic.cast(values * factor, plan.q)
+            of_k = arithmetic.cast(of_k * factor, plan.k) if plan.k.narrows else of_k
         elif plan.q8 is not None and plan.q8.takes_scale:
-            scale, base = 1.0, self.base
+            scale, base = 1.0, base_of(plan, arithmetic)
         # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
         product = arithmetic.matmul(values, of_k.mT, _FP32, plan.accumulator)
         s = _unscaled(arithmetic.cast(product, plan.qk), q.scale, None if k.scale is None else k.scale.mT)
@@ -161,11 +159,6 @@ class Operands:
         if self.sink is None:
             return s
         return torch.cat([s, (self.sink * logit).expand(*s.shape[:-1], 1)], -1)
-
-    @property
-    def base(self) -> float:
-        """What goes into q beside alpha."""
-        return base_of(self.plan, self.arithmetic)
 
     @property
     def unit(self) -> float:

@@ -20,7 +20,7 @@ class Steps(enum.Enum):
     """At which steps of a tile a running sum, O-bar or l, is cast."""
 
     EVERY = "every"  # what the tile adds, what is rescaled, and their sum
-    KEPT = "kept"  # what is rescaled, and the sum: a tile's own stays in fp32
+    KEPT = "kept"  # what is rescaled, and the sum
     ONCE = "once"  # the sum alone
 
 
@@ -40,6 +40,11 @@ class Cast:
     def narrows(self) -> bool:
         """Whether the cast drops bits of fp32."""
         return self.fmt != FP32
+
+    @property
+    def of_a_tile(self) -> "Cast":
+        """Of a running sum's, that of what a tile adds."""
+        return self if self.steps is Steps.EVERY else Cast(FP32)
 
 
 class Accumulator(enum.Enum):

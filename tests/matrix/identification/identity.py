@@ -33,10 +33,7 @@ _SWAPS = 6  # changes for the better after the search, at most
 _ANY_TILE = 4  # tiles that nothing tells from that of the plan, above which none is named
 _FAILING = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum_sink", "repeated_zero", "near_tie_outside")
 _SCRIPTED = {case.name: case for case in SCRIPTED}
-_HELD_OUT: tuple[Case, ...] = (
-    *(case for case in GROUPS["normal numbers"] if case.normal),
-    *(_SCRIPTED[name] for name in _FAILING),
-)
+_HELD_OUT: tuple[Case, ...] = (*GROUPS["normal numbers"], *(_SCRIPTED[name] for name in _FAILING))
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
 _ALL = 12  # rows in which two plans differ that settle which of them a kernel follows, if it has all of them
@@ -77,9 +74,7 @@ class Identity:
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
     elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, or case, where the plan is another
-    #: Of the nearest plan, points at which any other value explains fewer of the designed inputs that it explains; others
-    settled: Sequence[str] = ()
-    left_open: Sequence[str] = ()
+    settled: Mapping[str, bool] = field(default_factory=dict)  # by point of a nearest plan: see `_settling`
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -91,8 +86,8 @@ class Identity:
                 if names:
                     shares = ", ".join(f"{name} {percent(share)}" for name, share in names.items())
                     yield f"  {what:27}{shares}"
-            yield f"  settled, as it has them    {', '.join(self.settled) or 'nothing'}"
-            yield f"  left open                  {', '.join(self.left_open) or 'nothing'}"
+            for what, settled in (("settled, as it has them", True), ("left open", False)):
+                yield f"  {what:27}{', '.join(key for key, each in self.settled.items() if each is settled)}"
         for point, values in self.alike.items():
             yield f"  not told apart: {point}={', '.join(values)}"
         for shape, other in self.elsewhere.items():
@@ -150,7 +145,6 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
         missed = unexplained(known.designed, plan)
         follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
         any_tile = len(alike.get(space.TILE, ())) > _ANY_TILE
-        settled, left_open = ((), ()) if follows else _points(known, plan)
         declaration = space.named(plan)
         declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not any_tile)
         return Identity(
@@ -167,8 +161,7 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
             asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
             refused=asked.refused,
             elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
-            settled=settled,
-            left_open=left_open,
+            settled={} if follows else _settling(known, plan),
             tried=tried,
             stopped=stopped,
         )
@@ -196,14 +189,14 @@ def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping
     return plan, points
 
 
-def _points(known: KnownPlans, plan: Declaration) -> tuple[Sequence[str], Sequence[str]]:
-    """The points of a plan that settle, and that leave open, the designed inputs that it explains."""
+def _settling(known: KnownPlans, plan: Declaration) -> dict[str, bool]:
+    """By point of a plan, whether every other value there explains fewer of the designed inputs that it explains."""
     explained = [each for each in known.designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
-    points: dict[str, bool] = {}
+    settled: dict[str, bool] = {}
     for change, rival in changes(plan, known.asked.fmt, space.QUICK):
-        told = points.get(change.key, True) and any(each.missed(rival) > DESIGNED_MISSED for each in explained)
-        points[change.key] = told
-    return tuple(key for key in points if points[key]), tuple(key for key in points if not points[key])
+        fewer = any(each.missed(rival) > DESIGNED_MISSED for each in explained)
+        settled[change.key] = settled.get(change.key, True) and fewer
+    return settled
 
 
 def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:

@@ -26,8 +26,11 @@ BETWEEN_TILES = frozenset({ALGORITHM, TILE, SPLITS, ORDER, RULE, "l", "o_bar"}) 
 QUICK = frozenset(KEYS) - {SLOW}
 #: Keys of a tile; that of queries changes no row.
 TILES = (16, 32, 48, 64, 80, 96, 112, 128, 256, 512)
-_TILES = (*map(str, TILES), "one")
-_OF_BLOCKS = {TILE: _TILES, SPLITS: ("0", "2", "4", "8"), ORDER: tuple(order.value for order in Order)}
+_OF_BLOCKS = {
+    TILE: (*map(str, TILES), "one"),
+    SPLITS: ("0", "2", "4", "8"),
+    ORDER: tuple(order.value for order in Order),
+}
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
 _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
@@ -67,20 +70,16 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
         dead |= {"offset"} if wide else set()  # a power of two is divided out
-    if not plan.exponential.base_two:
-        dead |= {"log2_e"}
+    dead |= set() if plan.exponential.base_two else {"log2_e"}
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
-    block = _told(declaration)
-    one_tile_a_part = block.whole or not algorithm.tiled or (algorithm is SPLIT_ATTENTION and not block.splits)
-    running = {"row_sum": one_tile_a_part, "o_bar": one_tile_a_part or algorithm is not FLASH_ATTENTION}
-    plan = replace(plan, **{f: replace(getattr(plan, f), steps=Steps.EVERY) for f, once in running.items() if once})
-    positive = {field: getattr(plan, field) for field in _POSITIVE}
-    toward_zero: dict[str, Any] = {
-        field: replace(cast, rounding=Rounding.TOWARD_ZERO)
-        for field, cast in positive.items()
-        if cast.rounding is Rounding.DOWN
-    }
-    plan = _cast_once(declaration, replace(plan, **toward_zero), inputs)
+    block, split = _told(declaration), algorithm is SPLIT_ATTENTION
+    for field in ("o_bar", "row_sum"):
+        if block.whole or not algorithm.tiled or (split and (field == "o_bar" or not block.splits)):  # one step is all
+            plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
+    for field in _POSITIVE:
+        if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
+            plan = replace(plan, **{field: replace(cast, rounding=Rounding.TOWARD_ZERO)})
+    plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
     if rule.lag and block.whole:
         rule = _SAFE  # it lags behind an earlier tile, and there is none
@@ -197,7 +196,7 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
     for name, algorithm, rule in others:
         tiles_appear = algorithm.tiled and not declaration.algorithm.tiled
         other = replace(declaration, algorithm=algorithm, shift_rule=rule)
-        for tile in _TILES if tiles_appear else (None,):
+        for tile in _OF_BLOCKS[TILE] if tiles_appear else (None,):
             yield (name, other) if tile is None else (f"{name},{TILE}={tile}", changed(other, TILE, tile))
 
 
