@@ -77,6 +77,9 @@ def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> N
         ("fair", "dithered@fused_stochastic"),
         ("fused,tile=64x32", "flash@fused,tile=64x32"),  # queries by keys
         ("fused,tile=one", "flash@fused,tile=one"),
+        ("fused,order=prefix,tile=64,shift=ln1.5", "flash@fused,shift=ln1.5,tile=64,order=prefix"),
+        ("split@fused,order=turns,splits=4", "split@fused,splits=4,order=turns"),
+        ("lazy@paper,lag=2,o_bar=input:kept,l=bf16:once", "lazy@paper,o_bar=input:kept,l=bf16:once,lag=2"),
         (" flash@fused , tile = 64 , base=2,s=input ", "flash@fused,s=input,base=2,tile=64"),
         ("fused,s=fp32,l_from=unrounded,base=e,o=input:even", "flash@fused"),  # which it is already
     ],
@@ -143,8 +146,16 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("flash@standard", "unknown plan 'flash@standard'"),
         (
             "fused,row_sum=bf16",
-            "unknown rounding point 'row_sum': did you mean group_sums?; known are scale, divisor, log2_e, q, k, qk, s, ",
+            "unknown rounding point 'row_sum': did you mean group_sums?; known are scale, divisor, log2_e, q, k, ",
         ),
+        ("flash@fused,splits=2", "splits: flash attention has none"),
+        ("split@fused,splits=two", "splits=two: expected how many"),
+        ("split@fused,order=prefix", "order=prefix: expected forwards or tiles or turns"),
+        ("fused,order=turns", "order=turns: expected forwards or backwards or prefix"),
+        ("fused,shift=ln0", "shift=ln0: expected a number such as 2 or ln1.5"),
+        ("fused,lag=-1", "lag=-1: expected a number"),
+        ("fused,k=input,k8=int8/head", "K is rounded with q, or "),
+        ("fused,s=input:once", "s=input:once: l and o_bar alone are running sums"),
         ("fused,s=input/64", "s=input/64: pv and o_bar alone are a product's sums"),
         ("fused,pv=input/no", "pv=input/no: expected a number of terms behind /"),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
@@ -166,7 +177,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,k8=int8/head+scale", "q8 alone takes the scale"),
         ("fused,q=bf16,q8=int8/head", "q is rounded, or put into 8 bits with scales, not both"),
         ("standard,offset=8", "offset: standard attention makes nothing of it"),
-        ("standard,tile=64", "standard attention has no tiles"),
+        ("standard,tile=64", "tile: standard attention has none"),
     ],
 )
 def test_a_slip_is_told_in_one_line(text: str, message: str) -> None:
