@@ -17,9 +17,10 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.options import rerun
-from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable
+from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in SCRIPTED}
 TIED = CASES["tied_maxima[k=2]"]
@@ -79,14 +80,14 @@ def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_line(features: str, message: str) -> None:
-    with pytest.raises(SelectionError, match=re.escape(message)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         check_usable(cells(Selection("emulation", "standard", "no_tail", features=features))[0])
 
 
 def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(q, k, v, *, window_size=(-1, -1)):\n    return q\n")
     target = (f"{tmp_path / 'mine.py'}:mine",)
-    with pytest.raises(SelectionError, match=r"--features window\+sink: mine takes no learned sink"):
+    with pytest.raises(UsageError, match=r"--features window\+sink: mine takes no learned sink"):
         cells(Selection(kernel=target, cases="no_tail", features="window,window+sink"))
     (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window=9+value_dim"))[0]
     command = " ".join(rerun(chosen, Settings()))
