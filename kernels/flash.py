@@ -335,25 +335,19 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     `o_bar` of the plan casts the O of a split, as it is stored in between; `row_sum` casts l and the sum of weights.
     A split is one tile of keys, or, of a number of splits, flash attention over its tiles.
     """
-    parts = [_split(forward, rows, tiles) for tiles in forward.tiles]
+    plan, cast, parts = forward.plan, forward.arithmetic.cast, []
+    for tiles in forward.tiles:  # a sink is that of the first split, as in vLLM's unified kernel
+        has_sink = forward.operands.sink is not None and tiles[0].start == 0
+        o, lse = _online(forward, rows, tiles, SinkEntry.MAXIMUM if has_sink else None, _FP32)
+        parts.append((cast(_zeroed(o, lse == -torch.inf), plan.o_bar), lse))  # 0 in rows that see none of its keys
     # Their mean, weighted by the exponentials of their log-sum-exps, in fp32, one after the other.
     top = torch.stack([lse for _, lse in parts]).amax(0)
     shift = _finite(top)
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
         weight = forward.arithmetic.exp(lse - shift, _NATURAL)
-        o, total = o + weight * part, forward.arithmetic.cast(total + weight, forward.plan.row_sum)
+        o, total = o + weight * part, cast(total + weight, plan.row_sum)
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
-
-
-def _split(forward: _Pass, rows: slice, tiles: list[slice]) -> tuple[Tensor, Tensor]:
-    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
-
-    A sink is that of the first split, as in vLLM's unified kernel.
-    """
-    has_sink = forward.operands.sink is not None and tiles[0].start == 0
-    o, lse = _online(forward, rows, tiles, SinkEntry.MAXIMUM if has_sink else None, _FP32)
-    return forward.arithmetic.cast(_zeroed(o, lse == -torch.inf), forward.plan.o_bar), lse
 
 
 @_tile_by_tile
