@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
+from tiebreak.kernels.flash import Order
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -39,7 +40,7 @@ from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 #: What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
-IN_P = ("scale", "divisor", "q", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
+IN_P = ("scale", "divisor", "log2_e", "q", "k", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
 _IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 
 _EXPONENTIAL_ERROR = 2.0**-13  # relative: 1.2e-4; PyTorch's fast exponential errs by 1.1e-4 at most
@@ -93,7 +94,8 @@ def _raised(declaration: Declaration) -> float:
 
 def _roundings(inputs: AttentionInputs, declaration: Declaration) -> int:
     """How often O-bar and l are rounded: at every block's own sum, at its rescale, and where it is added."""
-    return 3 * -(-inputs.k.shape[-2] // declaration.block.keys)
+    block = declaration.block  # tiles begin anew with each split, and behind a prefix
+    return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is Order.PREFIX))
 
 
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
@@ -160,15 +162,15 @@ class ErrorBounds:
         """Bound on |dS| for every score, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
-        scale = _narrowing(plan.scale) + _narrowing(plan.divisor)
+        scale = _narrowing(plan.scale) + _narrowing(plan.divisor) + _narrowing(plan.log2_e)
         made_anew = self.inputs.softcap or self.inputs.bias is not None
         raw = products(self.inputs) if made_anew else ref.s
         ds = raw.abs().mul_(scale + _narrowing(plan.qk) + _roundoff(plan.s)).add_(self._product_error)
         if plan.q8 is not None or plan.k8 is not None:
             ds.add_(self._eight_bits(plan))
-        if plan.q.narrows:
+        if in_operands := _narrowing(plan.q) + _narrowing(plan.k):
             in_products = (self.inputs.q.shape[-1] + 2) * FP32.unit_roundoff
-            ds.add_(self._product_error, alpha=_roundoff(plan.q) / in_products)
+            ds.add_(self._product_error, alpha=in_operands / in_products)
         if self.inputs.softcap:  # at most twice the cap, whatever went before
             in_tanh = _TANH_ERROR + 4 * FP32.unit_roundoff + _roundoff(plan.s)
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)

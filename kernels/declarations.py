@@ -6,8 +6,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 
-from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, TILED
+from tiebreak.kernels.flash import ONE_TILE, Order
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -21,21 +21,31 @@ from tiebreak.kernels.plans import (
     Follows,
     RoundingPlan,
     SinkEntry,
+    Steps,
     SumOf,
 )
 from tiebreak.kernels.quantization import Quantization, parse_quantization
 from tiebreak.kernels.roster import composed_kernel, rule_names
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
+from tiebreak.kernels.shift_rules import NUMBERS, with_number
 
 INPUT = "input"  # the format of the call, whichever it is; any other name is that very format
 _LARGEST_OFFSET = 64  # P-bar up to 2^64 leaves fp32 room for its sum
-_TILE, _NONE, _SATURATES = "tile", "none", "sat"
-_OUTPUTS, _OF_PRODUCTS = ("o", "gradients"), ("pv", "o_bar")
+_TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "sat"
+_OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
+_STEPS = (Steps.KEPT.value, Steps.ONCE.value)
+_OF_FLASH, _OF_SPLIT = (Order.FORWARDS, Order.BACKWARDS, Order.PREFIX), (Order.FORWARDS, Order.TILES, Order.TURNS)
+# Changes that are of no plan, and whose they are.
+_TAKEN_BY = {
+    **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),
+    **dict.fromkeys((_TILE, _ORDER), tuple(TILED.values())),
+    _SPLITS: (SPLIT_ATTENTION,),
+}
 
 # The casts of a plan that a change may name, in the order in which they come to be rounded, then its other fields.
 _CASTS = (
-    *("scale", "divisor", "q", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"),
+    *("scale", "divisor", "log2_e", "q", "k", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "row_sum", "o"),
     *BACKWARD_POINTS,
 )
 _QUANTIZED = ("q8", "k8", "v8", "p8")
@@ -43,7 +53,7 @@ _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "sm
 # Of fields that go by another name.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
-_KNOWN = f"known are {', '.join((*_FIELDS, _TILE))}"
+_KNOWN = f"known are {', '.join((*_FIELDS, *_TAKEN_BY))}"
 #: Keys of what the forward pass is made of, and their fields.
 FORWARD = {key: field for key, field in _FIELDS.items() if field not in BACKWARD_POINTS}
 _YES = {"yes": True, "no": False}
@@ -65,13 +75,17 @@ def parse_declaration(text: str) -> Declaration:
     attention at it. Each change is `KEY=VALUE`:
 
     - a rounding point and its format, `input` (that of the call) or a very format, with `:` and a mode if it is not to
-      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms
+      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms;
+      `l` and `o_bar` are cast at every step of a tile, or `:kept`, all but what the tile adds, or `:once`, their sum
     - `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
       argument; `offset=8`, a power of two that P-bar is multiplied by
     - `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`
     - `sink=first`, `maximum`, `last` or `afterwards`, where a learned sink enters a row
     - `accumulator=bfmmla`, how products are added up
+    - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
+    - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
+    - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
     Its label names what differs from the first part, in an order of its own.
 
@@ -104,7 +118,7 @@ def shortest(declaration: Declaration) -> Declaration:
     Raises:
         ValueError: no text names it.
     """
-    rule, algorithm = declaration.shift_rule.name, declaration.algorithm
+    rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
     heads = _heads(name) if algorithm.tiled else (_named(STANDARD.name),)
     texts = [_from(head, declaration) for head in heads]
@@ -133,7 +147,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
         return None
     fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
     plan = _renamed(replace(named.plan, **fields), named.plan)
-    return replace(declaration, plan=plan, shift_rule=named.shift_rule)
+    return replace(declaration, plan=plan)
 
 
 @cache
@@ -167,13 +181,15 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
     if field not in _CASTS:
         return tuple(named)
     modes = [mode for mode in _MODES if mode != Rounding.STOCHASTIC.value or key == "o"]
+    modes = [Rounding.TO_EVEN.value] if key in ("k", "log2_e") else modes  # else they are many, and nobody has them
     if key in _OUTPUTS:
         formats = [INPUT]  # which a kernel returns
     else:
         formats = [INPUT, *(fmt.name for fmt in (BF16, FP16) if fmt != inputs)]
         formats += [TF32.name] if key == "p_bar" else []  # which products of fp32 numbers may take
     casts = [fmt if mode == Rounding.TO_EVEN.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
-    return tuple(dict.fromkeys([FP32.name, *casts, *named]))
+    steps = [f"{fmt}:{each}" for each in _STEPS for fmt in formats if key in _RUNNING]
+    return tuple(dict.fromkeys([FP32.name, *casts, *steps, *named]))
 
 
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
@@ -183,10 +199,12 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
         ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
     """
     algorithm = declaration.algorithm
-    if key == _TILE:
-        if not algorithm.tiled:
-            raise ValueError(f"{key}: {algorithm.name} attention has no tiles")
-        return replace(declaration, block=_block(value), tile_named=True)
+    if key in _TAKEN_BY:
+        if algorithm not in _TAKEN_BY[key]:
+            raise ValueError(f"{key}: {algorithm.name} attention has none")
+        if key in NUMBERS:
+            return replace(declaration, shift_rule=with_number(declaration.shift_rule, key, value))
+        return _in_blocks(declaration, key, value)
     if key not in _FIELDS:
         raise ValueError(f"unknown rounding point {key!r}{_nearest(key, _FIELDS)}; {_KNOWN}")
     field, plan = _FIELDS[key], declaration.plan
@@ -220,7 +238,10 @@ def _cast(key: str, value: str) -> Cast:
     if slash and (not every.isdecimal() or int(every) < 1):
         raise ValueError(f"{key}={value}/{every}: expected a number of terms behind /")
     name, *modifiers = value.split(":")
-    mode = ":".join(word for word in modifiers if word != _SATURATES) or Rounding.TO_EVEN.value
+    steps = next((Steps(word) for word in modifiers if word in _STEPS), Steps.EVERY)
+    if steps is not Steps.EVERY and key not in _RUNNING:
+        raise ValueError(f"{key}={value}: {' and '.join(_RUNNING)} alone are running sums")
+    mode = ":".join(word for word in modifiers if word not in (_SATURATES, *_STEPS)) or Rounding.TO_EVEN.value
     if mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode]
@@ -236,7 +257,7 @@ def _cast(key: str, value: str) -> Cast:
             raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
     if fmt == FP32 and rounding is not Rounding.TO_EVEN:
         raise ValueError(f"{key}={value}: what is fp32 is not rounded")
-    return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0))
+    return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0), steps=steps)
 
 
 def _quantization(key: str, value: str) -> Quantization | None:
@@ -249,13 +270,19 @@ def _quantization(key: str, value: str) -> Quantization | None:
     return quantization
 
 
-def _block(value: str) -> Block:
-    if value == str(ONE_TILE):
-        return ONE_TILE
-    sizes = value.split("x")
-    if len(sizes) > 2 or not all(size.isascii() and size.isdigit() for size in sizes):
-        raise ValueError(f"{_TILE}={value}: expected a size such as 64, queries by keys such as 64x32, or {ONE_TILE}")
-    return Block(int(sizes[0]), int(sizes[-1]))
+def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
+    block, split = declaration.block, declaration.algorithm is SPLIT_ATTENTION
+    orders = [order.value for order in (_OF_SPLIT if split else _OF_FLASH)]
+    sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")
+    if key == _ORDER and value in orders:
+        return replace(declaration, block=replace(block, order=Order(value)))
+    if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
+        sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
+        known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
+        raise ValueError(f"{key}={value}: expected {known[key]}")
+    if key == _SPLITS:
+        return replace(declaration, block=replace(block, splits=int(value)))
+    return replace(declaration, block=replace(block, queries=int(sizes[0]), keys=int(sizes[-1])), tile_named=True)
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
@@ -278,7 +305,8 @@ def _text(key: str, value: object) -> str:
         return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
     mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
-    return f"{fmt}{mode}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
+    steps = "" if value.steps is Steps.EVERY else f":{value.steps.value}"
+    return f"{fmt}{mode}{steps}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

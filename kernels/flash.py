@@ -5,6 +5,7 @@ attention 1, which keeps a normalised O; the backward pass is algorithm 2 of the
 operations in the order written here; everything else goes through the arithmetic, which rounds as the plan says.
 """
 
+import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from torch import Tensor
 from tiebreak.kernels.arithmetic import Arithmetic, Noise
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
-from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, cut, folds_scale, in_tiles
-from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, SumOf
+from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, base_of, cut, folds_scale, in_tiles
+from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, Steps, SumOf
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _FP32 = Cast(FP32)
@@ -26,12 +27,24 @@ Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
 
+class Order(enum.Enum):
+    """Which tiles of keys a row takes first, and which a split gets, of a number of splits."""
+
+    FORWARDS = "forwards"  # from key 0 on; of splits each gets as many keys, in tiles that begin with it
+    BACKWARDS = "backwards"  # the last, cut short, comes first, as in FlashAttention-2 and -3
+    PREFIX = "prefix"  # they begin anew behind the keys before the queries' own: prefix prefills of vLLM and SGLang
+    TILES = "tiles"  # whole tiles, as many to each split, one behind the other
+    TURNS = "turns"  # whole tiles to splits in turn, as to the warps of a block
+
+
 @dataclass(frozen=True)
 class Block:
     """Tile sizes. Tiling off is a block at least as large as the sequence."""
 
     queries: int = 128
     keys: int = 128
+    splits: int = 0  # of split attention; 0: every tile is one
+    order: Order = Order.FORWARDS
 
     def __post_init__(self) -> None:
         """Refuse empty tiles."""
@@ -40,9 +53,26 @@ class Block:
 
     def __str__(self) -> str:
         """As declarations have it: `64`, `64x32` for queries by keys, or `one` for the whole sequence."""
-        if self == ONE_TILE:
+        if self.keys == self.queries == ONE_TILE.keys:
             return "one"
         return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether a row is one tile."""
+        return self.keys == ONE_TILE.keys and not self.splits and self.order is not Order.PREFIX
+
+    def of_keys(self, queries: int, keys: int) -> list[list[slice]]:
+        """Tiles of keys, by split, in the order in which a row takes them; without splits each by itself."""
+        prefix = max(0, keys - queries) if self.order is Order.PREFIX else 0
+        tiles = [*in_tiles(0, prefix, self.keys), *in_tiles(prefix, keys, self.keys)]
+        if not self.splits:
+            return [[tile] for tile in (tiles[::-1] if self.order is Order.BACKWARDS else tiles)]
+        if self.order is Order.TURNS:
+            return [tiles[first :: self.splits] for first in range(min(self.splits, len(tiles)))]
+        if self.order is Order.TILES:
+            return [tiles[part] for part in in_tiles(0, len(tiles), -(-len(tiles) // self.splits))]
+        return [in_tiles(part.start, part.stop, self.keys) for part in in_tiles(0, keys, -(-keys // self.splits))]
 
 
 BLOCK, ONE_TILE = Block(), Block(2**31, 2**31)
@@ -81,7 +111,7 @@ class Softmax:
     @property
     def unit(self) -> float:
         """What 1 in a natural logarithm is in the exponential's, contracted."""
-        return LOG2_E if self.plan.exponential.base_two else 1.0
+        return base_of(self.plan, self.arithmetic)
 
     def p_bar(self, s: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(S - shift), as the plan casts it."""
@@ -90,7 +120,7 @@ class Softmax:
             addend = shift * -self.factor + plan.offset * self.unit * _LN_2
             p = arithmetic.exp_of_fma(s, self.factor, addend, plan.exponential)
         else:
-            p = arithmetic.exp(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
+            p = self._power(arithmetic.cast(s - shift, plan.shifted), plan.exponential)
             p = p * 2.0**plan.offset if plan.offset else p
         return arithmetic.cast(p, plan.exp)
 
@@ -99,20 +129,26 @@ class Softmax:
         apart = earlier - shift
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
-        return self.arithmetic.exp(self.arithmetic.cast(apart, self.plan.shifted), self.rescale)
+        return self._power(self.arithmetic.cast(apart, self.plan.shifted), self.rescale)
+
+    def _power(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """The exponential of what is not contracted, with the plan's own log2 e."""
+        if self.plan.log2_e.narrows and exponential.base_two:
+            return self.arithmetic.exp_of_fma(x, self.unit, torch.zeros_like(x), exponential)
+        return self.arithmetic.exp(x, exponential)
 
     def p(self, s: Tensor, lse: Tensor) -> Tensor:
         """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
-        return self.arithmetic.exp(s - lse, self.rescale)
+        return self._power(s - lse, self.rescale)
 
     def p_of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
         """2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
         if self.plan.contracted:  # FlashAttention-3: exp2(sink log2 e - m c)
             p = self.arithmetic.exp_of_fma(sink.expand_as(shift), self.unit, shift * -self.factor, self.rescale)
         else:
-            p = self.arithmetic.exp(sink - shift, self.rescale)
+            p = self._power(sink - shift, self.rescale)
         return p * 2.0**self.plan.offset
 
     def natural(self, shift: Tensor) -> Tensor:
@@ -154,19 +190,22 @@ class _Pass(_Tiled):
     shift_rule: ShiftRule
     noise: Noise
 
-    def sum_cast(self, x: Tensor) -> Tensor:
-        return self.arithmetic.cast(x, self.plan.row_sum)
+    @property
+    def tiles(self) -> list[list[slice]]:
+        return self.block.of_keys(self.operands.q.shape[2], self.operands.k.shape[2])
 
-    def o_bar_cast(self, x: Tensor) -> Tensor:
-        return self.arithmetic.cast(x, self.plan.o_bar)
+    def running(self, cast: Cast, rescaled: Tensor, added: Tensor) -> Tensor:
+        """A running sum with what a tile adds to it."""
+        rescaled = rescaled if cast.steps is Steps.ONCE else self.arithmetic.cast(rescaled, cast)
+        return self.arithmetic.cast(rescaled + added, cast)
 
-    def begun(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """What a row begins with: m, l, both as the plan says that a sink has changed them, and an O of 0."""
+    def begun(self, rows: slice, entry: SinkEntry | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What a row begins with: m, l, both as a sink that enters there has changed them, and an O of 0."""
         q, plan, sink = self.operands.q[:, :, rows], self.plan, self.operands.sink
         m = q.new_full((*q.shape[:-1], 1), -torch.inf)
-        if sink is not None and plan.sink in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
+        if sink is not None and entry in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
             m = (sink * self.softmax.logit).expand_as(m)
-        first = sink is not None and plan.sink is SinkEntry.FIRST
+        first = sink is not None and entry is SinkEntry.FIRST
         o = q.new_zeros(*q.shape[:-1], self.operands.v.shape[-1])
         return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), o
 
@@ -181,7 +220,7 @@ class _Pass(_Tiled):
         total = self.row_sum(p)
         if self.shift_rule.row_sum_floor:
             total = total.clamp(min=self.shift_rule.row_sum_floor)
-        return p_bar, self.sum_cast(total)
+        return p_bar, self.arithmetic.cast(total, self.plan.row_sum.of_a_tile)
 
     def final(self, o: Tensor, rows: slice) -> Tensor:
         """O's cast; rows without a visible key give zeros."""
@@ -207,7 +246,7 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
         operands, noise = Operands.from_call(inputs, plan, arithmetic), Noise(inputs.noise_seed, inputs.q.shape[1])
         forward = _Pass(operands, block, plan, arithmetic, shift_rule, noise)
         outputs, sums = [], []
-        for rows in in_tiles(operands.q, block.queries):
+        for rows in in_tiles(0, operands.q.shape[2], block.queries):
             o, lse = algorithm(forward, rows)
             outputs.append(forward.final(o, rows))
             sums.append(lse)
@@ -219,11 +258,22 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
 @_tile_by_tile
 def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Tiled attention with a running shift (paper, algorithm 1)."""
+    plan, sink, tiles = forward.plan, forward.operands.sink, [keys for part in forward.tiles for keys in part]
+    o, lse = _online(forward, rows, tiles, None if sink is None else plan.sink, plan.o_bar)
+    if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
+        return o, lse
+    return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
+
+
+def _online(
+    forward: _Pass, rows: slice, tiles: list[slice], entry: SinkEntry | None, o_bar_cast: Cast
+) -> tuple[Tensor, Tensor]:
+    """O before its cast and the log-sum-exp of some tiles; NaN and -Inf in rows that see none of their keys."""
     operands, plan, softmax, rule = forward.operands, forward.plan, forward.softmax, forward.shift_rule
-    q, sink = operands.q[:, :, rows], operands.sink
-    m, l, o_bar = forward.begun(rows)
+    q, sink, cast = operands.q[:, :, rows], operands.sink, forward.arithmetic.cast
+    m, l, o_bar = forward.begun(rows, entry)
     dither = forward.noise.dither(q.shape, rows.start, q.device) if rule.dithered else torch.zeros_like(m)
-    for keys in in_tiles(operands.k, forward.block.keys):
+    for number, keys in enumerate(tiles):
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         proposed = rule.propose(s, row_max, dither, softmax.logit)
@@ -233,23 +283,20 @@ def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
             new_m = torch.where(new_m - m <= rule.lag * softmax.logit, m, new_m)
         shift = _finite(new_m)
         p_bar, block_sum = forward.weights(s, shift)
-        pv = operands.weighted(p_bar, keys, plan.o_bar)
-        if keys.start == 0 and sink is None:  # there is nothing to rescale yet; a sum with 0 has no -0
-            l, o_bar = block_sum, pv + 0.0
+        pv = operands.weighted(p_bar, keys, o_bar_cast.of_a_tile)
+        if number == 0 and entry is None:  # there is nothing to rescale yet; a sum with 0 has no -0
+            l, o_bar = cast(block_sum, plan.row_sum), cast(pv + 0.0, o_bar_cast)
         else:
             alpha = softmax.between(m, shift)
-            l = forward.sum_cast(forward.sum_cast(alpha * l) + block_sum)
-            o_bar = forward.o_bar_cast(forward.o_bar_cast(alpha * o_bar) + pv)
+            l = forward.running(plan.row_sum, alpha * l, block_sum)
+            o_bar = forward.running(o_bar_cast, alpha * o_bar, pv)
         m = new_m
-    if sink is not None and plan.sink in (SinkEntry.MAXIMUM, SinkEntry.LAST):
+    if sink is not None and entry in (SinkEntry.MAXIMUM, SinkEntry.LAST):
         # Of a row without a visible key the sink is all there is.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
-        l = forward.sum_cast(l + softmax.p_of_sink(sink, m))
+        l = cast(l + softmax.p_of_sink(sink, m), plan.row_sum)
     o = operands.unscaled(o_bar / l)
-    lse = softmax.natural(m) + torch.log(l) - plan.offset * _LN_2
-    if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
-        return o, lse
-    return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
+    return o, softmax.natural(m) + torch.log(l) - plan.offset * _LN_2
 
 
 @_tile_by_tile
@@ -261,60 +308,46 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
     running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
     """
-    operands, plan, softmax = forward.operands, forward.plan, forward.softmax
-    m, l, o = forward.begun(rows)
-    for keys in in_tiles(operands.k, forward.block.keys):
+    operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
+    m, l, o = forward.begun(rows, plan.sink)
+    for (keys,) in forward.tiles:
         s = operands.scores(rows, keys)
         row_max = s.amax(-1, keepdim=True)
         new_m = torch.maximum(m, row_max)
         shift = _finite(new_m)
         p = softmax.p_bar(s, _finite(row_max))
         alpha, beta = (softmax.between(maximum, shift) for maximum in (m, row_max))
-        block_sum = forward.sum_cast(forward.row_sum(p))
-        new_l = forward.sum_cast(forward.sum_cast(alpha * l) + forward.sum_cast(beta * block_sum))
+        block_sum = cast(forward.row_sum(p), plan.row_sum.of_a_tile)
+        new_l = forward.running(plan.row_sum, alpha * l, cast(beta * block_sum, plan.row_sum.of_a_tile))
         divisor = new_l.masked_fill(new_l == 0.0, 1.0)  # no key has been visible yet: a row of zeros stays one
-        p = forward.arithmetic.cast(p * (beta / divisor), plan.p_bar)
-        pv = forward.arithmetic.matmul(p, operands.taken[2].values[:, :, keys], plan.o_bar, plan.accumulator)
-        o = forward.o_bar_cast(forward.o_bar_cast(o * (l / divisor * alpha)) + pv)
+        p, v = cast(p * (beta / divisor), plan.p_bar), operands.taken[2].values[:, :, keys]
+        pv = forward.arithmetic.matmul(p, v, plan.o_bar.of_a_tile, plan.accumulator)
+        o = forward.running(plan.o_bar, o * (l / divisor * alpha), pv)
         m, l = new_m, new_l
     return operands.unscaled(o), softmax.natural(m) + torch.log(l)
 
 
 @_tile_by_tile
 def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
-    """Every tile of keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
+    """Every split of the keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
 
     Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
-    `o_bar` of the plan casts the O of a tile, as it is stored in between; `row_sum` casts l and the sum of the weights.
-    Each tile is shifted by its maximum.
+    `o_bar` of the plan casts the O of a split, as it is stored in between; `row_sum` casts l and the sum of weights.
+    A split is one tile of keys, or, of a number of splits, flash attention over its tiles.
     """
-    parts = [_split(forward, rows, keys) for keys in in_tiles(forward.operands.k, forward.block.keys)]
+    plan, cast, parts = forward.plan, forward.arithmetic.cast, []
+    for tiles in forward.tiles:  # a sink is that of the first split, as in vLLM's unified kernel
+        has_sink = forward.operands.sink is not None and tiles[0].start == 0
+        o, lse = _online(forward, rows, tiles, SinkEntry.MAXIMUM if has_sink else None, _FP32)
+        parts.append((cast(_zeroed(o, lse == -torch.inf), plan.o_bar), lse))  # 0 in rows that see none of its keys
     # Their mean, weighted by the exponentials of their log-sum-exps, in fp32, one after the other.
     top = torch.stack([lse for _, lse in parts]).amax(0)
     shift = _finite(top)
     o, total = torch.zeros_like(parts[0][0]), torch.zeros_like(top)
     for part, lse in parts:
         weight = forward.arithmetic.exp(lse - shift, _NATURAL)
-        o, total = o + weight * part, forward.sum_cast(total + weight)
+        o, total = o + weight * part, cast(total + weight, plan.row_sum)
     return o / total.masked_fill(total == 0.0, 1.0), top + torch.log(total)
-
-
-def _split(forward: _Pass, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-    """O and the log-sum-exp of one split; 0 and -Inf in rows that see none of its keys.
-
-    A sink is that of the first split, as in vLLM's unified kernel.
-    """
-    operands, softmax = forward.operands, forward.softmax
-    s, sink = operands.scores(rows, keys), operands.sink if keys.start == 0 else None
-    m = s.amax(-1, keepdim=True)
-    if sink is not None:
-        m = torch.maximum(m, sink * softmax.logit)
-    shift = _finite(m)
-    p_bar, l = forward.weights(s, shift)
-    if sink is not None:
-        l = forward.sum_cast(l + softmax.p_of_sink(sink, shift))
-    o = operands.unscaled(operands.weighted(p_bar, keys, _FP32) / l.masked_fill(m == -torch.inf, 1.0))
-    return forward.o_bar_cast(o), softmax.natural(m) + torch.log(l) - forward.plan.offset * _LN_2
 
 
 @_tile_by_tile
@@ -329,7 +362,7 @@ def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     s = operands.with_sink(operands.scores(rows, every_key), softmax.logit)
     shift = _finite(s.amax(-1, keepdim=True))
     p = softmax.p_bar(s, shift)
-    l = forward.sum_cast(forward.row_sum(p))
+    l = forward.arithmetic.cast(forward.row_sum(p), plan.row_sum)
     p = forward.arithmetic.cast(p[..., every_key] / l, plan.p_bar)
     o = operands.unscaled(forward.arithmetic.matmul(p, operands.taken[2].values, plan.o_bar, plan.accumulator))
     return o, softmax.natural(shift) + torch.log(l)
@@ -362,8 +395,8 @@ def backward(
     left = 1.0 if plan.scaled_ds.narrows or plan.scaled_q.narrows else operands.scale
     q = arithmetic.cast(operands.q * operands.scale, plan.scaled_q) if plan.scaled_q.narrows else operands.q
     k, left_of_dq = (tape.scaled_k, _LN_2) if plan.scaled_k.narrows else (operands.k, left)
-    for keys in in_tiles(operands.k, block.keys) if any(wanted) else ():
-        for rows in in_tiles(operands.q, block.queries):
+    for keys in in_tiles(0, operands.k.shape[2], block.keys) if any(wanted) else ():
+        for rows in in_tiles(0, operands.q.shape[2], block.queries):
             p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
                 p = arithmetic.cast(p, plan.p)
@@ -489,9 +522,9 @@ class _Tape(_Tiled):
             o = self._o_bar() / self._l if self._unnormalised else self.o.float()
             return self.arithmetic.cast(self.row_sum(do * o), self.plan.delta)
         tiles = []
-        for rows in in_tiles(do, self.block.queries):
+        for rows in in_tiles(0, do.shape[2], self.block.queries):
             total = torch.zeros_like(do[:, :, rows, :1])
-            for keys in in_tiles(v, self.block.keys):
+            for keys in in_tiles(0, v.shape[2], self.block.keys):
                 p = self.arithmetic.cast(self.p(rows, keys), self.plan.p_of_ds)
                 if source is DeltaSource.PROBABILITIES:
                     total = total + self.row_sum(p * self.dp(rows, keys))
@@ -502,8 +535,8 @@ class _Tape(_Tiled):
 
     def _o_bar(self) -> Tensor:
         o_bar = torch.zeros_like(self.operands.do)
-        for rows in in_tiles(o_bar, self.block.queries):
-            for keys in in_tiles(self.operands.v, self.block.keys):
+        for rows in in_tiles(0, o_bar.shape[2], self.block.queries):
+            for keys in in_tiles(0, self.operands.v.shape[2], self.block.keys):
                 p_bar = self.arithmetic.cast(self.p(rows, keys), self.plan.p_bar)
                 self.add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
         return o_bar

@@ -1,5 +1,6 @@
 """What attention's two products take: q, K and V as the call has them or in 8 bits with scales, tile by tile."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +94,7 @@ class Operands:
             own = Cast(inputs.formats.inputs)
             small_k = arithmetic.cast(k - arithmetic.cast(k.mean(_ROWS, keepdim=True), own), own)
         if plan.q8 is not None and plan.q8.takes_scale:
-            small_q = q * (inputs.scale * _base(plan))
+            small_q = q * (inputs.scale * base_of(plan, arithmetic))
         taken = (
             _quantized(small_q, plan.q8, arithmetic),
             k_held if plan.k8 is None and small_k is k else _quantized(small_k, plan.k8, arithmetic),
@@ -130,14 +131,16 @@ class Operands:
         """
         plan, arithmetic = self.plan, self.arithmetic
         q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)
-        scale, base, values = self._rounded_scale(), 1.0, q.values
-        if plan.q.narrows:
-            base = _base(plan)
-            values, scale = arithmetic.cast(values * (scale * base), plan.q), 1.0
+        scale, base, values, of_k = self._rounded_scale(), 1.0, q.values, k.values
+        if plan.q.narrows or plan.k.narrows:
+            base = base_of(plan, arithmetic)
+            factor, scale = math.sqrt(scale * base) if plan.k.narrows else scale * base, 1.0
+            values = arithmetic.cast(values * factor, plan.q)
+            of_k = arithmetic.cast(of_k * factor, plan.k) if plan.k.narrows else of_k
         elif plan.q8 is not None and plan.q8.takes_scale:
-            scale, base = 1.0, _base(plan)
+            scale, base = 1.0, base_of(plan, arithmetic)
         # In fp32, whatever the plan: kernels of all plans that leave q as it is share it.
-        product = arithmetic.matmul(values, k.values.mT, _FP32, plan.accumulator)
+        product = arithmetic.matmul(values, of_k.mT, _FP32, plan.accumulator)
         s = _unscaled(arithmetic.cast(product, plan.qk), q.scale, None if k.scale is None else k.scale.mT)
         if folds_scale(plan):
             return arithmetic.tanh(s * torch.tensor(self.scale / self.softcap).item()) if self.softcap else s
@@ -212,13 +215,15 @@ class Operands:
 
 def folds_scale(plan: RoundingPlan) -> bool:
     """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
-    in_q = plan.q.narrows or (plan.q8 is not None and plan.q8.takes_scale)
+    in_q = plan.q.narrows or plan.k.narrows or (plan.q8 is not None and plan.q8.takes_scale)
     return plan.contracted and not plan.s.narrows and not in_q
 
 
-def _base(plan: RoundingPlan) -> float:
-    """What goes into q beside alpha."""
-    return LOG2_E if plan.exponential.base_two else 1.0
+def base_of(plan: RoundingPlan, arithmetic: Arithmetic) -> float:
+    """What 1 in a natural logarithm is in the exponential's, as the plan has that constant."""
+    if not plan.exponential.base_two:
+        return 1.0
+    return arithmetic.cast(torch.tensor(LOG2_E), plan.log2_e).item() if plan.log2_e.narrows else LOG2_E
 
 
 def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
@@ -227,7 +232,6 @@ def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
     return mask[:, :, rows, keys]
 
 
-def in_tiles(x: Tensor, size: int) -> list[slice]:
+def in_tiles(first: int, end: int, size: int) -> list[slice]:
     """Rows of q, or of K and V, `size` at a time."""
-    length = x.shape[_ROWS]
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return [slice(start, min(start + size, end)) for start in range(first, end, size)]

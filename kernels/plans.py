@@ -16,6 +16,14 @@ class Follows(enum.Enum):
     OUTPUT = "output"  # O and the gradients
 
 
+class Steps(enum.Enum):
+    """At which steps of a tile a running sum, O-bar or l, is cast."""
+
+    EVERY = "every"  # what the tile adds, what is rescaled, and their sum
+    KEPT = "kept"  # what is rescaled, and the sum
+    ONCE = "once"  # the sum alone
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Cast:
@@ -26,11 +34,17 @@ class Cast:
     follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
     saturates: bool = False  # whether what lies beyond the format's largest value becomes that value, not Inf or NaN
     every: int = 0  # of a product's: after how many terms its sum is rounded, and the next ones' added; 0: after all
+    steps: Steps = Steps.EVERY  # of a running sum's
 
     @property
     def narrows(self) -> bool:
         """Whether the cast drops bits of fp32."""
         return self.fmt != FP32
+
+    @property
+    def of_a_tile(self) -> "Cast":
+        """Of a running sum's, that of what a tile adds."""
+        return self if self.steps is Steps.EVERY else Cast(FP32)
 
 
 class Accumulator(enum.Enum):
@@ -108,7 +122,7 @@ class RoundingPlan:
     name: str  # how tables and --plan call it
     s: Cast = Cast(FP32)  # scores S
     p_bar: Cast = Cast(FP32)  # unnormalised probabilities P-bar (standard attention: the normalised P)
-    o_bar: Cast = Cast(FP32)  # unnormalised output O-bar, at every operation on it
+    o_bar: Cast = Cast(FP32)  # unnormalised output O-bar, at every operation on it unless its steps are others
     row_sum: Cast = Cast(FP32)  # row sum l
     o: Cast = Cast(FP32)  # output O
     row_sum_of: SumOf = SumOf.UNROUNDED  # which P-bar l sums
@@ -118,6 +132,8 @@ class RoundingPlan:
     scale: Cast = Cast(FP32)  # the scores' scale alpha itself
     divisor: Cast = Cast(FP32)  # 1 / alpha, where a kernel divides by it
     q: Cast = Cast(FP32)  # q times the scale, in base two times log2(e) too, where a kernel scales q before Q K^T
+    k: Cast = Cast(FP32)  # K times the root of what q is else multiplied by; q then takes the root too
+    log2_e: Cast = Cast(FP32)  # the constant log2(e) itself, where the base is two
     qk: Cast = Cast(FP32)  # Q K^T, before the scale
     exp: Cast = Cast(FP32)  # exp(S - m), before it is summed, cast for the product or normalised
     offset: int = 0  # P-bar and l are 2^offset times as large: 8 in fp8 kernels, so that e4m3 holds small ones
@@ -152,6 +168,8 @@ class RoundingPlan:
             raise ValueError("a fast exponential multiplies by log2 e itself: nothing is contracted")
         if self.q.narrows and self.q8 is not None:
             raise ValueError("q is rounded, or put into 8 bits with scales, not both")
+        if self.k.narrows and (self.q8 is not None or self.k8 is not None):
+            raise ValueError("K is rounded with q, or q and K are put into 8 bits with scales, not both")
 
     @property
     def quantizes(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,22 @@ class ShiftRule:
         if self.offset:
             shift = shift + self.offset * unit
         return shift + dither * (math.log(2.0) * unit) if self.dithered else shift
+
+
+NUMBERS = {"shift": "offset", "lag": "lag"}  #: That a text may give a rule, and their fields.
+_LARGEST = 64.0  # of those: P-bar's exponent stays within fp32's
+
+
+def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
+    """A rule with one of its numbers given: `-1`, or `ln1.5`, a logarithm; ValueError where it is none."""
+    try:
+        number = math.log(float(value[2:])) if value.startswith("ln") else float(value)
+    except ValueError:
+        number = math.nan
+    if not (0.0 if key == "lag" else -_LARGEST) <= number <= _LARGEST:
+        raise ValueError(f"{key}={value}: expected a number such as 2 or ln1.5, of at most {_LARGEST:g}")
+    named = replace(rule, name=f"{rule.name},{key}={value}", accepted=rule.accepted and key == "lag")
+    return replace(named, **{NUMBERS[key]: number})  # type: ignore[arg-type]
 
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:

@@ -126,5 +126,5 @@ def drawn(declaration: Declaration) -> bool:
 @lru_cache(maxsize=1024)
 def clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
     """The declaration in tiles no larger than so many queries by keys: beyond the input's size they change nothing."""
-    block = Block(min(declaration.block.queries, queries), min(declaration.block.keys, keys))
-    return replace(declaration, block=block)
+    block = declaration.block
+    return replace(declaration, block=replace(block, queries=min(block.queries, queries), keys=min(block.keys, keys)))

@@ -24,7 +24,19 @@ from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.known import KnownPlans
-from tiebreak.matrix.identification.space import ALGORITHM, FAST, RULE, SLOW, TILE, changes, forward_alone, moves, text
+from tiebreak.matrix.identification.space import (
+    ALGORITHM,
+    FAST,
+    ORDER,
+    RULE,
+    SLOW,
+    SPLITS,
+    TILE,
+    changes,
+    forward_alone,
+    moves,
+    text,
+)
 from tiebreak.reports.cli import count
 from tiebreak.studies.study import Study
 
@@ -89,6 +101,8 @@ def _points_apart(one: Declaration, other: Declaration) -> set[str]:
         ALGORITHM: (one.algorithm.name, other.algorithm.name),
         RULE: (one.shift_rule, other.shift_rule),
         TILE: (one.block.keys, other.block.keys),
+        SPLITS: (one.block.splits, other.block.splits),
+        ORDER: (one.block.order, other.block.order),
     }
     return apart | {key for key, (ours, theirs) in pairs.items() if ours != theirs}
 

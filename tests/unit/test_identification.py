@@ -161,6 +161,10 @@ def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPat
     assert (found.plan, found.stopped) == (None, True)
     assert "none known" in found.headline
     assert found.unexplained
+    assert found.settled["o"]
+    assert not found.settled["l"]
+    settled = next(line for line in found.lines() if line.startswith("  settled"))
+    assert settled.endswith(", ".join(key for key, whether in found.settled.items() if whether))
 
 
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
@@ -202,6 +206,9 @@ def test_every_designed_input_can_be_made_in_its_formats() -> None:
         ("standard,o_bar=input:up", "standard,o=input:up"),
         ("split@paper,tile=one", "split@fused,tile=one"),
         ("lazy@paper,tile=one", "flash@paper,tile=one"),  # no tile comes after another
+        ("flash@paper,order=backwards,tile=one", "flash@paper,tile=one"),
+        ("flash@paper,o_bar=input:kept,l=input:once,tile=one", "flash@paper,l=input,tile=one"),
+        ("split@fused,l=input:once,tile=64", "split@fused,l=input,tile=64"),
     ],
 )
 def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
@@ -213,7 +220,11 @@ def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
 
 
 def test_what_outputs_show_is_a_point() -> None:
-    for plan in ("standard,o_bar=fp16,o=input:up", "flash@paper,o=input:up,tile=one", "lazy@paper,tile=64"):
+    for plan in (
+        *("standard,o_bar=fp16,o=input:up", "flash@paper,o=input:up,tile=one", "lazy@paper,tile=64"),
+        *("flash@paper,o_bar=input:kept,l=input:once,tile=64", "split@paper,l=input:once,tile=64,splits=2"),
+        *("flash_1@paper,tile=one,order=prefix", "lazy@paper,lag=2,tile=64,order=backwards"),
+    ):
         assert text(_plan(plan)) == plan
 
 
@@ -230,6 +241,7 @@ OF_SCALE: tuple[set[str], ...] = ({"divisor"}, {"scale"}, {"q", "s"})
             (OF_RULES, {"s"}, {"shifted"}),
             "dithered@fused,q=fp16,s=input,shifted=input:down,base=2",
         ),
+        ("split@fused", ({"splits"}, {"order"}), "split@fused,splits=4,order=turns"),
         ("flash@fused,tile=128", ({"algorithm"}, {"tile"}, {"pv", "o_bar"}), "split@paper"),
         ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero"),
     ],

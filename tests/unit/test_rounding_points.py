@@ -15,19 +15,21 @@ from tiebreak.kernels.algorithms import (
     STANDARD_ATTENTION,
     Algorithm,
 )
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP32, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
-from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 Row = Sequence[float]
 # (scores before the scale, scale, V, size of a tile) -> one row of O
 Formula = Callable[[Row, float, Sequence[Row], int], list[float]]
 
 LOW = Cast(BF16)
+SAFE = SHIFT_RULES["safe"]
 KEYS, D = 6, 5
 SCALE = 0.3  # which bf16 does not have, nor its inverse
 
@@ -137,8 +139,72 @@ def by_hand(call: AttentionInputs, formula: Formula, tile: int) -> torch.Tensor:
     return torch.tensor([[[formula(row, call.scale, v, tile) for row in products]]], dtype=torch.float64)
 
 
-def assert_rounded_as(algorithm: Algorithm, plan: RoundingPlan, block: Block, expected: torch.Tensor) -> None:
-    call, declaration = inputs(), Declaration(algorithm, plan, SHIFT_RULES["safe"], block)
+def online(tiles: Sequence[Sequence[int]], s: Row, v: Sequence[Row], **how: float) -> tuple[list[float], float]:
+    """O and the log-sum-exp of these keys, tile by tile, P-bar in bf16."""
+    o, l, m = [0.0] * D, 0.0, -math.inf
+    kept, once = (bf16 if how.get(point) else float for point in ("o_bar", "l"))
+    for keys in tiles:
+        top = max(m, max(s[key] for key in keys) + how.get("shift", 0.0))
+        before, m = m, top if top - m > how.get("lag", 0.0) else m
+        alpha, p = math.exp(before - m), [math.exp(s[key] - m) for key in keys]
+        l = once(alpha * l + math.fsum(p))
+        pv = [math.fsum(bf16(x) * v[key][i] for x, key in zip(p, keys, strict=True)) for i in range(D)]
+        o = [kept(kept(alpha * x) + y) for x, y in zip(o, pv, strict=True)]
+    return [x / l for x in o], m + math.log(l)
+
+
+def in_splits(*splits: Sequence[Sequence[int]], **how: float) -> Formula:
+    def formula(qk: Row, scale: float, v: Sequence[Row], tile: int) -> list[float]:
+        parts = [online(tiles, [x * scale for x in qk], v, **how) for tiles in splits]
+        return mean([math.exp(lse) for _, lse in parts], [o for o, _ in parts])
+
+    return formula
+
+
+IN_PAIRS = ((0, 1), (2, 3), (4, 5))
+
+
+# There are 4 queries: 2 keys come before them.
+@pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("flash@{},tile=2,order=backwards", in_splits(IN_PAIRS[::-1])),
+        ("flash@{},tile=4,order=prefix", in_splits(((0, 1), (2, 3, 4, 5)))),
+        ("split@{},tile=2,splits=2", in_splits(((0, 1), (2,)), ((3, 4), (5,)))),
+        ("split@{},tile=2,splits=2,order=tiles", in_splits(IN_PAIRS[:2], IN_PAIRS[2:])),
+        ("split@{},tile=2,splits=2,order=turns", in_splits(IN_PAIRS[::2], IN_PAIRS[1::2])),
+        ("flash@{},tile=2,o_bar=bf16:kept", in_splits(IN_PAIRS, o_bar=True)),
+        ("flash@{},tile=2,l=bf16:once", in_splits(IN_PAIRS, l=True)),
+        ("flash@{},tile=2,shift=-1", in_splits(IN_PAIRS, shift=-1.0)),
+        ("flash@{},tile=2,shift=ln1.5", in_splits(IN_PAIRS, shift=math.log(1.5))),
+        ("lazy@{},tile=2,lag=0.5", in_splits(IN_PAIRS, lag=0.5)),
+    ],
+)
+def test_tiles_splits_and_shifts_are_those_of_the_text(text: str, formula: Formula) -> None:
+    declaration = parse_declaration(text.format("fp32,p_bar=bf16"))
+    expected = by_hand(inputs(), formula, KEYS)
+    assert_rounded_as(declaration.algorithm, declaration.plan, declaration.block, expected, declaration.shift_rule)
+
+
+def test_the_root_of_the_scale_is_rounded_in_q_and_in_k() -> None:
+    call, root = inputs(), math.sqrt(SCALE)
+    q, k = ((x.double() * root).bfloat16().double() / root for x in (call.q, call.k))
+    expected = by_hand(replace(call, q=q, k=k), softmax_of(lambda x, scale: x * scale), KEYS)
+    assert_rounded_as(STANDARD_ATTENTION, replace(FP32_PLAN, q=LOW, k=LOW), Block(2, 2), expected)
+
+
+@pytest.mark.parametrize("changes", ["", ",contract=yes"])
+def test_log2_e_is_a_number_of_its_format(changes: str) -> None:
+    fold = math.log(2) * torch.tensor(math.log2(math.e)).bfloat16().item()
+    plan = parse_declaration(f"flash@fp32,base=2,log2_e=bf16{changes}").plan
+    expected = by_hand(inputs(), softmax_of(lambda x, scale: x * scale * fold), KEYS)
+    assert_rounded_as(FLASH_ATTENTION, plan, Block(2, 2), expected)
+
+
+def assert_rounded_as(
+    algorithm: Algorithm, plan: RoundingPlan, block: Block, expected: torch.Tensor, rule: ShiftRule = SAFE
+) -> None:
+    call, declaration = inputs(), Declaration(algorithm, plan, rule, block)
     o = run_declared(declaration, call, EmulatedArithmetic(), gradients=False).o.double()
     ref = reference(call)
     # The order of fp32's own operations, some dozens of them; each point costs thousands of times that.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from tiebreak.cases.case import Case
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.formats import Format
@@ -18,8 +18,8 @@ from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.bits import same_bits
 from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.asking import Answer, Asked, threads
-from tiebreak.matrix.identification.designed import DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
-from tiebreak.matrix.identification.known import KnownPlans, unexplained
+from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
+from tiebreak.matrix.identification.known import DESIGNED_MISSED, KnownPlans, unexplained
 from tiebreak.matrix.identification.space import Change, changes, text
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
@@ -33,7 +33,7 @@ _SWAPS = 6  # changes for the better after the search, at most
 _ANY_TILE = 4  # tiles that nothing tells from that of the plan, above which none is named
 _FAILING = ("tied_maxima[k=2]", "sink_tie", "no_tail", "single_maximum_sink", "repeated_zero", "near_tie_outside")
 _SCRIPTED = {case.name: case for case in SCRIPTED}
-_HELD_OUT: tuple[Case, ...] = (*(case for case in SCRIPTED if case.normal), *(_SCRIPTED[name] for name in _FAILING))
+_HELD_OUT: tuple[Case, ...] = (*GROUPS["normal numbers"], *(_SCRIPTED[name] for name in _FAILING))
 _SEEDS = (1, 2)  # of further inputs, where the first of each kind do not part two plans
 # A coin gives 12 of 12 once in 4,096 times, and is 4.5 deviations ahead once in 300,000; a plan has a hundred rivals.
 _ALL = 12  # rows in which two plans differ that settle which of them a kernel follows, if it has all of them
@@ -74,6 +74,7 @@ class Identity:
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
     elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, or case, where the plan is another
+    settled: Mapping[str, bool] = field(default_factory=dict)  # by point of a nearest plan: see `_settling`
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -85,6 +86,8 @@ class Identity:
                 if names:
                     shares = ", ".join(f"{name} {percent(share)}" for name, share in names.items())
                     yield f"  {what:27}{shares}"
+            for what, settled in (("settled, as it has them", True), ("left open", False)):
+                yield f"  {what:27}{', '.join(key for key, each in self.settled.items() if each is settled)}"
         for point, values in self.alike.items():
             yield f"  not told apart: {point}={', '.join(values)}"
         for shape, other in self.elsewhere.items():
@@ -158,6 +161,7 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
             asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
             refused=asked.refused,
             elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
+            settled={} if follows else _settling(known, plan),
             tried=tried,
             stopped=stopped,
         )
@@ -183,6 +187,16 @@ def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping
     for change in alike:
         points.setdefault(change.key, []).append(change.value)
     return plan, points
+
+
+def _settling(known: KnownPlans, plan: Declaration) -> dict[str, bool]:
+    """By point of a plan, whether every other value there explains fewer of the designed inputs that it explains."""
+    explained = [each for each in known.designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
+    settled: dict[str, bool] = {}
+    for change, rival in changes(plan, known.asked.fmt, space.QUICK):
+        fewer = any(each.missed(rival) > DESIGNED_MISSED for each in explained)
+        settled[change.key] = settled.get(change.key, True) and fewer
+    return settled
 
 
 def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
@@ -315,7 +329,7 @@ class Rivals:
         if change.key == space.SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
         yield from self._first
-        further = [(designed, 0) for designed in LONG if change.key in (space.TILE, space.RULE, space.ALGORITHM)]
+        further = [(designed, 0) for designed in LONG if change.key in space.BETWEEN_TILES]
         if change.key != space.SLOW:
             further += [(designed, seed) for seed in _SEEDS for designed in DESIGNED if designed.name not in OF_SUMS]
         for designed, seed in further:

@@ -129,6 +129,7 @@ class Search:
                 [space.without(plan, fmt, "pv", "o_bar")], fmt, {space.ALGORITHM}, {space.TILE}, {"pv", "o_bar"}
             ),
             space.combined([plan], fmt, {"divisor"}, {"scale"}, {"q", "s"}),
+            space.combined([plan], fmt, {space.SPLITS}, {space.ORDER}),
         ]
         firsts = chain(space.without_one(plan, fmt), self._level(plan), space.combined([plan], fmt, _RULES))
         pairs = (space.combined([first], fmt, space.QUICK) for first in firsts)

@@ -9,22 +9,28 @@ from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
-from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, Order
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
-from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, SumOf
-from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, Steps, SumOf
+from tiebreak.kernels.shift_rules import SHIFT_RULES, with_number
 from tiebreak.matrix.candidates import nameless
 
-TILE, RULE, ALGORITHM, FAST = "tile", "rule", "algorithm", "exponential"  # changes that are no field of a plan
+# Changes that are no field of a plan.
+TILE, SPLITS, ORDER, RULE, ALGORITHM, FAST = "tile", "splits", "order", "rule", "algorithm", "exponential"
 SINK = "sink"  # of inputs with a learned sink alone
 SLOW = "accumulator"  # tried last, and on few inputs: emulated, it takes ten times as long
-KEYS = (ALGORITHM, TILE, RULE, *FORWARD, FAST)
+KEYS = (ALGORITHM, TILE, SPLITS, ORDER, RULE, *FORWARD, FAST)
+BETWEEN_TILES = frozenset({ALGORITHM, TILE, SPLITS, ORDER, RULE, "l", "o_bar"})  # long rows have more of them
 QUICK = frozenset(KEYS) - {SLOW}
 #: Keys of a tile; that of queries changes no row.
-TILES = (16, 32, 64, 128, 256, 512)
-_BLOCKS = (*(Block(size, size) for size in TILES), ONE_TILE)
+TILES = (16, 32, 48, 64, 80, 96, 112, 128, 256, 512)
+_OF_BLOCKS = {
+    TILE: (*map(str, TILES), "one"),
+    SPLITS: ("0", "2", "4", "8"),
+    ORDER: tuple(order.value for order in Order),
+}
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
 _IN_A_ROW = (("qk", "s"), ("exp", "p_bar"), ("pv", "o_bar"))  # keys of casts that follow one another on one value
@@ -33,6 +39,12 @@ _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _FP32 = Cast(FP32)
 _MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
+#: Beside those with a name, some at numbers of their own.
+RULES = (
+    *SHIFT_RULES.values(),
+    *(with_number(_SAFE, "shift", number) for number in ("-2", "-1", "-0.5", "0.5", "ln1.5", "2")),
+    *(with_number(SHIFT_RULES["lazy"], "lag", number) for number in ("1", "2", "ln2", "4", "8")),
+)
 _parsed = cache(parse_declaration)
 
 
@@ -58,24 +70,36 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
         dead |= {"offset"} if wide else set()  # a power of two is divided out
+    dead |= set() if plan.exponential.base_two else {"log2_e"}
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
-    positive = {field: getattr(plan, field) for field in _POSITIVE}
-    toward_zero: dict[str, Any] = {
-        field: replace(cast, rounding=Rounding.TOWARD_ZERO)
-        for field, cast in positive.items()
-        if cast.rounding is Rounding.DOWN
-    }
-    plan = _cast_once(declaration, replace(plan, **toward_zero), inputs)
+    block, split = _told(declaration), algorithm is SPLIT_ATTENTION
+    for field in ("o_bar", "row_sum"):
+        if block.whole or not algorithm.tiled or (split and (field == "o_bar" or not block.splits)):  # one step is all
+            plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
+    for field in _POSITIVE:
+        if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
+            plan = replace(plan, **{field: replace(cast, rounding=Rounding.TOWARD_ZERO)})
+    plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
-    if rule.lag and declaration.block.keys == ONE_TILE.keys:
+    if rule.lag and block.whole:
         rule = _SAFE  # it lags behind an earlier tile, and there is none
-    block = Block(declaration.block.keys, declaration.block.keys) if algorithm.tiled else BLOCK
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
+
+
+def _told(declaration: Declaration) -> Block:
+    """Its block, but for what its algorithm, or a row that is one tile, makes nothing of."""
+    algorithm, block = declaration.algorithm, declaration.block
+    if not algorithm.tiled:
+        return BLOCK
+    split, order, one_tile = algorithm is SPLIT_ATTENTION, block.order, block.keys == ONE_TILE.keys
+    dealt, backwards = order in (Order.TILES, Order.TURNS), order is Order.BACKWARDS and one_tile
+    kept = dealt and block.splits if split else not (dealt or backwards)
+    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else Order.FORWARDS)
 
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
     """A plan that casts O once where no step lies between O-bar's cast and O's: what they cast is normalised."""
-    one_tile = declaration.block.keys == ONE_TILE.keys
+    one_tile = _told(declaration).whole
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
@@ -105,7 +129,7 @@ def text(declaration: Declaration) -> str:
 
 def named(declaration: Declaration) -> Declaration:
     """With the shortest name, and the shift rule that it had before it lost its own."""
-    known = (replace(declaration, shift_rule=rule) for rule in SHIFT_RULES.values())
+    known = (replace(declaration, shift_rule=rule) for rule in RULES)
     return shortest(next(each for each in known if nameless(each).shift_rule == nameless(declaration).shift_rule))
 
 
@@ -144,10 +168,12 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
     plan, algorithm = declaration.plan, declaration.algorithm
     if key == ALGORITHM:
         yield from _with_another_algorithm(declaration)
-    elif key == TILE:
-        yield from ((str(block), replace(declaration, block=block)) for block in _BLOCKS)
+    elif key in _OF_BLOCKS:
+        for value in _OF_BLOCKS[key]:
+            with suppress(ValueError):  # its algorithm makes nothing of it
+                yield value, changed(declaration, key, value)
     elif key == RULE:
-        yield from ((rule.name, replace(declaration, shift_rule=rule)) for rule in SHIFT_RULES.values())
+        yield from ((rule.name, replace(declaration, shift_rule=rule)) for rule in RULES)
     elif key == FAST and not plan.contracted:
         # The fast one that is known, as it is on this machine.
         fast, exact = _parsed("flash@fused_fast_exp").plan.exponential, Exponential()
@@ -169,9 +195,9 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
         others += [(rule.name, FLASH_ATTENTION, rule) for rule in SHIFT_RULES.values() if rule.lag]
     for name, algorithm, rule in others:
         tiles_appear = algorithm.tiled and not declaration.algorithm.tiled
-        for block in _BLOCKS if tiles_appear else (declaration.block,):
-            value = f"{name},{TILE}={block}" if tiles_appear else name
-            yield value, replace(declaration, algorithm=algorithm, shift_rule=rule, block=block)
+        other = replace(declaration, algorithm=algorithm, shift_rule=rule)
+        for tile in _OF_BLOCKS[TILE] if tiles_appear else (None,):
+            yield (name, other) if tile is None else (f"{name},{TILE}={tile}", changed(other, TILE, tile))
 
 
 def combined(
@@ -230,6 +256,8 @@ def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]
         yield {"exp": _FP32, "p_bar": replace(plan.exp, rounding=mode), "row_sum_of": rounded}
     if plan.p_bar.narrows and plan.row_sum_of is rounded:
         yield {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
+    # Q K^T's own factor, or its root in both.
+    yield {"q": FUSED.p_bar, "k": _FP32 if plan.k.narrows else FUSED.p_bar}
     # That of O, before or after it is returned.
     if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
         yield {"o_bar": replace(plan.o, follows=Follows.OPERANDS), "o": OUTPUT}
