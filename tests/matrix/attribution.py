@@ -60,15 +60,17 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
-    plans = accepted(on_device(known.asked.backend))
+    plans = accepted(on_device(known.asked.backend), sample.bench.batch(0).inputs.formats)
     bits = {name: fit.bits for name, fit in found.items() if name in plans}
     if not bits:
         return None
-    nearest = max(bits, key=bits.__getitem__)
-    names = (nearest,) if bits[nearest] >= FOLLOWED else known.on_normal_numbers
+    nearest, best = max(bits, key=bits.__getitem__), max(found, key=lambda name: found[name].bits)
+    refused = found[best].bits >= FOLLOWED > bits[nearest]
+    said = f" (it follows {best}, which is accepted only where it is declared)" if refused else ""
+    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else known.on_normal_numbers
     held = [
         HeldTo(
-            name if len(names) == 1 else _LOOSEST,
+            (name if len(names) == 1 else _LOOSEST) + said,
             plans[name],
             (sample.batch_errors[0], sample.bench.emulated(0, plans[name])[1]),
         )

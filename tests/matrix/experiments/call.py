@@ -204,7 +204,7 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
         }
     no_rounding = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
     if cell.kernel.external and no_rounding:
-        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
+        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
         evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits
