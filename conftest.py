@@ -81,15 +81,10 @@ def imported_once() -> None:
 def matrix(
     imported_once: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., pytest.RunResult]:
-    """Runs the matrix in a folder of its own, with these options of the command line.
-
-    In this process, where torch has been imported, unless it is told to run `apart`.
-    """
+    """Runs the matrix in a folder of its own, with these options of the command line, in this process."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
-    def run(*options: str, apart: bool = False, plugins: Sequence[object] = ()) -> pytest.RunResult:
-        if apart:
-            return pytester.runpytest_subprocess(_CELLS, *_LEAN, *options, timeout=120)
+    def run(*options: str, plugins: Sequence[object] = ()) -> pytest.RunResult:
         # An exit code of 2 is no Ctrl-C that pytester would have to pass on.
         return pytester.runpytest_inprocess(_CELLS, *_LEAN, *options, no_reraise_ctrlc=True, plugins=plugins)
 

@@ -195,7 +195,7 @@ def scripted(
     """
     batch, heads = draw.batch_and_heads
     inverse_scale = shape.d**0.5 if shape.scale is None else 1.0 / shape.scale
-    keys = draw.normal(batch, heads, shape.keys, shape.d)
+    k = draw.normal(batch, heads, shape.keys, shape.d)
     top = draw.uniform(*scores.top, batch, heads, shape.queries).bfloat16().float()
     gaps = draw.uniform(*scores.gap, batch, heads, shape.keys).bfloat16().float()
     if scores.positions is None:
@@ -204,7 +204,6 @@ def scripted(
         places = torch.tensor(scores.positions).expand(batch, heads, scores.maxima)
     is_top = torch.zeros_like(gaps, dtype=torch.bool).scatter_(2, places, True)
     offsets = torch.tensor(scores.offsets or (0.0,) * scores.maxima)
-    k = draw.rounded(keys)
     k[..., 0] = 8.0
     k[..., 1] = -gaps
     ordered = is_top.nonzero()[:, -1].reshape(places.shape)
@@ -212,7 +211,7 @@ def scripted(
     q = torch.zeros(batch, heads, shape.queries, shape.d)
     q[..., 0] = top * (inverse_scale / 8.0)
     q[..., 1] = inverse_scale
-    v = values.mean + values.std * draw.normal(batch, heads, shape.keys, shape.d)
+    v = draw.normal(batch, heads, shape.keys, shape.d).mul_(values.std).add_(values.mean)
     if values.tail_mean is not None:
         v = torch.where(is_top[..., None], v, v + (values.tail_mean - values.mean))
     return draw.inputs(q, k, v, scale=shape.scale)

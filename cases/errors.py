@@ -148,12 +148,12 @@ def measure(
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
         max_ulps=error.abs().max().item(),
-        error_over_bound=(difference.abs() / bound).where(both, 0.0).nan_to_num(nan=0.0).max().item(),
-        output_size=wide[both].abs().sum().item(),
-        reference_size=ref.o[both].abs().sum().item(),
-        left_out=int((ref.o == 0).sum()),
-        nonfinite=int((finite & ~finite_out).sum()),
-        missed=int((~finite & finite_out).sum()),
+        error_over_bound=(difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item(),
+        output_size=wide.where(both, 0.0).abs().sum().item(),
+        reference_size=ref.o.where(both, 0.0).abs().sum().item(),
+        left_out=ref.o.numel() - int(ref.o.count_nonzero()),
+        nonfinite=int((finite & ~finite_out).count_nonzero()),
+        missed=int((~finite & finite_out).count_nonzero()),
         elements=output.numel(),
     )
 

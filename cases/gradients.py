@@ -273,9 +273,10 @@ def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int)
     for ours, theirs, limit in zip(*pieces, strict=True):
         error = ours.to(torch.float64, copy=True).sub_(theirs)
         rows.append(torch.linalg.vector_norm(error, dim=-1))
-        along.append((error * theirs).flatten(1).nanmean(1))
+        along.append(torch.linalg.vecdot(error.flatten(1), theirs.flatten(1)) / theirs[0].numel())
         size = rows[-1].norm().item()
         if not math.isfinite(size):
+            along[-1] = (error * theirs).flatten(1).nanmean(1)
             nonfinite += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
             size = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).norm().item()
         squares += size**2

@@ -28,11 +28,7 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
     """Return one line to say of a name that stands for nothing, with those that may be meant, or else the known ones.
 
-    Args:
-        kind: what it is a name of.
-        name: the name, or a glob.
-        known: the names that there are.
-        listed: what shows them where they are many, as in "`tiebreak list cases` names".
+    `listed` is what shows them where they are many, as in "`tiebreak list cases` names".
     """
     meant = _meant(name, known)
     hint = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)

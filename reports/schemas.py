@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records.decode import SCHEMA, Data
 from tiebreak.reports.records.record import EVIDENCE, Record, Run

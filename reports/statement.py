@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import date
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -124,8 +123,7 @@ def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
     seen: dict[str, str] = {}
     for name, run in runs.items():
         for field in sorted((run.platform.keys() & first.platform.keys()) - _OF_THE_MOMENT):
-            ours, theirs = run.platform[field], first.platform[field]
-            if ours != theirs:
+            if (ours := run.platform[field]) != (theirs := first.platform[field]):
                 yield f"{name}: platform.{field}: {ours!r}, {theirs!r} in {first_name}: give one platform's files"
         yield from (f"{name}: {text}" for text in _faults_of_run(run, profile))
         for record in run.records:
@@ -185,14 +183,12 @@ def asked_of_suite(runs: Iterable[Run], profile: Profile) -> list[tuple[str, str
     return [(backend, kernel, case) for backend, kernel, cases in suites for case in cases]
 
 
-def faults_of_waivers(
-    runs: Sequence[Run], waivers: Sequence[Expected], checks: Collection[str], today: date
-) -> Iterator[str]:
-    """Yield why waivers do not hold on a day, a line each: expired, about an unknown check, or covering nothing."""
+def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: Collection[str]) -> Iterator[str]:
+    """Yield why waivers do not hold, a line each: expired, about an unknown check, or covering nothing."""
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.expired(today):
+        if waiver.expired:
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"
@@ -211,7 +207,7 @@ def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     where = ", ".join(sorted({record.backend for record in records}))
     fell = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
     covered = [(record.id, record.excused or "") for record in records if record.excused is not None]
-    waivers = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
+    waivers = [(each.cells, each.check, each.reason, str(each.expires)) for each in statement.waivers]
     parts: list[Part] = [
         one_line(f"# tiebreak statement, profile {statement.profile}, on {where}: {result(records)}"),
         f"{counts(records, WAIVED)}.",
@@ -236,10 +232,8 @@ def _grid(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Grid:
 
 
 def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Part]:
-    if not rows:
-        return ["None."]
     more = f", of which {_LISTED} are shown" if len(rows) > _LISTED else ""
-    return [f"{counted(len(rows), 'cell')}{more}.", _grid(headers, rows[:_LISTED])]
+    return [f"{counted(len(rows), 'cell')}{more}.", _grid(headers, rows[:_LISTED])] if rows else ["None."]
 
 
 def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str]]:

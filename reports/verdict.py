@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, decode, encode, one_of
+from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Run
 from tiebreak.reports.tables.run import counted
@@ -96,11 +96,6 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
     """Return what `tiebreak check --json` writes."""
     ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
     return encode(Verdicts(SCHEMA, ok, tuple(verdicts)), indent=2) + "\n"
-
-
-def from_json(text: str) -> list[Verdict]:
-    """Return the verdicts that `as_json` wrote."""
-    return list(decode(text, Verdicts).verdicts)
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
@@ -210,9 +205,8 @@ class _Kernel:
         told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
         biased, tied, origin = len(self.biased), self.tied, ""
         if biased and tied is not None:
-            origin = (
-                f": {tied} {_TIED}, {biased - tied} {_OWN}" if 0 < tied < biased else f", {_TIED if tied else _OWN}"
-            )
+            both = f": {tied} {_TIED}, {biased - tied} {_OWN}"
+            origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
         return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
 
     def _prefix(self, done: int, failures: Sequence[str]) -> str:
@@ -238,11 +232,10 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        found = [Finding("looks like", self._slip())]
-        fell, met = self._checks()
+        found, (fell, met) = [Finding("looks like", self._slip())], self._checks()
         if self.severity != DID_NOT_RUN:
-            found.append(Finding("fell", fell))
-            found.append(_listed("ended", [cell for cell in self.cells if cell.outcome in without_result]))
+            ended = [cell for cell in self.cells if cell.outcome in without_result]
+            found += [Finding("fell", fell), _listed("ended", ended)]
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
@@ -348,9 +341,8 @@ class _Kernel:
         """Return which known backward pass its gradients come from."""
         cells = [cell.evidence["backward"] for cell in self.cells if cell.evidence.get("backward")]
         if not cells:
-            ran = self.ran_backward
-            silent = ran and not any(cell.fails or self._carried(cell) is not None for cell in ran)
-            return "none: autograd has no gradients of what it returns" if silent else ""
+            told = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
+            return "none: autograd has no gradients of what it returns" if self.ran_backward and not told else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
         shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
         follows = {name: min(own) >= records.FOLLOWED_BACKWARD for name, own in shares.items()}

@@ -6,7 +6,7 @@ casts, products, sums, comparisons and negations are those of integers; its expo
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import cached_property, partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,20 @@ from tiebreak.kernels.kernel import CannotRunError
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
 
 _LOG2_E = np.float32(1.4426950408889634)
+
+
+class _Pointers(TensorHandle):
+    """Addresses of a tile, which are added up where someone asks for them: most tiles are a box of a tensor."""
+
+    def __init__(self, terms: tuple[Array, ...], like: Any) -> None:
+        """Of terms, int64, of which the first has the tile's shape and all broadcast to it."""
+        self.terms, self.dtype, self.attr = terms, like.dtype, dict(like.attr)
+
+    @cached_property
+    def data(self) -> Array:
+        """The addresses, uint64."""
+        total: Array = np.sum(np.broadcast_arrays(*self.terms), axis=0)
+        return total.view(np.uint64)
 
 
 class FaithfulBuilder(InterpreterBuilder):
@@ -61,7 +75,8 @@ class FaithfulBuilder(InterpreterBuilder):
     # Casts.
 
     def cast_impl(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        return TensorHandle(converted(src.data, numpy_type(dst_type)), dst_type.scalar)
+        numbers = converted(_compact(src.data), numpy_type(dst_type))
+        return TensorHandle(np.broadcast_to(numbers, src.data.shape), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
         """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
@@ -89,14 +104,36 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element, shown = ptrs.get_element_ty(), _mask(mask)
         dtype = numpy_type(element)
+        if (box := self._box(ptrs, shown, dtype)) is not None:
+            return TensorHandle(box.copy(), element)
         self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
         fill = bits(np.zeros(ptrs.data.shape, dtype) if other is None else np.ascontiguousarray(other.data))
         return TensorHandle(native.load(ptrs.data, shown, fill, fill.dtype).view(dtype), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         shown = _mask(mask)
+        if (box := self._box(ptrs, shown, value.data.dtype)) is not None and 0 not in box.strides:
+            box[...] = value.data
+            return None
         self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
         return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
+
+    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> Any:
+        """The memory that pointers point to, where that is a box of one argument and all of it is shown."""
+        if not isinstance(ptrs, _Pointers) or not _compact(shown).all():
+            return None
+        return self.memory.box(map(_compact, ptrs.terms), ptrs.terms[0].shape, dtype, ptrs.attr.get("argument"))
+
+    def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
+        """Nothing is added up yet."""
+        terms = ptr.terms if isinstance(ptr, _Pointers) else (ptr.data.view(np.int64),)
+        size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # a bool takes a byte
+        return _Pointers((*terms, _compact(offset.data).astype(np.int64) * size), ptr)
+
+    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
+        """Without a copy for every element."""
+        number = arg.data.reshape((1,) * len(ret_ty.shape))
+        return TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar)
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
@@ -216,6 +253,11 @@ class FaithfulBuilder(InterpreterBuilder):
         raise CannotRunError(f"inline assembly can't be interpreted: {first}")
 
 
+def _compact(x: Array) -> Array:
+    """An array without what broadcasting has repeated: those dimensions are 1 long."""
+    return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
+
+
 def _mask(mask: Handle) -> Array:
     """Which elements are shown; before Triton 3.9 those of a descriptor come as a bare array."""
     shown: Array = mask if isinstance(mask, np.ndarray) else mask.data
@@ -236,7 +278,11 @@ def _remembering(create: Callable[..., Handle]) -> Callable[..., Handle]:
     """An operation on shapes, after which it is still known what argument a pointer is of, and of what a product is."""
 
     def call(*args: Any) -> Handle:
-        arg, shaped = next(arg for arg in args if isinstance(arg, TensorHandle)), create(*args)
+        arg = next(arg for arg in args if isinstance(arg, TensorHandle))
+        if isinstance(arg, _Pointers):
+            terms = (create(*(TensorHandle(term, tl.int64) if x is arg else x for x in args)) for term in arg.terms)
+            return _Pointers(tuple(term.data for term in terms), arg)
+        shaped = create(*args)
         if "argument" in arg.attr:
             shaped.attr["argument"] = arg.attr["argument"]
         if "product" in arg.attr and shaped.data.size == arg.data.size:
@@ -259,5 +305,5 @@ for _name, _function in _FUNCTIONS.items():
     setattr(
         FaithfulBuilder, f"create_{_name}", partialmethod(FaithfulBuilder.unary_op, op=partial(_in_fp64, _function))
     )
-for _name in ("create_addptr", "create_splat", "create_expand_dims", "create_broadcast"):
-    setattr(FaithfulBuilder, _name, _remembering(getattr(InterpreterBuilder, _name)))
+for _name in ("create_splat", "create_expand_dims", "create_broadcast"):
+    setattr(FaithfulBuilder, _name, _remembering(getattr(FaithfulBuilder, _name)))

@@ -1,6 +1,7 @@
 """The memory that a launch may touch: that of its arguments."""
 
-from collections.abc import Iterator, Mapping
+import ctypes
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,24 @@ class Memory:
 
     kernel: str
     arguments: tuple[Argument, ...]
+
+    def box(self, terms: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any], name: str | None) -> Any:
+        """The memory at addresses that are sums of terms, as an array; None where it is no box of one argument."""
+        first, strides = 0, [0] * len(shape)
+        for term in terms:
+            first += int(term.flat[0])
+            for axis in np.flatnonzero(np.array(term.shape) > 1):
+                steps = np.diff(term, axis=axis)
+                if (steps != steps.flat[0]).any():
+                    return None
+                strides[axis] += int(steps.flat[0])
+        reach = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
+        end = first + reach + dtype.itemsize
+        inside = [each for each in self.arguments if each.name == name and each.start <= first and end <= each.end]
+        if min(strides, default=0) < 0 or not inside:
+            return None
+        memory: Any = (ctypes.c_char * (end - first)).from_address(first)
+        return np.ndarray(shape, dtype, memory, 0, strides)
 
     def check(self, addresses: NDArray[Any], mask: NDArray[Any], size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside of the storage of the argument that a pointer comes from.

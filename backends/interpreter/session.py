@@ -84,7 +84,9 @@ class _Session:
         self._seen: set[int] = set()  # namespaces that were looked through
         self._builder = FaithfulBuilder(assumed)
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
-        self.put(upstream.interpreter_semantic, "builder", self._builder)
+        semantic = upstream.interpreter_semantic
+        self.put(semantic, "builder", self._builder)
+        self.put(semantic, "broadcast_impl_value", partial(_met, semantic.broadcast_impl_value))
         self.put(upstream, "interpreter_builder", self._builder)
         self.put(upstream, "_get_np_dtype", numpy_type)
         own = set(vars(tl.tensor))
@@ -153,6 +155,12 @@ class _Session:
             elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
                 changed[name] = _at_hand(value)
         self._stack.enter_context(patch.dict(names, changed))
+
+
+def _met(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
+    """Two operands in one shape: most have one already, and upstream makes their types anew."""
+    same = x.type.is_block() and y.type.is_block() and x.type.shape == y.type.shape
+    return (x, y) if same else broadcast(x, y)
 
 
 def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:

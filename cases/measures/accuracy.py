@@ -20,6 +20,10 @@ sum(reference^2), head by head. Rounding to nearest has none: that of no sound k
 errors and 3e-4, and the error of delta read off dQ was at most 8e-5. `GAIN` is 1e-3 for both, half of what a bf16
 number loses on average that is rounded in one direction.
 
+Where some heads alone are wrong, means over heads tell nothing: their interval is as wide as heads are apart. So no
+head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
+derives it.
+
 A cell falls if the whole interval lies beyond the limit. The interval's confidence leaves one false alarm in 10,000
 runs of 300 such questions, if the means over heads are normal. In the cells above the mean of (square - LIMIT times the
 plan's square) was at most 1.5 times its standard error, where 4.97 makes a cell fall.
@@ -34,6 +38,7 @@ from tiebreak.cases.measures import CallMeasure, Observed, Value
 from tiebreak.cases.verdicts import Interval, quantile
 
 LIMIT = 1.1  # ratio of mean squared errors
+WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
 GAIN = 1e-3  # gain error of dQ, dK and dV, and relative error of delta
 _FALSE_ALARMS = 1e-4  # a run, at most
 _QUESTIONS = 300  # a run: a ratio of O in about 65 cells, a bias in about 10, three ratios and four gains in about 10
@@ -89,6 +94,24 @@ def _backward_ratio(name: str, observed: Observed) -> Value:
     return max((ratio for ratio in ratios if ratio is not None), key=lambda ratio: ratio.low, default=None)
 
 
+def _largest_ratio(ours: Tensor, theirs: Tensor, floor: float) -> float:
+    """Of what two have in one head, (heads,) each; what is NaN or Inf is told elsewhere."""
+    ratios = ours / theirs.clamp(min=floor)
+    return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
+
+
+def _worst_head(observed: Observed) -> Value:
+    if observed.held_to is None or not observed.normal:
+        return None
+    ours, plans = observed.held_to
+    return _largest_ratio(ours.head_square, plans.head_square, ROUNDED_ONCE)
+
+
+def _worst_gradient(observed: Observed) -> Value:
+    found = (_largest_ratio(*pair, 0.0) for squares in observed.backward_squares for pair in squares.values())
+    return max((ratio for ratio in found if not math.isnan(ratio)), default=None)
+
+
 def _gain(at: int, observed: Observed) -> Value:
     errors, batch = observed.gradient_errors, observed.batches[0]
     if errors is None or observed.held_to is None or not observed.normal:
@@ -102,6 +125,10 @@ MEASURES = (
         "square_ratio",
         "mean squared error of O over that of the plan it is held to, on the same heads",
         of=_square_ratio,
+    ),
+    CallMeasure("worst_head", "the same ratio in the head where it is largest, on normal numbers", of=_worst_head),
+    CallMeasure(
+        "worst_gradient", "the same ratio of dQ, dK and dV, in the head where it is largest", of=_worst_gradient
     ),
     CallMeasure(
         "bias_apart", "bias of O less that of the plan it is held to, on normal numbers", "ulp", of=_bias_apart

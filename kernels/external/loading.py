@@ -7,7 +7,8 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +40,8 @@ def load(target: str) -> Callable[..., Any]:
     if not place or (separator and not name):
         raise LoadError(f"a folder: name a file in it, {EXPECTED}" if Path(target).is_dir() else EXPECTED)
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
+        with _without_exit():
+            module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
     except LoadError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
@@ -49,6 +51,23 @@ def load(target: str) -> Callable[..., Any]:
         raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
     function: Callable[..., Any] = _function(module, place, name)
     return function
+
+
+@contextmanager
+def _without_exit() -> Iterator[None]:
+    """Let os._exit raise a SystemExit in this process, whose run would end without a word; not in one that it forks."""
+    end, here = os._exit, os.getpid()
+
+    def refused(code: int) -> None:
+        if os.getpid() != here:
+            end(code)
+        raise SystemExit(f"os._exit({code})")
+
+    vars(os)["_exit"] = refused
+    try:
+        yield
+    finally:
+        vars(os)["_exit"] = end
 
 
 def _function(module: Any, place: str, name: str) -> Any:

@@ -31,10 +31,8 @@ def check_described(baseline: Run, run: Run) -> None:
         old, new = getattr(baseline, table), getattr(run, table)
         for name in sorted(old.keys() & new.keys()):
             for field, before, after in differing(old[name], new[name]):
-                raise UsageError(
-                    f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: the limits and"
-                    " descriptions of a baseline hold; --update-baseline takes the new ones"
-                )
+                told = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
+                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -50,8 +48,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
         for place, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from differing(before, after, f"{at}[{place}]")
     elif isinstance(old, float) and isinstance(new, (float, int)):
-        if not math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE):
-            yield at, old, new
+        yield from [] if math.isclose(old, new, rel_tol=_CLOSE, abs_tol=_NOISE) else [(at, old, new)]
     elif old != new:
         yield at, old, new
 

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
@@ -46,9 +45,10 @@ class Expected(Data, frozen=True):
         """Whether a cell, by its id, is among its cells."""
         return bool(matching(self.cells, [cell]))
 
-    def expired(self, today: date) -> bool:
+    @property
+    def expired(self) -> bool:
         """Whether its last day has passed."""
-        return self.expires is not None and self.expires < today
+        return self.expires is not None and self.expires < date.today()
 
     def excuses(self, record: Record) -> bool:
         """Whether the check is one that a record does not meet."""
@@ -66,16 +66,8 @@ class _Settings(Data, frozen=True):
     expected: tuple[Expected, ...] = ()  # excused failures, as in the file of --expected
 
 
-class _Tool(msgspec.Struct, frozen=True):
-    tiebreak: _Settings = _Settings()
-
-
-class _Project(msgspec.Struct, frozen=True):
-    tool: _Tool = _Tool()
-
-
-def _toml(path: Path, kind: type[_T], where: str) -> _T:
-    """Read a TOML file; raise UsageError if there is none (begins with `where`), or with a field that is wrong."""
+def _toml(path: Path, kind: type[_T], where: str, table: tuple[str, ...] = ()) -> _T:
+    """Read a table of a TOML file, empty if it has none; UsageError: no file (says `where`), or a wrong field."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -83,7 +75,9 @@ def _toml(path: Path, kind: type[_T], where: str) -> _T:
     except ValueError as error:  # no TOML, no UTF-8
         raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
     try:
-        read: _T = convert(content, kind)
+        for name in table:
+            content = convert(content.get(name, {}), dict[str, Any], name)
+        read: _T = convert(content, kind, ".".join(table))
     except FieldError as error:
         raise UsageError(f"{path}: {error}") from error
     return read
@@ -94,20 +88,15 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
     here = folder.resolve()
     for path in (each / "pyproject.toml" for each in (here, *here.parents)):
         if path.is_file():
-            return path, _toml(path, _Project, str(path)).tool.tiebreak
+            return path, _toml(path, _Settings, str(path), ("tool", "tiebreak"))
     return here / "pyproject.toml", _Settings()
 
 
-def read(
-    flag: str | None, folder: Path, checks: Collection[str] | None, today: date | None = None
-) -> tuple[Expected, ...]:
+def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
-    Args:
-        flag: what `--expected` names; None without it.
-        folder: where to look for a pyproject.toml, there or above.
-        checks: names of all checks that there are; None: they are not known here.
-        today: the day on which they have to hold, by default that of the call; else they are a UsageError.
+    It is looked for in the folder or above. UsageError: an entry is wrong, or has expired. `checks` are the names of
+    all that there are; None: they are not known here.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -115,7 +104,7 @@ def read(
         project, table = _settings(folder)
         entries = _checked(table.expected, f"{project}: tool.tiebreak", checks)
     for entry in entries:
-        if entry.expired(today or date.today()):
+        if entry.expired:
             raise UsageError(f"{entry.where}.expires: {entry.expires} has passed: remove the entry, or renew it")
     return entries
 
@@ -161,8 +150,8 @@ class Excuses:
         return replace(record, excused="; ".join(dict.fromkeys(filter(None, reasons))))
 
     def _reason(self, cell: str, check: str) -> str | None:
-        reason = next((entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell)), None)
-        return reason if reason is not None else (self.before or {}).get((cell, check))
+        reasons = (entry.reason for entry in self.entries if entry.check == check and entry.concerns(cell))
+        return next(reasons, (self.before or {}).get((cell, check)))
 
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """Return the entries that excuse nothing in a run although some of their cells ran, a line each.
@@ -203,17 +192,14 @@ class Limits:
         held = [name for name, measure in known.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
-                raise UsageError(
-                    f"{where}: unknown limit {name!r}: known are {', '.join(held)}, each also NAME{_SHARE}"
-                )
+                known_ones = f"{', '.join(held)}, each also NAME{_SHARE}"
+                raise UsageError(f"{where}: unknown limit {name!r}: known are {known_ones}")
 
 
 def limits(flag: str | None, folder: Path) -> Limits:
     """Return the limits in force; a value that is no number of at least 0 is a UsageError.
 
-    Args:
-        flag: the words of `--fail`, such as "bias:0.02,max_ulps:1"; None without it.
-        folder: where to look for a pyproject.toml, there or in the nearest folder above.
+    `flag` has the words of `--fail`, such as "bias:0.02,max_ulps:1"; a pyproject.toml is in the folder or above.
     """
     path, table = _settings(folder)
     words = [word.partition(":") for word in split(flag or "")]

@@ -88,10 +88,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     for name in sorted(kinds) if not across else ():
         before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
         if before != after:
-            raise UsageError(
-                f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: a baseline of another"
-                " platform; --across compares all but bits and what has no interval"
-            )
+            told = "a baseline of another platform; --across compares all but bits and what has no interval"
+            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {told}")
 
 
 def gate(
@@ -99,19 +97,14 @@ def gate(
 ) -> Outcome:
     """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
-    Args:
-        baseline: what was kept.
-        run: what is judged.
-        limits: how much worse a cell may get.
-        across: compare outcomes, verdicts, answers and estimates alone, as between platforms.
-        expected: entries that accept another declared plan; one that accepts what there is not is a UsageError, too.
+    `across` compares outcomes, verdicts, answers and estimates alone, as between platforms. Expected entries accept
+    another declared plan; one that accepts what there is not is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
     known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
-    held_to = {
-        name: limits.held_to(name, measure) for name, measure in known.measures.items() if measure.worse is not None
-    }
+    worsening = {name: measure for name, measure in known.measures.items() if measure.worse is not None}
+    held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[Change] = []
@@ -130,11 +123,10 @@ def gate(
     worse = {change.record.id for change in changes if change.worse}
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
-    first = sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs)
     notes += _other_software(baseline, run)
-    if first or fresh:
-        told = counted(len(fresh) + first, "cell")
-        notes.append(f"{told} not in the baseline, or skipped there; --update-baseline adds what is new")
+    if first := len(fresh) + sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs):
+        told = "not in the baseline, or skipped there; --update-baseline adds what is new"
+        notes.append(f"{counted(first, 'cell')} {told}")
     if outside := len(gone) - len(asked):
         notes.append(f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}")
     if not run.ended:
@@ -295,11 +287,9 @@ def _badness(name: str, measure: MeasureRecord, record: Record) -> tuple[float, 
     value, number = record.measures[name], record.number(name) or 0.0
     whole = (record.number(measure.per) if measure.per else None) or 1.0
     badness = {records.MORE: number, records.LESS: -number, records.FARTHER: abs(number)}[measure.worse or records.MORE]
-    width = 0.0
-    if isinstance(value, Estimate):
-        width = math.inf if value.half_width is None else value.half_width
+    width = value.half_width if isinstance(value, Estimate) else 0.0
     of = f" of {whole:.15g} {measure.per}" if measure.per else ""
-    return badness / whole, width / whole, f"{_text(value)}{of}"
+    return badness / whole, math.inf if width is None else width / whole, f"{_text(value)}{of}"
 
 
 def _text(value: Value) -> str:

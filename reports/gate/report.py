@@ -72,10 +72,8 @@ def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace
 def report(outcome: Outcome, baseline: Path) -> str:
     """Return what the gate found: a line for the whole, then what is worse, what is better, and notes."""
     word = "held" if outcome.held else "FELL"
-    lines = [
-        f"gate {word}: {counted(outcome.compared, 'cell')} compared with {baseline}:"
-        f" {len(outcome.worse)} worse, {len(outcome.better)} better"
-    ]
+    compared = f"{counted(outcome.compared, 'cell')} compared with {baseline}"
+    lines = [f"gate {word}: {compared}: {len(outcome.worse)} worse, {len(outcome.better)} better"]
     for name, changes in groupby(outcome.worse, lambda change: change.record.id):
         cell = list(changes)
         lines.append(f"worse   {name}: {'; '.join(change.text for change in cell)}")

@@ -10,8 +10,7 @@ from pathlib import Path
 from string import Template
 from types import MappingProxyType
 
-from tiebreak.reports.audit.record import Audits
-from tiebreak.reports.audit.tables import audit_tables
+from tiebreak.reports.audit import Audits, audit_tables
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.data import page_data
@@ -26,7 +25,7 @@ from tiebreak.reports.sweeps.tables import sweep_figures, sweep_tables
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.compare import distinct, matched, platform_labels
 from tiebreak.reports.tables.grids import html
-from tiebreak.reports.tables.training import training_legend
+from tiebreak.reports.tables.training import training_grids, training_legend
 from tiebreak.reports.verdict import SEVERITIES, verdicts
 
 _HERE = Path(__file__).parent
@@ -63,14 +62,9 @@ def page(
     audits: Mapping[str, Audits] = MappingProxyType({}),
     sweeps: Mapping[str, Sweep] = MappingProxyType({}),
 ) -> str:
-    """Return the page as HTML. Every string of the records is escaped or is data that the script shows as text.
+    """Return the page as HTML, of audits and sweeps by what tells them apart.
 
-    Args:
-        runs: what to show.
-        labels: of their platforms.
-        drawn: the figures.
-        audits: of compiled kernels, by what tells them apart; so are the sweeps.
-        sweeps: of training runs.
+    Every string of the records is escaped or is data that the script shows as text.
     """
     names = ("page.css", "page.html", *_SCRIPTS)
     style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)
@@ -171,11 +165,10 @@ def _findings(sentences: Iterable[str]) -> str:
 
 
 def _pooled(runs: Sequence[Run]) -> str:
-    if not any(record.experiment in run.pooled for run in runs for record in run.records):
-        return ""
     kinds = {name: run.experiments[name].about for run in runs for name in run.pooled}
     heading = f'<h2 id="pooled">Over seeds: {escape(", ".join(kinds.values()))}</h2>'
-    return "\n".join([heading, html([training_legend(runs)]), '<div id="pooled-map"></div>'])
+    parts = [heading, html([training_legend(runs)]), '<div id="pooled-map"></div>']
+    return "\n".join(parts) if training_grids(runs) else ""
 
 
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:

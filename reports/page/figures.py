@@ -12,15 +12,7 @@ from tiebreak.reports.page.mechanism import Side
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import cases_of
-from tiebreak.reports.records.record import (
-    CaseRecord,
-    HistogramRecord,
-    Record,
-    Run,
-    SeriesFigure,
-    SeriesRecord,
-    TraceRecord,
-)
+from tiebreak.reports.records.record import CaseRecord, HistogramRecord, Record, Run, SeriesFigure, TraceRecord
 from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
@@ -79,7 +71,7 @@ def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, Case
     for number, run in enumerate(runs, start=1):
         for record in run.records:
             about, series = cases[record.case], record.evidence.get("series")
-            if about.figure != figure or not isinstance(series, SeriesRecord):
+            if about.figure != figure or series is None:
                 continue
             size, values = record.number(about.headline or ""), series.values.get(figure.series, ())
             heights = accumulate(value or 0.0 for value in values) if figure.summed else values
@@ -102,22 +94,22 @@ def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]
 def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
     """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
-        stepping, smooth = (list(_sides(run, records)) for records in _traced(run))
+        stepping, smooth = (
+            [
+                Side(record.kernel, record.evidence["histogram"], bias)
+                for record in records
+                if "histogram" in record.evidence and (bias := run.number(record, "headline")) is not None
+            ]
+            for records in _traced(run)
+        )
         if stepping and smooth:
             return stepping[0], smooth[0]
     return None
 
 
-def _sides(run: Run, records: Sequence[Record]) -> Iterator[Side]:
-    for record in records:
-        errors, bias = record.evidence.get("histogram"), run.number(record, "headline")
-        if isinstance(errors, HistogramRecord) and bias is not None:
-            yield Side(record.kernel, errors, bias)
-
-
 def _traced(run: Run) -> tuple[list[Record], list[Record]]:
     """Return the kernels to draw: those whose P-bar reaches 1, where ties break, and the others."""
-    traced = [(record, each) for record in run.records if isinstance(each := record.evidence.get("trace"), TraceRecord)]
+    traced = [(record, record.evidence["trace"]) for record in run.records if "trace" in record.evidence]
     traced.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, _size(run, pair[0])))
     stepping = [pair for pair in traced if pair[1].at_one]
     stepping.sort(key=lambda pair: (pair[0].kernel not in _WELL_KNOWN, -_size(run, pair[0])))
@@ -143,35 +135,23 @@ def _trace(chosen: Sequence[Record]) -> Figure:
         points = tuple((float(key), error) for key, error in enumerate(trace.error) if error is not None)
         at_one = set(trace.at_one)
         series.append(Series(record.kernel, points, tuple(point for point in points if int(point[0]) in at_one)))
-    return Figure(
-        title="Error of Ō as its sum over the keys proceeds",
-        note="Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps.",
-        x_label="key",
-        y_label="error of Ō",
-        series=tuple(series),
-    )
+    note = "Dots: keys whose P̄ is 1. Where two of them meet, their sum is a tie, and the error steps."
+    return Figure("Error of Ō as its sum over the keys proceeds", note, "key", "error of Ō", tuple(series))
 
 
 def _histogram(chosen: Sequence[Record]) -> Figure | None:
     series = []
     for record in chosen:
-        histogram = record.evidence.get("histogram")
-        if not isinstance(histogram, HistogramRecord) or not (total := sum(histogram.counts) + histogram.outside):
+        histogram: HistogramRecord | None = record.evidence.get("histogram")
+        if histogram is None or not (total := sum(histogram.counts) + histogram.outside):
             continue
         steps = []
         for number, count in enumerate(histogram.counts):
             left = histogram.low + number * histogram.width
             steps += [(left, count / total), (left + histogram.width, count / total)]
         series.append(Series(record.kernel, tuple(steps)))
-    if not series:
-        return None
-    return Figure(
-        title="Signed errors of O",
-        note="Share of elements in each bin. A fair kernel is even around 0; + is away from zero.",
-        x_label="signed error, ulps",
-        y_label="share",
-        series=tuple(series),
-    )
+    note = "Share of elements in each bin. A fair kernel is even around 0; + is away from zero."
+    return Figure("Signed errors of O", note, "signed error, ulps", "share", tuple(series)) if series else None
 
 
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
@@ -189,14 +169,9 @@ def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
     drawn = {kernel: tuple((math.log2(k), line[k]) for k in sorted(line)) for (_, kernel), line in lines.items()}
     series = [Series(kernel, line, marked=line) for kernel, line in drawn.items()]
     theory = Series("1/(2k): every tie to one side", tuple((math.log2(k), 0.5 / k) for k in maxima), dashed=True)
-    return Figure(
-        title=f"Bias against the {family} k",
-        note="A tie that always breaks to one side costs half an ulp of one product in k.",
-        x_label="k",
-        y_label="bias of O, ulps",
-        series=(*series, theory),
-        x_ticks=tuple((math.log2(k), f"{k:g}") for k in maxima),
-    )
+    note = "A tie that always breaks to one side costs half an ulp of one product in k."
+    marks = tuple((math.log2(k), f"{k:g}") for k in maxima)
+    return Figure(f"Bias against the {family} k", note, "k", "bias of O, ulps", (*series, theory), marks)
 
 
 def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
@@ -217,11 +192,6 @@ def _seeds(grid: TrainingGrid, case: str) -> Figure:
         row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
         label = users if "@train" not in kernel else rounded if kernel.endswith(_ROUNDED) else before
         marks[label] += [(value, row + _SUMS[label]) for value in own]
-    return Figure(
-        title=f"{grid.backend}, {grid.heading(case)}",
-        note="",
-        x_label=grid.described[case].headline or "",
-        y_label="kernel",
-        series=tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points),
-        rows=tuple(row.removesuffix("@train") for row in rows),
-    )
+    series = tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points)
+    title, names = f"{grid.backend}, {grid.heading(case)}", tuple(row.removesuffix("@train") for row in rows)
+    return Figure(title, "", grid.described[case].headline or "", "kernel", series, rows=names)

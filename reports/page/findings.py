@@ -90,9 +90,8 @@ def _by_platform(told: Iterable[tuple[int, str]], platforms: int) -> Iterator[st
 def _different(comparison: Comparison) -> Iterator[str]:
     differing = [row.record for row in comparison.rows if row.agreement is Agreement.DISAGREE]
     kernels = grouped(differing, lambda record: f"{_name(record.kernel)} on {record.backend}")
-    texts = [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]
     yield f"{summary(comparison)}."
-    if texts:
+    if texts := [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]:
         yield f"Different in verdict or outcome: {first_few(texts, _NAMED)}."
 
 

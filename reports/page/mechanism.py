@@ -44,9 +44,6 @@ def _errors(x: float, side: Side, colour: str) -> Iterator[str]:
     def place(error: float) -> float:
         return x + (error + REACH) / (2 * REACH) * _WIDTH
 
-    def text(at: float, below: float, words_: str, fill: str) -> str:
-        return words(at, y + below, words_, "middle", fill=fill, font_size=22)
-
     lefts = (errors.low + number * errors.width for number in range(len(errors.counts)))
     bins = [(left, count) for left, count in zip(lefts, errors.counts, strict=True) if -REACH <= left < REACH]
     most = max(count for _, count in bins)
@@ -58,7 +55,7 @@ def _errors(x: float, side: Side, colour: str) -> Iterator[str]:
     yield path("M{} {}V{}", place(0), y - _HEIGHT, y + 8, stroke=_FAINT, stroke_width=2)
     mean = place(side.bias)
     yield path("M{} {}V{}", mean, y - _HEIGHT - 8, y + 8, stroke=_INK, stroke_width=4, stroke_dasharray="9 5")
-    for error, label in ((-REACH, f"-{REACH:g}"), (0.0, "0"), (REACH, f"+{REACH:g}")):
-        yield text(place(error), 30, label, _FAINT)
-    yield text(x + _WIDTH / 2, 62, side.name, colour)
-    yield text(x + _WIDTH / 2, 92, f"{side.bias:+.2f}", colour)
+    middle = x + _WIDTH / 2
+    marks = [(place(at), 30, f"{at:+g}" if at else "0", _FAINT) for at in (-REACH, 0.0, REACH)]
+    for at, below, text, fill in [*marks, (middle, 62, side.name, colour), (middle, 92, f"{side.bias:+.2f}", colour)]:
+        yield words(at, y + below, text, "middle", fill=fill, font_size=22)

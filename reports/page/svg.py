@@ -1,7 +1,7 @@
 """Drawings as SVG, in a page or in a file: no library, no network, text that scales with the reader's screen."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
@@ -65,12 +65,6 @@ def path(steps: str, /, *places: float, **attributes: float | str) -> str:
     return tag("path", d=steps.format(*(format(round(place, 1), "g") for place in places)), **attributes)
 
 
-def element(width: float, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return a drawing as an SVG element, with its title, escaped here, for screen readers."""
-    box = f'viewBox="0 0 {width:g} {height:g}"'
-    return "\n".join([f'<svg {box} role="img" aria-label="{escape(title)}" font-size="13">', *parts, "</svg>"])
-
-
 def as_file(*drawings: str) -> str:
     """Return elements, one below the other, as the text of a file on a white ground: pages are light or dark."""
     parts, width, height = list[str](), 0.0, 0.0
@@ -85,9 +79,11 @@ def as_file(*drawings: str) -> str:
 def draw(figure: Figure) -> str:
     """Return the figure as an SVG element with its title for screen readers; strings are escaped."""
     plot = _Plot(figure)
-    parts = chain(plot.axes(), *(plot.line(series, number) for number, series in enumerate(figure.series)))
-    height = plot.bottom + _BOTTOM + _LINE * len(figure.series)
-    return element(plot.right + _RIGHT, height, figure.title, parts)
+    width, height = plot.right + _RIGHT, plot.bottom + _BOTTOM + _LINE * len(figure.series)
+    box = f'viewBox="0 0 {width:g} {height:g}"'
+    lines = (plot.line(series, number) for number, series in enumerate(figure.series))
+    parts = [f'<svg {box} role="img" aria-label="{escape(figure.title)}" font-size="13">', *plot.axes(), *chain(*lines)]
+    return "\n".join([*parts, "</svg>"])
 
 
 class _Plot:
@@ -149,15 +145,10 @@ class _Plot:
         yield words(self.left + 42, y + 4, series.label)
 
 
-def dot(x: float, y: float, colour: str, r: float = 4) -> str:
-    """Return a filled circle."""
-    return tag("circle", cx=x, cy=y, r=r, fill=colour)
-
-
 def _mark(x: float, y: float, colour: str, shape: int) -> str:
     """Return a dot, a ring or a diamond."""
     if shape == 0:
-        return dot(x, y, colour)
+        return tag("circle", cx=x, cy=y, r=4, fill=colour)
     if shape == 1:
         return tag("circle", cx=x, cy=y, r=3.5, fill="none", stroke=colour, stroke_width=1.5)
     return path("M{} {}l5 -5l5 5l-5 5z", x - 5, y, fill=colour)

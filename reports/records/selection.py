@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tiebreak.reports import names as names_of
-from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import FieldError, decode
@@ -28,7 +28,7 @@ def read(path: Path) -> Run | Audits | Sweep:
         parts = decode(content, dict[str, Any])
     except FieldError:
         parts = {}
-    return store.decoded(content, path, Audits) if "audits" in parts else store.parse(content, path)
+    return store.decoded(content, path, Audits) if "audits" in parts else store.decoded(content, path, Run)
 
 
 def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:

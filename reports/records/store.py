@@ -133,11 +133,6 @@ def content_of(path: Path) -> bytes:
     return content
 
 
-def parse(content: bytes, path: Path) -> Run:
-    """Return the run in the content of a file; see `decoded`."""
-    return decoded(content, path, Run)
-
-
 def decoded(content: bytes, path: Path, kind: type[_D]) -> _D:
     """Return the data in the content of a file at a path; UnreadableRecordsError names the path and what is wrong."""
     try:

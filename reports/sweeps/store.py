@@ -98,17 +98,14 @@ class Sweep(Data, frozen=True, omit_defaults=False):
 def open_store(folder: Path, settings: Settings) -> Sweep:
     """Begin a sweep in a folder, or go on with the same one; it may have got more seeds.
 
-    Raises:
-        UsageError: the folder has another sweep, or is not a sweep's; nothing is changed.
-        UnreadableRecordsError: a file that is not whole; nothing is changed.
-        UnwritableFolderError: the folder can't be written to.
+    UsageError: it has another sweep, or is not a sweep's. UnreadableRecordsError: a file is not whole. Neither changes
+    anything.
     """
     path = folder / SETTINGS
     if not path.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(
-                f"{folder}: has no {SETTINGS}, so it is no sweep's, but it is not empty: name another --out"
-            )
+            told = "so it is no sweep's, but it is not empty: name another --out"
+            raise UsageError(f"{folder}: has no {SETTINGS}, {told}")
         store.write(settings, path)
         return Sweep(settings, ())
     kept = read_sweep(folder)

@@ -19,13 +19,11 @@ _STEP = 0.02  # between the marks of two lines at one learning rate, in powers o
 
 
 def wilson(count: int, of: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, in [0, 1], at 95 % confidence; ValueError: the count is no part of it.
+    """Return Wilson's score interval of a share, in [0, 1], at 95 % confidence.
 
     It keeps its width where the count is 0 or all, and so can be read at 20 runs (Wilson, JASA 22, 1927; Newcombe,
     Statistics in Medicine 17, 1998, method 3).
     """
-    if not 0 <= count <= of or of < 1:
-        raise ValueError(f"{count} of {of} is no share")
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     middle = count + z * z / 2
     half = z * math.sqrt(count * (of - count) / of + z * z / 4)
@@ -73,9 +71,9 @@ def sweep_tables(sweep: Sweep) -> list[Part]:
     variants = _variants(settings)
     rates, losses = list[list[str | None]](), list[list[str | None]]()
     for fmt, rate in product(settings.formats, settings.rates):
-        line = [done.get((name, fmt, rate)) for name in variants]
-        rates.append([f"{fmt} {rate:g}", *(None if group is None else _rate_text(group) for group in line)])
-        losses.append([f"{fmt} {rate:g}", *(None if group is None else _loss_text(group) for group in line)])
+        line = [_texts(done.get((name, fmt, rate))) for name in variants]
+        rates.append([f"{fmt} {rate:g}", *(share for share, _ in line)])
+        losses.append([f"{fmt} {rate:g}", *(loss for _, loss in line)])
     headers = ["format, lr", *variants]
     return [
         Grid(headers, rates, "runs that diverged"),
@@ -84,13 +82,13 @@ def sweep_tables(sweep: Sweep) -> list[Part]:
     ]
 
 
-def _rate_text(group: Group) -> str:
+def _texts(group: Group | None) -> tuple[str | None, str | None]:
+    """Return how many runs of a group diverged, and the losses of the others."""
+    if group is None:
+        return None, None
     low, high = (round(100 * end) for end in group.interval)
-    return f"{group.diverged}/{len(group.runs)} ({low} to {high} %)"
-
-
-def _loss_text(group: Group) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*group.losses) if group.losses else "-"
+    loss = "{:.2f} ({:.2f} to {:.2f})".format(*group.losses) if group.losses else "-"
+    return f"{group.diverged}/{len(group.runs)} ({low} to {high} %)", loss
 
 
 def legend(sweep: Sweep) -> str:
@@ -158,11 +156,8 @@ def _figure(
     series = []
     for number, variant in enumerate(_variants(settings)):
         own = sorted((group.names[2], marks[group]) for group in marks if group.names[0] == variant)
-        bars = [(math.log10(rate) + number * _STEP, *mark) for rate, mark in own]
-        if bars:
-            points = tuple((x, y) for x, y, *_ in bars)
-            series.append(
-                Series(variant, points, marked=points, bars=tuple((x, low, high) for x, _, low, high in bars))
-            )
+        marked = [(math.log10(rate) + number * _STEP, *mark) for rate, mark in own]
+        points, bars = tuple((x, y) for x, y, *_ in marked), tuple((x, low, high) for x, _, low, high in marked)
+        series += [Series(variant, points, marked=points, bars=bars)] if marked else []
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))
     return Figure(title, note, "learning rate", y_label, tuple(series), ticks)

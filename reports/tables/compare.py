@@ -17,9 +17,6 @@ from tiebreak.reports.tables import grids, texts
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
 
-_PASSED = "passed"  # in the place of outcomes that pass
-_NATIVE = "native"  # the level that a processor has by itself
-_DEVICES = ("gpu", "npu")  # of a platform
 _VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platforms of one processor apart
 
 
@@ -66,11 +63,6 @@ class Comparison:
     labels: tuple[str, ...]  # of the platforms
     rows: tuple[Row, ...]  # by backend and format, then in the order of the cases' groups and of the kernels
 
-    @property
-    def counts(self) -> Counter[Agreement]:
-        """Rows of each agreement."""
-        return Counter(row.agreement for row in self.rows)
-
 
 DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown unless others are asked for
 _FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
@@ -101,9 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     labels = platform_labels(runs, options.files)
     chosen = selection.narrowed(runs, options)
     comparison = compare(matched(chosen) if options.match else chosen, labels)
-    shown: Collection[Agreement] = set(Agreement) if options.all else DIFFERING
-    if options.only:
-        shown = {only[options.only]}
+    shown = {only[options.only]} if options.only else set(Agreement) if options.all else DIFFERING
     grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
     return HELD
 
@@ -134,7 +124,8 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
 
 def summary(comparison: Comparison) -> str:
     """Return how many cells agree, and in what."""
-    counts = [f"{number} {each.words}" for each in Agreement if (number := comparison.counts[each])]
+    agreed = Counter(row.agreement for row in comparison.rows)
+    counts = [f"{agreed[each]} {each.words}" for each in Agreement if agreed[each]]
     head = f"{counted(len(comparison.rows), 'cell')} on {len(comparison.labels)} platforms"
     return f"{head}: {', '.join(counts)}" if counts else head
 
@@ -206,7 +197,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
         return Agreement.NOT_COMPARABLE
     ran = [record for record in records if record is not None and record.outcome != SKIPPED]
     # Whether anything was asked of what passes depends on the backend, not on the result.
-    if len({(record.verdict, _PASSED if record.outcome in PASSING else record.outcome) for record in ran}) > 1:
+    if len({(record.verdict, record.outcome not in PASSING and record.outcome) for record in ran}) > 1:
         return Agreement.DISAGREE
     if len(ran) < len(records):
         return Agreement.LACKING
@@ -218,12 +209,16 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
 def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
     """Return a label a platform: processor, devices, level unless it is native, and what tells it from the others."""
     labels = []
-    for run in runs:
-        emulated, cpu = run.platform.get("emulated"), run.platform["cpu"]  # whose level is its name
-        machine, level = run.platform.get("machine", ""), run.platform["level"]
+    for platform in (run.platform for run in runs):
+        emulated, cpu, level = (
+            platform.get("emulated"),
+            platform["cpu"],
+            platform["level"],
+        )  # emulated: its name is both
+        machine = platform.get("machine", "")
+        devices = [str(platform[name]) for name in ("gpu", "npu") if platform.get(name)]
         processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu
-        devices = [str(run.platform[name]) for name in _DEVICES if run.platform.get(name)]
-        labels.append(", ".join([processor, *devices, *([] if emulated or level == _NATIVE else [level])]))
+        labels.append(", ".join([processor, *devices, *([] if emulated or level == "native" else [level])]))
     for version in _VERSIONS:
         words = [f"{version} {value}" if (value := run.platform.get(version)) else "" for run in runs]
         pairs = list(zip(labels, words, strict=True))

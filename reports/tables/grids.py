@@ -6,7 +6,7 @@ What is to be shown is a list of parts: grids, and the paragraphs between them.
 import csv
 import io
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -30,11 +30,6 @@ class Grid:
 
 
 Part = Grid | str  # a string is a paragraph, perhaps of several lines
-
-
-def of_dicts(rows: Sequence[Mapping[str, Any]], otherwise: Sequence[str] = ()) -> Grid:
-    """Return the grid of rows that all have the same names of columns; `otherwise`: its headers if there is no row."""
-    return Grid(list(rows[0]) if rows else otherwise, [list(row.values()) for row in rows])
 
 
 def show(parts: Iterable[Part], tablefmt: str = "simple") -> None:

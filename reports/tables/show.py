@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from tiebreak.reports.audit import tables as audit_tables
-from tiebreak.reports.audit.record import Audits
+from tiebreak.reports import audit as audit_tables
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import figures
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str]) -> int:
 def _show(tablefmt: str, data: _D, as_csv: Callable[[_D], Grid], as_parts: Callable[[_D], Sequence[Part]]) -> None:
     if tablefmt in ("json", "csv"):
         print(store.as_text(data) if tablefmt == "json" else grids.csv_text(as_csv(data)), end="")
-        return
-    grids.show(as_parts(data), tablefmt)
+    else:
+        grids.show(as_parts(data), tablefmt)
 
 
 def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -80,9 +80,8 @@ def _show_training(runs: Sequence[Run], options: argparse.Namespace) -> None:
             if first != other:
                 there = f"{other!r}, {first!r} in {options.files[0]}"
                 raise UsageError(f"{path}: platform.{name} is {there}; compare puts them side by side")
-    pooled = [
-        replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled)) for run in runs
-    ]
+    records = (tuple(each for each in run.records if each.experiment in run.pooled) for run in runs)
+    pooled = [replace(run, records=own) for run, own in zip(runs, records, strict=True)]
     if not any(run.records for run in pooled):
         raise UsageError(f"{options.files[0]}: no training runs in there, and compare puts calls side by side")
     chosen = selection.narrowed(pooled, options, options.only)
@@ -103,21 +102,20 @@ def _kernels(options: argparse.Namespace, what: str, known: Sequence[str]) -> Co
 def csv_grid(run: Run) -> Grid:
     """Return a row a record: every measure and check that the run describes; what there is not is empty."""
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
-    return grids.of_dicts([_row(record, run, estimated) for record in run.records], ["id"])
+    rows = [_row(record, run, estimated) for record in run.records]
+    return Grid(list(rows[0]) if rows else ["id"], [list(row.values()) for row in rows])
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
+    numbers, answers = dict[str, Any](), dict[str, Any]()
     for name in run.measures:
         value = record.measures.get(name)
         numbers[name] = record.number(name)
         if name in estimated:
             numbers[f"{name}_half_width"] = value.half_width if isinstance(value, Estimate) else None
-    answers: dict[str, Any] = {}
     for name in run.checks:
         answer = record.answers.get(name)
-        answers[name] = answer and answer.asked
-        answers[f"{name}_met"] = answer and answer.met
+        answers |= {name: answer and answer.asked, f"{name}_met": answer and answer.met}
     return {
         **{name: getattr(record, name) for name in _NAMED},
         **numbers,

@@ -51,17 +51,15 @@ class TrainingGrid:
         ran = [record for own in self.cells.values() for record in own]
         paper = {record.kernel: record.evidence["paper"] for record in ran if "paper" in record.evidence}
         seeds = sorted({record.seed for record in ran})
+        texts = {place: self._text(cells) for place, cells in self.cells.items()}
         rows = [
-            [kernel, *(self._text(self.cells.get((kernel, case), [])) for case in self.cases), paper.get(kernel, "")]
-            for kernel in self.kernels
+            [name, *(texts.get((name, case), "") for case in self.cases), paper.get(name, "")] for name in self.kernels
         ]
         named = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
         headers = ["kernel", *map(self.heading, self.cases), "paper"]
         return Grid(headers, rows, f"{self.kind}, {self.backend}, {named}")
 
     def _text(self, cells: Sequence[Record]) -> str:
-        if not cells:
-            return ""
         texts = list(dict.fromkeys(map(plain_text, sorted(cells, key=self._value))))
         text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
         return marked(text, min(map(mark_of, cells), key=_WORST_FIRST.index))

@@ -12,7 +12,7 @@ from tiebreak.kernels.triton.loading import installed
 from tiebreak.programs.audit import compiling
 from tiebreak.programs.audit.command import audited
 from tiebreak.programs.audit.compiling import TARGETS, sources
-from tiebreak.reports.audit.record import Audits, differences
+from tiebreak.reports.audit import Audits, differences
 from tiebreak.reports.records import store
 
 if (reason := compiling.unavailable()) is not None:

@@ -16,7 +16,7 @@ from tiebreak.kernels.triton.roster import Compilation, compilations
 from tiebreak.programs.audit import compiling
 from tiebreak.programs.audit.compiling import TARGETS, compile_for, sources
 from tiebreak.programs.audit.reading import read
-from tiebreak.reports.audit.record import Audit
+from tiebreak.reports.audit import Audit
 
 if (reason := compiling.unavailable()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from tiebreak.programs.audit.reading import read
-from tiebreak.reports.audit.record import Audit, differences
+from tiebreak.reports.audit import Audit, differences
 
 # A kernel in short. Line 10: scores, 20: softmax, 30: the last product, 40: division, 50: cast and store.
 PTX = """

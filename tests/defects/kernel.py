@@ -151,6 +151,8 @@ class Attention:
             hidden[:, :, rows, columns] = (apart < -left) | (apart > (0 if request.causal else right))
         if request.attn_mask is not None:
             hidden = hidden | ~request.attn_mask
+        if request.cache_seqlens is not None:
+            hidden = hidden | (torch.arange(request.keys) >= request.cache_seqlens[:, None, None, None])
         if request.base_blockmask is not None:
             rows_of, columns_of = request.block_size
             blocks = ~request.base_blockmask
@@ -377,6 +379,10 @@ class Flash1(Attention):
         divisor = torch.where(l == 0.0, 1.0, l)
         added = self.p_bar(p / divisor, request) @ self.wide(request.v[:, :, keys], request)
         return Sums(m, l, sums.o_bar * (sums.l / divisor * alpha) + added)
+
+    def with_sink(self, sums: Sums, request: Request) -> Sums:
+        whole = super().with_sink(replace(sums, o_bar=sums.o_bar * sums.l), request)
+        return replace(whole, o_bar=whole.o_bar / whole.l.masked_fill(whole.l == 0.0, 1.0))
 
     def normalised(self, sums: Sums) -> Tensor:
         return sums.o_bar

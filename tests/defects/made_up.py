@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tiebreak.reports.audit.record import Audit
+from tiebreak.reports.audit import Audit
 from tiebreak.reports.records.record import (
     CLAIM,
     NO_NUMBER,

@@ -14,6 +14,15 @@ Step = str | int
 Path = tuple[Step, ...]
 GONE = object()  # in the place of a value: the leaf is taken out
 
+#: Leaves of a run that anybody may edit, by patterns of their names, and why that does not matter.
+FREE = {
+    "run": "a name that tells runs apart",
+    "seconds*": "how long cells took: nothing is held to it",
+    "unavailable*": "why a backend could not run: its cells are missing all the same",
+    "explanations*": "made of the records' evidence, for the report: the records are judged",
+    "options.*": "what was typed: what came of it is in the records; another seed or number of heads is refused",
+}
+
 
 def plain_of(value: Any) -> Any:
     """Return what JSON has of data, fields at their defaults too."""

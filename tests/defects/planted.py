@@ -160,7 +160,7 @@ def _largest(x: Tensor | None) -> Tensor | None:
 
 def _whole_tiles(request: Request) -> tuple[int, int]:
     left, right = request.window_size
-    return (left + Attention.tile - 1) // Attention.tile * Attention.tile, right
+    return (-(-left // Attention.tile) * Attention.tile if left >= 0 else left), right
 
 
 def _sink_by_row(sound: Switch, sums: Sums, request: Request) -> Any:
@@ -522,12 +522,15 @@ _OF_USERS = (
          ("served_causal[window+sink]", "accuracy bound gradients"), prepared=_asking(window_size=_whole_tiles)),
     _row("length_of_the_longest", "all sequences are taken to be as long as the longest",
          "Dao-AILab/flash-attention/pull/1455", ("cached[pages+padding]", "accuracy bound range"),
-         prepared=_asking(cache_seqlens=lambda request: _largest(request.cache_seqlens))),
+         slip="the mask is not applied",
+         prepared=_asking(
+             cache_seqlens=lambda request: _largest(request.cache_seqlens), attn_mask=lambda request: None)),
     _row("table_of_the_first", "all sequences have the pages of the first", "meta-pytorch/attention-gym/issues/189",
-         ("cached[pages]", "accuracy bound"),
+         ("cached[pages]", "accuracy"),
          prepared=_asking(block_table=lambda request: _first(request.block_table, 0))),
     _row("pages_side_by_side", "every other page is taken to lie behind the one before it",
-         "hw-native-sys/pypto/pull/470", ("cached[pages]", "accuracy bound"), prepared=_asking(block_table=_adjacent)),
+         "hw-native-sys/pypto/pull/470", ("cached[pages]", "accuracy bound range"),
+         prepared=_asking(block_table=_adjacent)),
     _row("factors_transposed", "factors are read with the strides of another layout",
          "flashinfer-ai/flashinfer/pull/3626", ("cached[descale]", "accuracy bound range"),
          prepared=_asking(v_descale=lambda request: _transposed(request.v_descale))),

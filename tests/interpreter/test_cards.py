@@ -17,7 +17,8 @@ from tiebreak.backends.interpreter.assumptions import CARDS, EXACT
 from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
 
 Launch = Callable[..., None]
@@ -161,5 +162,5 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     ],
 )
 def test_an_unknown_card_and_one_without_the_interpreter_are_refused(backend: str, card: str, message: str) -> None:
-    with pytest.raises(SelectionError, match=message):
+    with pytest.raises(UsageError, match=message):
         cells(Selection(backend, card=card))

@@ -20,6 +20,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.page import command as page
 from tiebreak.reports.records import store
+from tiebreak.reports.records.record import Run
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.tables import compare
 from tiebreak.reports.tables.run import counted, counts
@@ -146,7 +147,7 @@ def _bring(result: MatrixResult, path: Path, home: list[Path]) -> str:
         print(result.last, file=sys.stderr)
         return f"no records (pytest's exit code {result.code})"
     try:
-        run = store.parse(result.records, path)
+        run = store.decoded(result.records, path, Run)
     except UnreadableRecordsError as error:
         return f"no records: {error}"
     store.write_text(result.records.decode("utf-8"), path)

@@ -32,6 +32,7 @@ class HeldTo:
     plan: str  # as reports name it
     declaration: Declaration
     errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
+    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
 
 
 def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
@@ -65,14 +66,14 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     if not bits:
         return None
     nearest, best = max(bits, key=bits.__getitem__), max(found, key=lambda name: found[name].bits)
-    refused = found[best].bits >= FOLLOWED > bits[nearest]
-    said = f" (it follows {best}, which is accepted only where it is declared)" if refused else ""
+    refused = best if found[best].bits >= FOLLOWED > bits[nearest] else None
     names = (nearest,) if refused or bits[nearest] >= FOLLOWED else known.on_normal_numbers
     held = [
         HeldTo(
-            (name if len(names) == 1 else _LOOSEST) + said,
+            name if len(names) == 1 else _LOOSEST,
             plans[name],
             (sample.batch_errors[0], sample.bench.emulated(0, plans[name])[1]),
+            refused,
         )
         for name in names
     ]

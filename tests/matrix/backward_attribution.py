@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
 from torch import Tensor
 
 from tiebreak.cases.measures.accuracy import LIMIT
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
-from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
 from tiebreak.kernels.plans import DeltaSource
@@ -50,13 +48,7 @@ def backward_held_to(
 
     Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
     known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
-
-    Args:
-        runs: what the kernel made of a batch, each time that it was run.
-        o: its O.
-        forward: the plan that O is held to, whose S the backward pass computes anew.
-        batch: what it was given.
-        known: what the kernel was asked before.
+    The forward plan is the one that O is held to, whose S the backward pass computes anew.
     """
     passes = passes_after(forward)
     few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
@@ -80,7 +72,8 @@ def find_backward_pass(known: KnownPlans) -> None:
     asked = known.asked
     if known.followed is None or not asked.kernel.has_backward:
         return
-    forward, batch = on_device(asked.backend)[known.followed], _normal_numbers(asked.fmt, known.seed)
+    forward, inputs = on_device(asked.backend)[known.followed], NORMAL[0].make(known.seed, 0, HEADS, asked.fmt)
+    batch = SharedBatch(inputs, reference(inputs))
     with suppress(Exception):  # the cells with gradients say what the kernel raised
         output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
         assert output.gradients is not None
@@ -89,12 +82,6 @@ def find_backward_pass(known: KnownPlans) -> None:
         tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
         best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
         known.passes[forward] = best, tried[best].agreeing
-
-
-@lru_cache(maxsize=1)
-def _normal_numbers(fmt: Format, seed: int) -> SharedBatch:
-    inputs = NORMAL[0].make(seed, 0, HEADS, fmt)
-    return SharedBatch(inputs, reference(inputs))
 
 
 @dataclass(frozen=True)
@@ -134,10 +121,8 @@ def _chosen(
     Autograd's are as many as there are ways to write attention: only those of flash attention are all known. Where that
     pass errs less than the kernel, one that errs as much in all three takes its place: the first of those that compute
     delta alike, FlashAttention-2's, or one that has the bits of a gradient. dS in fp16 has two of fp32's gradients.
-
-    Returns:
-        The name that reports have; the passes that dQ, dK and dV are held to; and the one whose gradients, without a
-        rounding, errors are measured from.
+    The name for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients,
+    without a rounding, errors are measured from.
     """
 
     def nearest(names: Iterable[str]) -> str:

@@ -69,10 +69,8 @@ def on_device(backend: Backend) -> Mapping[str, Declaration]:
 def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     """The plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
-    The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs.
-
-    Args:
-        products: what those of a device do in 16 bits, as `tiebreak.backends.probes.plan_changes` has it.
+    The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs. What the
+    products of a device do in 16 bits is as `tiebreak.backends.probes.plan_changes` has it.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))

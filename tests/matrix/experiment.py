@@ -16,10 +16,6 @@ from tiebreak.reports.records.record import CaseRecord, ExperimentRecord, record
 Pair = tuple[Backend, Kernel]
 
 
-class UnusableExperimentError(ValueError):
-    """An experiment whose data can't be used; one line that names the file and what to do."""
-
-
 @dataclass(frozen=True)
 class SelectionContext:
     """What the command line says of kernels and formats."""
@@ -33,10 +29,7 @@ class SelectionContext:
 
 
 def time_limit(cell: "Cell", given: float | None) -> float | None:
-    """Seconds that a cell may take, given what --cell-timeout says; None: as many as it needs.
-
-    The suite's own kernels are known to end.
-    """
+    """Seconds that a cell may take, given what --cell-timeout says; None: the suite's own kernels are known to end."""
     if given is not None or not cell.kernel.external:
         return given
     return cell.experiment.time_limit * max(1.0, cell.backend.call_steps / Backend.call_steps)
@@ -71,10 +64,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in.
-
-        Kernels that are another kind's alone are not among those asked for.
-        """
+        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """None, or why a cell can't run, in one line; by default running it tells."""
@@ -97,7 +87,7 @@ class Experiment(ABC):
         return None
 
     def check(self, fmt: Format) -> None:
-        """Raise an `UnusableExperimentError`, before any work, if its data can't be read."""
+        """Raise a `UsageError`, before any work, if its data can't be read."""
         del fmt
 
     def group(self, fmt: Format) -> str | None:
@@ -136,20 +126,8 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """The experiments of a run.
-
-        Args:
-            captured: folder of captured tensors, which run alone unless cases are named.
-            cases_named: whether --cases was given.
-
-        Raises:
-            UnusableExperimentError: the folder can't be used.
-        """
+        """The experiments of a run; a usable folder of captured tensors runs alone unless --cases is given."""
         return () if captured is not None and not cases_named else self.experiments
-
-    def measures(self) -> Mapping[str, Measure]:
-        """What its results measure, by name."""
-        return {measure.name: measure for measure in self.measured}
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         """Kernels by name that it has beside the backend's own, and that --kernels takes."""

@@ -10,13 +10,12 @@ import pytest
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.matrix.options import recorded
 from tiebreak.matrix.record_collector import RecordCollector, measures
+from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import gate, report
 from tiebreak.reports.gate.expected import limits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
-
-_USAGE = 2
 
 
 class Gatekeeper:
@@ -62,7 +61,7 @@ class Gatekeeper:
                 outcome = self._compared(session, self.path, run)
             except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
                 self.lines.append(str(error))
-                self._fall(session, _USAGE)
+                self._fall(session, USAGE)
         if run is None:
             return
         summaries = [report.summary_of_run(run, list(map(str, self.collector.verdicts(run))))]

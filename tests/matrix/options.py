@@ -155,11 +155,7 @@ _PYTEST = {"-k": "keyword", "-m": "markexpr", "--deselect": "deselect"}  # pytes
 
 
 def refuse_twice(words: Sequence[str]) -> None:
-    """Refuse an option that stands twice on a command line: the last would win, and the first go without a word.
-
-    Raises:
-        UsageError: one does; names it and its values.
-    """
+    """Refuse, with a `UsageError`, an option that stands twice: the last would win, and the first go without a word."""
     for option in OPTIONS.values():
         places = [at for at, word in enumerate(words) if word == option.flag or word.startswith(f"{option.flag}=")]
         if option.once and len(places) > 1:
@@ -169,11 +165,7 @@ def refuse_twice(words: Sequence[str]) -> None:
 
 
 def refuse_wrong(value_of: Values) -> None:
-    """Refuse a value of another form, an option without the one that it is about, and a budget beside a baseline.
-
-    Raises:
-        UsageError: there is one; names it.
-    """
+    """Refuse, with a `UsageError`, a value of another form, and options that lack another or exclude it."""
     given = _given(value_of)
     for option in OPTIONS.values():
         text, (pattern, words) = value_of(option.dest), option.form
@@ -203,12 +195,10 @@ def _given(value_of: Values) -> list[Option]:
 
 
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
-    """By which fields of a record the options leave cells out of a run, and which values of them they leave in.
+    """By which fields of a record the options, pytest's own among them, leave cells out, and which values stay in.
 
-    Args:
-        value_of: the options; pytest's own among them.
-        cells: that the options of the matrix leave in.
-        collected: ids of those that pytest left of them; empty: that is not known yet.
+    The cells are those that the matrix' options leave in, and `collected` those of them that pytest has left; empty:
+    that is not known yet.
     """
     cells = list(cells)
     left_out = []

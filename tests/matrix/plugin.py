@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tiebreak.backends.platform import worker_count
 from tiebreak.cases.case import HEADS_PER_BATCH
-from tiebreak.matrix import budget, options
+from tiebreak.matrix import options, scheduling
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.gatekeeper import Gatekeeper
@@ -24,28 +24,28 @@ from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
-from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable, matching_backends
+from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import split
 from tiebreak.reports.records import store
 
-_USAGE = 2
 _WORKER_GIB = 2.0
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
 WATCH = pytest.StashKey[Watch]()
+BENCH = pytest.StashKey[Workbench]()  # what the cells of one worker share
+EXCUSES = pytest.StashKey[Excuses]()  # failures that are excused
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
 _poisoned = pytest.StashKey[bool]()  # of the session: whether its device is beyond use for this process
 _cells = pytest.StashKey[Mapping[str, Cell]]()
-_bench = pytest.StashKey[Workbench]()
-_excuses = pytest.StashKey[Excuses]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _refuse(message: str) -> NoReturn:
     """End with one line and exit code 2, before any work."""
-    pytest.exit(" ".join(message.split()), returncode=_USAGE)
+    pytest.exit(" ".join(message.split()), returncode=USAGE)
 
 
 def _settings(config: pytest.Config) -> Settings:
@@ -111,11 +111,11 @@ def pytest_configure(config: pytest.Config) -> None:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_wrong(config.getoption)
         text = config.getoption("budget")
-        if text is not None and budget.seconds_of(text) is None:
+        if text is not None and scheduling.seconds_of(text) is None:
             _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
         settings = _settings(config)
-        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and budget.seconds_of(text))
-        config.stash[_bench] = Workbench(settings)
+        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and scheduling.seconds_of(text))
+        config.stash[BENCH] = Workbench(settings)
         chosen, unavailable = cells(_selection(config))
         if on_controller:
             check_usable(chosen)
@@ -128,10 +128,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # What the baseline of a gated run does not meet either is excused: the gate says whether it got worse.
         kept = None if (name := config.getoption("baseline")) is None else Path(str(name))
         before = expected.of_baseline(store.read(kept), kept) if kept is not None and kept.exists() else {}
-        config.stash[_excuses] = Excuses(entries, before)
+        config.stash[EXCUSES] = Excuses(entries, before)
         if on_controller:
             _keep(config, chosen, unavailable)
-    except (UsageError, SelectionError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+    except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
         _refuse(str(error))
 
 
@@ -141,7 +141,7 @@ def _keep(config: pytest.Config, chosen: Sequence[Cell], unavailable: Mapping[st
     for name in set(allowed) - set(named):
         _refuse(f"--allow-missing {name}: --backend does not name it")
     missing = [name for name in unavailable if name in named and name not in allowed]
-    settings, excuses = config.stash[_bench].settings, config.stash[_excuses]
+    settings, excuses = config.stash[BENCH].settings, config.stash[EXCUSES]
     collector = RecordCollector(config, chosen, settings, unavailable, excuses, missing)
     path = collector.file.path
     if not any(config.getoption(option) for option in _NO_RUN):  # what can't be written to is refused before the work
@@ -179,7 +179,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     try:
         chosen = matching_backends(_selection(config))
-    except SelectionError:  # which pytest_configure tells
+    except UsageError:  # which pytest_configure tells
         return None
     limits = [backend.worker_limit() for backend in chosen if backend.unavailable() is None]
     return min([worker_count(_WORKER_GIB), *(limit for limit in limits if limit is not None)])
@@ -202,7 +202,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":
         return None
-    by_rank = budget.rank if config.getoption("budget") is not None else None
+    by_rank = scheduling.rank if config.getoption("budget") is not None else None
     collector = config.pluginmanager.get_plugin("tiebreak-collector")
     assert isinstance(collector, RecordCollector)
     return CaseScheduling(config, log, config.stash[_cells], by_rank, collector.another_try)
@@ -220,7 +220,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With a budget, put the cells that tell most first."""
     if config.getoption("budget") is not None:
         named = config.stash[_cells]
-        ranks = {item: budget.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
+        ranks = {item: scheduling.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
         items.sort(key=lambda item: ranks.get(item, (-1, 0.0)))
 
 
@@ -243,18 +243,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
     """End a worker whose device is beyond use before it spoils another cell; xdist puts a new one in its place."""
     if item.session.stash.get(_poisoned, False) and hasattr(item.config, "workerinput"):
         os._exit(0)
-
-
-@pytest.fixture
-def bench(pytestconfig: pytest.Config) -> Workbench:
-    """What the cells of one worker share."""
-    return pytestconfig.stash[_bench]
-
-
-@pytest.fixture
-def excuses(pytestconfig: pytest.Config) -> Excuses:
-    """Failures that are excused."""
-    return pytestconfig.stash[_excuses]
 
 
 @pytest.hookimpl(wrapper=True)

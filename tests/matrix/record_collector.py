@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,16 +18,17 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
-from tiebreak.matrix import budget, options
+from tiebreak.matrix import options
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.checks.limits import GRADIENTS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
-from tiebreak.matrix.scheduling import CaseScheduling, cell_id
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id, needed
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
+from tiebreak.reports.cli import USAGE
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
@@ -37,7 +38,6 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, verdicts
 
-_USAGE = 2
 _WORKER_DIED = re.compile(r"worker '(\w+)' crashed while running")  # xdist's words; which worker is chance
 PROPERTY = "tiebreak"  # name of the property that carries a cell's record from its worker to the controller
 _DIED = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
@@ -122,7 +122,6 @@ class RecordCollector:
         self.fallen: list[str] = []  # what fails the session though no single cell fell
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
-        """What they leave out."""
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
@@ -154,14 +153,9 @@ class RecordCollector:
         """What the arithmetic of every backend that ran does, by backend."""
         return {backend.name: backend.fingerprint() for backend in self.backends}
 
-    @pytest.hookimpl(wrapper=True)  # before JUnit's XML takes the properties, and pytest counts what failed
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
-        """Take the record that a cell's report carries; a cell whose worker died has none and is marked crashed."""
-        self.take(report)
-        yield
-
-    def take(self, report: pytest.TestReport) -> None:
-        """Take the record of a cell, the first that comes of it."""
+    @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties, and pytest counts what failed
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the first record that comes of a cell; one whose worker died has none and is marked crashed."""
         if any(key == POISONED for key, _ in report.user_properties):
             # The worker will end itself, and not by fault of its next cell.
             session = self.config.pluginmanager.get_plugin("dsession")
@@ -212,10 +206,7 @@ class RecordCollector:
         return ended_record(cell, self.settings, records.IN_TIME, why, met=False if late.own and first else None)
 
     def another_try(self, worker: str, nodeid: str) -> bool:
-        """Whether what a worker ran as it died is run again: a cell that passed its limit for the first time.
-
-        A busy machine may be why, once.
-        """
+        """Whether what a worker ran as it died is run again: once, a busy machine may be why it was late."""
         name = cell_id(nodeid)
         late = timed_out(self.words / worker)
         if late is None or name not in self.expected or name in self.first_late:
@@ -268,12 +259,12 @@ class RecordCollector:
             self.file.write(self.run)
         except store.UnwritableFolderError as error:
             self.failure = str(error)
-            session.exitstatus = _USAGE
+            session.exitstatus = USAGE
             return
         left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
-        if needed := [case for case in dict.fromkeys(left_out) if case in budget.needed()]:
+        if lacking := [case for case in dict.fromkeys(left_out) if case in needed()]:
             advice = "raise --budget, or name fewer with --cases"
-            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(needed, 8)}; {advice}")
+            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(lacking, 8)}; {advice}")
         if session.exitstatus == pytest.ExitCode.OK:
             # What a record says and the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
@@ -301,6 +292,7 @@ class RecordCollector:
 
     def _as_run(self, *, complete: bool) -> records.Run:
         left = self.collected - self.records.keys()
+        waiting, running = left - self.begun, left & self.begun
         run = records.Run(
             platform=self.platform() | {"fingerprint": self._fingerprints},
             options=options.recorded(self.config.getoption),
@@ -308,8 +300,8 @@ class RecordCollector:
             records=tuple(self.records[name] for name in self.expected if name in self.records),
             unavailable=self.unavailable,
             seconds=self.seconds,
-            not_run=tuple(name for name in self.expected if name in left - self.begun),
-            running=tuple(name for name in self.expected if name in left & self.begun),
+            not_run=tuple(name for name in self.expected if name in waiting),
+            running=tuple(name for name in self.expected if name in running),
             complete=complete,
             run=self.name,
         )
@@ -359,7 +351,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={name: records.CheckRecord(check.about, check.judges, check.wrong) for name, check in asked.items()},
-        cases={name: replace(each.described(), needed=name in budget.needed()) for name, each in cases.items()},
+        cases={name: replace(each.described(), needed=name in needed()) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 
@@ -367,9 +359,11 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 def measures() -> dict[str, records.MeasureRecord]:
     """Every measure of every kind of experiment, for the file of records."""
     return {
-        name: records.MeasureRecord(*(getattr(measure, each) for each in records.MeasureRecord.__struct_fields__))
+        measure.name: records.MeasureRecord(
+            *(getattr(measure, name) for name in records.MeasureRecord.__struct_fields__)
+        )
         for kind in kinds().values()
-        for name, measure in kind.measures().items()
+        for measure in kind.measured
     }
 
 
@@ -392,7 +386,5 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
 def _why(report: pytest.TestReport) -> str:
     """Why a test failed that gave no record, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    lines = str(crash.message if crash else report.longrepr).strip().splitlines()
-    if lines and _WORKER_DIED.match(lines[-1]):
-        return lines[-1]
-    return (lines[0] if crash else lines[-1]) if lines else "no report"
+    lines = str(crash.message if crash else report.longrepr).strip().splitlines() or ["no report"]
+    return lines[0] if crash and not _WORKER_DIED.match(lines[-1]) else lines[-1]

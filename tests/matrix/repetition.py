@@ -10,8 +10,7 @@ not malloc's, such as a GPU's, is not seen.
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -19,10 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionOutput, Gradients
+from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.workbench import SharedBatch
 
 CALLS = 8
 _NAMES = ("dq", "dk", "dv")
@@ -38,16 +36,11 @@ class Repetition:
 
     same: bool | None = None  # whether O has the same bits; None: there was no second run
     equal_gradients: float | None = None  # share of elements of dQ, dK and dV that have
-    gradients: Gradients | None = None  # of the second run, of a user's kernel
+    other_gradients: Gradients | None = None  # of a user's kernel, where O has the same bits and they have not
     leaks: str | None = None  # what every call of a user's kernel leaves behind, in words
 
-    @property
-    def other_gradients(self) -> Gradients | None:
-        """Those of the second run, where O has the same bits and they have not: a matter of the backward pass alone."""
-        return self.gradients if self.same and self.equal_gradients != 1.0 else None
 
-
-def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repetition:
+def repetition(cell: Cell, first: AttentionOutput, inputs: AttentionInputs) -> Repetition:
     """Run a cell's kernel once more, on the inputs of which it has made `first`."""
     if cell.backend.repeats(cell.kernel):
         return Repetition()  # unit tests show it once for all
@@ -57,8 +50,7 @@ def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repeti
     kept = first.gradients and replace(first.gradients, **{name: torch.empty_like(x) for name, x in ours.items()})
 
     def again() -> Repetition:
-        backend = batch.on(cell.backend, cell.kernel, run=1)
-        output = backend.run(cell.kernel, batch.inputs, gradients=kept is not None)
+        output = cell.backend.run(cell.kernel, inputs, gradients=kept is not None)
         same = equal_bits(output.o.float(), first.o.float()) == 1.0
         if kept is None or output.gradients is None:
             return Repetition(same)
@@ -71,9 +63,10 @@ def repetition(cell: Cell, first: AttentionOutput, batch: SharedBatch) -> Repeti
 
     if not cell.kernel.external:
         return again()
-    repeated, leaks = left_behind(again, first.o.numel() * TORCH_DTYPES[batch.inputs.formats.output].itemsize)
+    repeated, leaks = left_behind(again, first.o.numel() * TORCH_DTYPES[inputs.formats.output].itemsize)
     # Not what `again` returns: a tensor of a call that outlives it would count as left behind.
-    return replace(repeated, leaks=leaks, gradients=None if repeated.equal_gradients is None else kept)
+    differ = repeated.same and repeated.equal_gradients not in (None, 1.0)
+    return replace(repeated, leaks=leaks, other_gradients=kept if differ else None)
 
 
 def _tensors(output: AttentionOutput) -> dict[str, Tensor]:
@@ -107,38 +100,26 @@ def _resources() -> Mapping[str, int]:
 
 
 def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
-    """Make a call; if it leaves something behind, repeat it to see whether it always does.
+    """Make a call of a kernel that returns so many bytes; if it leaves something behind, see whether it always does.
 
-    Args:
-        call: of the same kernel and input, which have met before; what it returns must hold no tensor.
-        returned: bytes of the O that the kernel returns.
-
-    Returns:
-        What the first call returned; and what each of `CALLS` calls left behind, in words, None where there is nothing.
+    What the first call returned, which must hold no tensor; and what each of `CALLS` left behind, in words, or None.
     """
     limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
     first, growth = _growth(call)
     leaks = {name: least for name, least in growth.items() if least >= limits[name]}
     if leaks:
-        with _young_heap():
+        gc.collect()
+        gc.freeze()  # at all that a test process has the collector would look for half a second
+        try:
             for _ in range(CALLS - 1):
                 _, growth = _growth(lambda: (call(), gc.collect()))  # garbage that nobody has collected yet is no leak
                 leaks = {key: min(least, growth[key]) for key, least in leaks.items() if growth[key] >= limits[key]}
                 if not leaks:
                     break
+        finally:
+            gc.unfreeze()
     text = ", ".join(f"{least:,} {name}" for name, least in leaks.items())
     return first, f"each of {CALLS} calls in a row left at least {text} behind" if leaks else None
-
-
-@contextmanager
-def _young_heap() -> Iterator[None]:
-    """Let the collector look at what comes from now on alone: at all of a test process it looks for half a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _growth(call: Callable[[], _Returned]) -> tuple[_Returned, Mapping[str, int]]:

@@ -72,20 +72,12 @@ class Sample:
         pairs = zip(self.outputs, emulated, strict=True)
         return sum(equal_bits(output.o.float(), o) for output, o in pairs) / len(emulated)
 
-    @property
-    def held_to_rounded(self) -> bool:
-        """Whether a user's kernel may have no more bias than a correctly rounded O."""
-        return self.bench.settings.as_rounded and self._failing_of_users
-
-    @property
-    def _failing_of_users(self) -> bool:
-        return self.cell.kernel.external and self.bench.case.failure
-
     @cached_property
     def rounded(self) -> Errors | None:
         """Errors of a correctly rounded O, of a user's kernel that is biased on a failure input or held to them."""
-        asked = self.held_to_rounded or (self._failing_of_users and self.verdict is Verdict.BIASED)
-        return self.emulated(ROUNDED) if asked else None
+        failing_of_users = self.cell.kernel.external and self.bench.case.failure
+        asked = self.bench.settings.as_rounded or self.verdict is Verdict.BIASED
+        return self.emulated(ROUNDED) if failing_of_users and asked else None
 
     @property
     def cancelled(self) -> bool:
@@ -99,7 +91,7 @@ class Sample:
             return None
         return Verdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
 
-    @cached_property
+    @property
     def claim_met(self) -> bool | None:
         """Whether what the case claims is so; None: the data do not tell."""
         return self.claim is None or self.claim.expectation.met(self.errors)
@@ -118,7 +110,7 @@ class Sample:
     @cached_property
     def rounded_met(self) -> bool | None:
         """Whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
-        return not self.held_to_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
+        return not self.bench.settings.as_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
 
     @property
     def settled(self) -> bool:
@@ -163,11 +155,11 @@ def sampled(cell: Cell, bench: CaseBench) -> Sample:
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
     """What a kernel makes of one batch. Gradients are measured on the first alone."""
-    kernel, batch = cell.kernel, bench.batch(index)
+    kernel, gradients = cell.kernel, bench.case.gradients and cell.kernel.has_backward
     if kernel.declaration is not None and cell.backend.predicts:
         return bench.emulated(index, kernel.declaration)[0]
-    run, gradients = kernel if index == 0 else delta_alone(kernel), bench.case.gradients and kernel.has_backward
-    return batch.on(cell.backend, run).run(run, batch.inputs, gradients=gradients)
+    run = kernel if index == 0 else delta_alone(kernel)
+    return cell.backend.run(run, bench.batch(index).inputs, gradients=gradients)
 
 
 def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:

@@ -1,6 +1,9 @@
-"""Which worker runs which cell, and when."""
+"""Which worker runs which cell, and when; with a time for the whole run, the cells that tell most come first."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from xdist.scheduler import LoadScopeScheduling
 from tiebreak.matrix.experiment import Cell
 
 _QUEUED = 2  # tests that a worker has before it, at least
+#: Cases, the one that tells most in a second first: docs/power.md says what that rests on.
+ORDER_FILE = Path(__file__).with_name("order.txt")
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def cell_id(nodeid: str) -> str:
@@ -103,3 +109,26 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
             self._assign_work_unit(node)
         if not self.workqueue:
             node.shutdown()
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds of a time such as 60, 60s, 1.5m or 1h; None if it is none, or less than a second."""
+    matched = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)([smh]?)", text.strip())
+    seconds = float(matched[1]) * _UNITS[matched[2]] if matched else 0.0
+    return seconds if seconds >= 1 else None
+
+
+@cache
+def _order() -> Mapping[str, int]:
+    return {name: place for place, name in enumerate(ORDER_FILE.read_text(encoding="utf-8").split())}
+
+
+@cache
+def needed() -> frozenset[str]:
+    """The cases without which a verdict on a kernel says little: those above the order's empty line."""
+    return frozenset(ORDER_FILE.read_text(encoding="utf-8").partition("\n\n")[0].split())
+
+
+def rank(cell: Cell) -> tuple[int, float]:
+    """Where a budget has a cell: the least first; behind those of the order the cheapest."""
+    return _order().get(cell.experiment.name, len(_order())), cell.experiment.cost(cell.backend)

@@ -14,17 +14,13 @@ from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext, UnusableExperimentError
+from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext
 from tiebreak.matrix.experiments import kinds
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
 
 _T = TypeVar("_T")
-
-_EXTERNAL_BACKEND = "cpu"  # where a user's kernel runs unless --backend says otherwise
-
-
-class SelectionError(ValueError):
-    """A name on the command line that stands for nothing; one line with the flag and the names it takes."""
+_GLOB = frozenset("*?")
 
 
 @dataclass(frozen=True)
@@ -48,15 +44,14 @@ class Selection:
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     """The cells of a run, case by case, and the backends that can't run, with their reasons.
 
-    Raises:
-        SelectionError: a name is unknown, or no cell is left: a run of nothing would pass.
+    A `UsageError` where a name is unknown, or no cell is left: a run of nothing would pass.
     """
     chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
     running = [backend for backend in chosen if backend.name not in reasons]
     if not running:
         why = "; ".join(f"{name} can't run here: {reason}" for name, reason in reasons.items())
-        raise SelectionError(f"--backend: {why}")
+        raise UsageError(f"--backend: {why}")
     pairs = _kernels(selection, running)
     # Not fp32: its last bits are the order of summation, of which a plan says nothing.
     formats = _pick("--dtype", "format", selection.formats, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
@@ -67,13 +62,13 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
         own = experiment.formats() if experiment.options else None  # of captured tensors: someone has named a folder
         if own is not None and not set(own) & set(formats):
             advice = f"{experiment.name} is in {own[0].name}; add that, or leave it out with --cases"
-            raise SelectionError(f"--dtype {selection.formats}: {advice}")
+            raise UsageError(f"--dtype {selection.formats}: {advice}")
     named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
     asked = (SelectionContext(pairs, running, *named, fmt, selection.emulated_backward) for fmt in formats)
     selected = [cell for each in asked for cell in cells_of(experiments, each)]
     if not selected:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
-        raise SelectionError(f"no cell is left: {hints}")
+        raise UsageError(f"no cell is left: {hints}")
     return selected, reasons
 
 
@@ -81,22 +76,22 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
     """The experiments that features can be added to, each with each that is listed."""
     listed: dict[str, None] = {}
     for name in split(names):
-        matched = matching(name, ADDED) if _is_glob(name) else []
+        matched = matching(name, ADDED) if set(name) & _GLOB else []
         listed |= dict.fromkeys(matched or [name])
         if matched:
             continue
         try:
             features = added_features(name.split(JOINED))
         except ValueError as error:
-            raise SelectionError(f"--features: {error}") from error
+            raise UsageError(f"--features: {error}") from error
         for feature in features:
             if not any(feature in kernel.takes for kernel in kernels):
                 able = list(dict.fromkeys(kernel.name for kernel in kernels))
                 verb = "takes" if len(able) == 1 else "take"
-                raise SelectionError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
+                raise UsageError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
     added = [each.with_features(name.split(JOINED)) for each in experiments for name in listed]
     if not any(added):
-        raise SelectionError("--features: nothing to add, or no call that it could be added to")
+        raise UsageError("--features: nothing to add, or no call that it could be added to")
     return [each for each in added if each is not None]
 
 
@@ -114,12 +109,9 @@ def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list
 
 
 def check_usable(chosen: Iterable[Cell]) -> None:
-    """Read once what the experiments of all cells are made from; a `SelectionError` names what can't be used."""
+    """Read once what the experiments of all cells are made from; a `UsageError` names what can't be used."""
     for fmt, experiment in dict.fromkeys((cell.fmt, cell.experiment) for cell in chosen):
-        try:
-            experiment.check(fmt)
-        except UnusableExperimentError as error:
-            raise SelectionError(str(error)) from error
+        experiment.check(fmt)
 
 
 def _known(selection: Selection) -> dict[str, Experiment]:
@@ -127,26 +119,22 @@ def _known(selection: Selection) -> dict[str, Experiment]:
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:
         chosen = [kind for kind in chosen if not kind.on_request]
-    try:
-        offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
-    except UnusableExperimentError as error:
-        raise SelectionError(str(error)) from error
+    offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
     return {experiment.name: experiment for each in offered for experiment in each}
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
-    """The backends that a run asks for, whether they can run or not; a `SelectionError` names what is unknown."""
-    default = _EXTERNAL_BACKEND if selection.kernel else None
-    names = default if selection.backends is None else selection.backends
+    """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
+    names = "cpu" if selection.backends is None and selection.kernel else selection.backends
     backends = _pick("--backend", "backend", names, BACKENDS)
     if selection.card is None:
         return backends
     try:
         assuming = [backend.assuming(selection.card) for backend in backends]
     except ValueError as error:
-        raise SelectionError(f"--as {error}") from error
+        raise UsageError(f"--as {error}") from error
     if all(assumed is plain for assumed, plain in zip(assuming, backends, strict=True)):
-        raise SelectionError(f"--as {selection.card}: only --backend interpreter computes as a card that is not here")
+        raise UsageError(f"--as {selection.card}: only --backend interpreter computes as a card that is not here")
     return assuming
 
 
@@ -164,13 +152,13 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
         listed = "any rule@plan is one, and `tiebreak list kernels` names"
         for name in split(selection.kernels):
             if not matching(name, names):
-                raise SelectionError(f"--kernels: {unknown('kernel', name, known, listed)}")
+                raise UsageError(f"--kernels: {unknown('kernel', name, known, listed)}")
         if not names:
-            raise SelectionError(f"--kernels: {none_named('kernel', known, listed)}")
+            raise UsageError(f"--kernels: {none_named('kernel', known, listed)}")
     for _, kernel in external:
         if kernel.name in names:
             target = " ".join(kernel.origin[:2])
-            raise SelectionError(f"{target}: --kernels has a {kernel.name} too; give your function another name")
+            raise UsageError(f"{target}: --kernels has a {kernel.name} too; give your function another name")
     return [*pairs, *external]
 
 
@@ -179,13 +167,12 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
-        raise SelectionError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
+        raise UsageError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
     try:
-        kernels = distinct_names(
-            [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
-        )
+        named = [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
+        kernels = distinct_names(named)
     except LoadError as error:
-        raise SelectionError(str(error)) from error
+        raise UsageError(str(error)) from error
     return [(backend, kernel) for backend in devices for kernel in kernels]
 
 
@@ -201,7 +188,7 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
         # By its full name a kernel that is for some inputs alone may meet any. One of another kind of experiment, or
         # another backend's own, is looked for by its name; who has called for all backends refuses what none has.
         with suppress(ValueError):
-            kernels |= {} if _is_glob(name) else {name: backend.kernel(name)}
+            kernels |= {} if set(name) & _GLOB else {name: backend.kernel(name)}
         if name not in kernels:
             kernels |= {match: default[match] for match in matching(name, default)}
     return list(kernels.values())
@@ -213,12 +200,8 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
         return list(known.values())
     for name in split(names):
         if COMMONLY.get(name) in known and not matching(name, known):
-            raise SelectionError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
+            raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
     try:
         return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names")]
     except ValueError as error:
-        raise SelectionError(f"{flag}: {error}") from None
-
-
-def _is_glob(name: str) -> bool:
-    return "*" in name or "?" in name
+        raise UsageError(f"{flag}: {error}") from None

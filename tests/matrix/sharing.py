@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
@@ -17,16 +16,16 @@ _WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 
 
-class SharedArithmetic:
-    """A backend's arithmetic for some inputs; see `tiebreak.kernels.arithmetic.Arithmetic`.
+class SharedEmulation:
+    """The emulation's arithmetic for some inputs; see `tiebreak.kernels.arithmetic.Arithmetic`.
 
     What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
     argument, which every kernel makes anew, by its values.
     """
 
-    def __init__(self, arithmetic: Arithmetic, inputs: AttentionInputs) -> None:
-        """Of an arithmetic whose results depend on its operands alone, and inputs that outlive it."""
-        self._arithmetic = arithmetic
+    def __init__(self, inputs: AttentionInputs) -> None:
+        """For inputs that outlive it."""
+        self._arithmetic = EmulatedArithmetic()
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
 
@@ -46,7 +45,21 @@ class SharedArithmetic:
         return self._once((x,), cast, lambda: self._arithmetic.cast(x, cast))
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
+        """The cast comes after the product, unless its sum is cast on the way: plans of several casts share one."""
+        if cast.every:
+            return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
+
+        def product() -> Tensor:
+            operands = (a, b)
+            if accumulator is Accumulator.EXACT:
+                operands = (self._widened(a), self._widened(b))
+            return self._arithmetic.matmul(*operands, _FP32, accumulator)
+
+        return self.cast(self._once((a, b), accumulator, product), cast)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """In fp64, in which an exact sum is computed; what is large is widened piece by piece, where it is summed."""
+        return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         return self._like(x, exponential, lambda: self._arithmetic.exp(x, exponential))
@@ -101,30 +114,6 @@ class SharedArithmetic:
         if self._size + elements > _KEPT:
             self._forget()
         self._size += elements
-
-
-class SharedEmulation(SharedArithmetic):
-    """The emulation's, whose products have a value before their cast."""
-
-    def __init__(self, inputs: AttentionInputs) -> None:
-        super().__init__(EmulatedArithmetic(), inputs)
-
-    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """The cast comes after the product: plans of several casts share one."""
-        if cast.every:  # which has no value before its cast
-            return super().matmul(a, b, cast, accumulator)
-
-        def product() -> Tensor:
-            operands = (a, b)
-            if accumulator is Accumulator.EXACT:
-                operands = (self._widened(a), self._widened(b))
-            return self._arithmetic.matmul(*operands, _FP32, accumulator)
-
-        return self.cast(self._once((a, b), accumulator, product), cast)
-
-    def _widened(self, x: Tensor) -> Tensor:
-        """In fp64, in which an exact sum is computed; what is large is widened piece by piece, where it is summed."""
-        return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
 
 
 def _storage(x: Tensor) -> int:

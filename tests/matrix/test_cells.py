@@ -3,19 +3,18 @@
 import pytest
 
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.plugin import ACCOUNT, WATCH, poison
+from tiebreak.matrix.plugin import ACCOUNT, BENCH, EXCUSES, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
 from tiebreak.matrix.run import ended_record, run_cell, skipped_record
 from tiebreak.matrix.watch import BudgetSpentError
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import CRASHED, IN_TIME, NO_TIME, SKIPPED
 from tiebreak.reports.terminal import runnable
 
 
-def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.FixtureRequest) -> None:
-    watch = request.config.stash[WATCH]
+def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
+    stash = request.config.stash
+    watch, bench = stash[WATCH], stash[BENCH]
     given_up = watch.given_up(cell)
     if given_up is None:
         try:
@@ -25,7 +24,7 @@ def test_cell(cell: Cell, bench: Workbench, excuses: Excuses, request: pytest.Fi
             record = skipped_record(cell, bench.settings, NO_TIME)
     else:
         record = ended_record(cell, bench.settings, IN_TIME, given_up)
-    record = excuses.excuse(record)
+    record = stash[EXCUSES].excuse(record)
     request.node.user_properties.append((PROPERTY, encode(record)))
     if record.outcome == CRASHED and cell.backend.poisoned():
         poison(request.node)

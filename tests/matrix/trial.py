@@ -28,19 +28,10 @@ def raised(error: Exception, kernel: Kernel) -> str:
 
 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """Try a kernel once on what it does not declare, such as grouped heads, a head dimension or a number of keys.
+    """Try a kernel once on what it does not declare of inputs on the host, such as grouped heads or a head dimension.
 
-    Args:
-        backend: where it runs.
-        kernel: that may not take them.
-        inputs: that it does not refuse, on the host.
-
-    Returns:
-        None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be
-        tried; else what it was tried with and how it failed, in one line: a reason to skip the cell.
-
-    Raises:
-        Exception: what left its device beyond use.
+    None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be tried;
+    else what it was tried with and how it failed: a reason to skip the cell. What left its device beyond use is raised.
     """
     asked = kernel.undeclared(inputs)
     if asked is None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION, Backend
-from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
@@ -24,7 +23,7 @@ from tiebreak.matrix.candidates import clipped, drawn, nameless
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.sharing import SharedArithmetic, SharedEmulation
+from tiebreak.matrix.sharing import SharedEmulation
 
 _FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
@@ -40,9 +39,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class SharedBatch(Batch):
-    """A batch, and backends for it with what their kernels share."""
+    """A batch, and what the emulation makes of it."""
 
-    _backends: dict[tuple[str, int], Backend] = field(default_factory=dict)
     _predicted: dict[Declaration, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -92,19 +90,6 @@ class SharedBatch(Batch):
     def emulation(self) -> Backend:
         """The emulation for these inputs."""
         return replace(EMULATION, arithmetic=SharedEmulation(self.inputs))
-
-    def on(self, backend: Backend, kernel: Kernel, run: int = 0) -> Backend:
-        """A backend to run a kernel of these inputs on: a composed one computes on the host what others have not.
-
-        What two runs share says nothing of whether bits repeat: each has a backend of its own.
-        """
-        if not kernel.composed or backend.device != "cpu" or not isinstance(backend.arithmetic, TorchArithmetic):
-            return backend
-        key = backend.name, run
-        if key not in self._backends:
-            shared = SharedArithmetic(backend.arithmetic, self.inputs)
-            self._backends[key] = replace(backend, arithmetic=shared)
-        return self._backends[key]
 
     def clipped(self, declaration: Declaration) -> Declaration:
         """The declaration in tiles no larger than the input: beyond its size they change nothing."""

@@ -66,11 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
-    """The verdicts of the command with these words, in this process; nothing is printed.
-
-    Raises:
-        UsageError: it would end with exit code 2.
-    """
+    """The verdicts of the command with these words, in this process, in silence; a `UsageError` for exit code 2."""
     follower = _Follower(io.StringIO())
     _, printed = _run(_parsed(arguments), follower)
     if follower.run is None:
@@ -92,21 +88,17 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     workers = (
         "worker processes; 0: none, a kernel that hangs or dies ends the run (default: as many as the machine carries)"
     )
-    parser.add_argument("-n", "--workers", type=_workers, default=_AUTO, metavar="N", help=workers)
+    parser.add_argument("-n", "--workers", default=_AUTO, metavar="N", help=workers)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
     options = parser.parse_args(arguments)
     refuse_twice(arguments)
+    if options.workers != _AUTO and not options.workers.isdecimal():
+        raise UsageError(f"argument -n/--workers: {options.workers}: expected a number of processes, or auto")
     if options.json not in (None, _STDOUT) and not Path(options.json).parent.is_dir():
         raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
     options.command = shlex.join(["tiebreak", "check", *arguments])
     return options
-
-
-def _workers(text: str) -> str:
-    if text != _AUTO and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of processes, or auto")
-    return text
 
 
 def _run(options: argparse.Namespace, follower: "_Follower") -> tuple[int, str]:

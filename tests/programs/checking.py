@@ -18,7 +18,8 @@ from tiebreak.programs import check as command
 from tiebreak.programs.processes import finished
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.verdict import Verdict, from_json
+from tiebreak.reports.records import store
+from tiebreak.reports.verdict import Verdict, Verdicts
 
 _CHECKING = "TIEBREAK_CHECKING"  # set in the process that imports the function's file
 _MODULE = "tiebreak_given"  # what a function that has no file is imported from
@@ -56,12 +57,18 @@ def check(
     if device is not None:
         options = {"backend": _backend_on(str(device)), **options}
     with tempfile.TemporaryDirectory(prefix="tiebreak-") as folder:
-        words, kept = _words(options), [] if "out" in options else ["--out", folder]
+        if unknown := options.keys() - FORWARDED.keys():
+            raise UsageError(f"tiebreak.check has no {', '.join(sorted(unknown))}; it has {', '.join(FORWARDED)}")
+        words = [word for name, value in options.items() for word in FORWARDED[name].words(value)]
+        kept = [] if "out" in options else ["--out", folder]
         if in_process:
-            return _only(_here(function, [*words, *kept, "-n", "0"]))
-        words = [_target(function), *words, "-n", str(workers)]
-        verdict = _only(_apart([*words, *kept], Path(folder) / "verdict.json"))
-    return replace(verdict, command=shlex.join(["tiebreak", "check", *words]))
+            verdicts = _here(function, [*words, *kept, "-n", "0"])
+        else:
+            words = [_target(function), *words, "-n", str(workers)]
+            verdicts = _apart([*words, *kept], Path(folder) / "verdict.json")
+    if len(verdicts) != 1:
+        raise UsageError(f"{len(verdicts)} verdicts, and a call gives one: name one backend, and no other kernels")
+    return verdicts[0] if in_process else replace(verdicts[0], command=shlex.join(["tiebreak", "check", *words]))
 
 
 def _backend_on(device: str) -> str:
@@ -70,18 +77,6 @@ def _backend_on(device: str) -> str:
     if (kind := device.partition(":")[0]) not in backends:
         raise UsageError(f"device {device}: no backend computes there; they do on {', '.join(backends)}")
     return backends[kind]
-
-
-def _only(verdicts: list[Verdict]) -> Verdict:
-    if len(verdicts) != 1:
-        raise UsageError(f"{len(verdicts)} verdicts, and a call gives one: name one backend, and no other kernels")
-    return verdicts[0]
-
-
-def _words(options: dict[str, Any]) -> list[str]:
-    if unknown := options.keys() - FORWARDED.keys():
-        raise UsageError(f"tiebreak.check has no {', '.join(sorted(unknown))}; it has {', '.join(FORWARDED)}")
-    return [word for name, value in options.items() for word in FORWARDED[name].words(value)]
 
 
 def _target(function: Callable[..., Any] | str) -> str:
@@ -106,7 +101,7 @@ def _apart(words: list[str], path: Path) -> list[Verdict]:
     done = finished(program, os.environ | {_CHECKING: "1"})
     if done.returncode == USAGE or not path.exists():
         raise UsageError(done.stderr.strip().removeprefix("tiebreak check: ") or "it was interrupted")
-    return from_json(path.read_text(encoding="utf-8"))
+    return list(store.load(path, Verdicts).verdicts)
 
 
 def _here(function: Callable[..., Any] | str, words: list[str]) -> list[Verdict]:

@@ -15,7 +15,7 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
-from tiebreak.matrix.selection import Selection, SelectionError, matching_backends
+from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.trial import raised
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
@@ -76,11 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
     """The backends of these names, set up for kernels of users; it is bad usage if one can't run them here."""
-    selection = Selection(backends=names, kernel=tuple(targets), card=card)
-    try:
-        backends = matching_backends(selection)
-    except SelectionError as error:
-        raise UsageError(str(error)) from error
+    backends = matching_backends(Selection(backends=names, kernel=tuple(targets), card=card))
     for backend in backends:
         why = "a kernel of yours runs on a device" if backend.predicts else backend.unavailable()
         if why is not None:

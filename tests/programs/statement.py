@@ -1,10 +1,8 @@
 """`tiebreak statement FILE... -o DIR`: what a lab hands in; `tiebreak statement --verify DIR`: whether it holds."""
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -25,7 +23,7 @@ from tiebreak.reports.records.record import SKIPPED, Run
 from tiebreak.reports.statement import FILE, SUMMARY, WAIVED, Profile, Statement
 from tiebreak.reports.tables.run import counted, counts
 
-_OURS = re.compile(rf"{re.escape(FILE)}|{re.escape(SUMMARY)}|records-[0-9]+\.json")  # names of a statement's files
+_RECORDS = re.compile(r"records-[0-9]+\.json")  # names of a statement's copies
 _NAMED = 4  # kernels that a line names
 
 
@@ -63,14 +61,13 @@ def verify(arguments: Sequence[str]) -> int:
     parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
     parser.add_argument("--sample", type=count, metavar="N", help="records to recompute (default: the profile's)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="another one draws others (default: 1)")
-    parser.add_argument("--as-of", type=_day, metavar="DAY", help="when waivers have to hold (default: today)")
     options = parser.parse_args(arguments)
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
     statement = store.load(options.folder / FILE, Statement)
-    asked, day = wanted or _profile(statement.profile, FILE), options.as_of or date.today()
-    found, told = _problems(options.folder, statement, asked, day, options.sample, options.seed)
+    asked = wanted or _profile(statement.profile, FILE)
+    found, told = _problems(options.folder, statement, asked, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
     return FELL if found else HELD
 
@@ -81,23 +78,18 @@ def _profile(name: str, where: str = "--profile") -> Profile:
     return profile(name)
 
 
-def _day(text: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected a day such as 2027-06-30") from None
-
-
 def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
     """Write a statement, its own file last, and return its runs; UsageError where they are no statement."""
     older = list(folder.iterdir()) if folder.is_dir() else []
-    if (folder.exists() and not folder.is_dir()) or not all(_OURS.fullmatch(path.name) for path in older):
+    if (folder.exists() and not folder.is_dir()) or not all(
+        path.name in (FILE, SUMMARY) or _RECORDS.fullmatch(path.name) for path in older
+    ):
         raise UsageError(f"-o {folder}: there is something else in it; name a folder that is new or empty")
     contents = [store.content_of(path) for path in files]
-    read = [(path, store.parse(content, path)) for path, content in zip(files, contents, strict=True)]
+    read = [(path, store.decoded(content, path, Run)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
     runs = {str(path): run for path, run in read}
-    known, found = _judged(runs, asked, waivers, date.today())
+    known, found = _judged(runs, asked, waivers)
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
@@ -111,18 +103,13 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     return list(runs.values())
 
 
-def _judged(
-    runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected], today: date
-) -> tuple[list[Judged], list[str]]:
+def _judged(runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
     """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
+    by_file = {name: judged(run, asked) for name, run in runs.items()}
     found = list(statements.faults_of_runs(runs, asked))
-    known: list[Judged] = []
-    for name, run in runs.items():
-        own, texts = judged(run, asked)
-        known += own
-        found += [f"{name}: {text}" for text in texts]
-    found += statements.faults_of_waivers(list(runs.values()), waivers, checks(), today)
-    return known, found
+    found += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
+    found += statements.faults_of_waivers(runs.values(), waivers, checks())
+    return [each for own, _ in by_file.values() for each in own], found
 
 
 def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
@@ -138,28 +125,27 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
 
 
 def _problems(
-    folder: Path, statement: Statement, asked: Profile, today: date, size: int | None, seed: int
+    folder: Path, statement: Statement, asked: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
     if statement.profile_hash != asked.hash:
-        ours, theirs = asked.hash[:16], statement.profile_hash[:16]
-        told = f"profile {asked.name} of this tiebreak is {ours}: verify with the release that it was made with"
-        return [f"{FILE}: of profile {statement.profile}, {theirs}; {told}"], []
+        told = f"of this tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
+        return [f"{FILE}: of profile {asked.name}, {statement.profile_hash[:16]}; profile {asked.name} {told}"], []
     there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
     found = list(_file_faults(statement, there))
     runs: dict[str, Run] = {}
-    for name in [file.name for file in statement.files if _is_records(file.name) and file.name in there]:
+    for name in [file.name for file in statement.files if _RECORDS.fullmatch(file.name) and file.name in there]:
         try:
-            runs[name] = store.parse(there[name], folder / name)
+            runs[name] = store.decoded(there[name], folder / name, Run)
         except store.UnreadableRecordsError as error:
             found.append(str(error))
     if len(runs) < len(statement.files) or not runs:
         return found or [f"{FILE}: files: none"], []
     summary = statements.summary(statement, list(runs.values()), asked).encode()
     found += [f"{SUMMARY}: not what the records come to"] if there.get(SUMMARY, summary) != summary else []
-    in_records, checked = problems_of_records(runs, statement.waivers, asked, today, size, seed)
+    in_records, checked = problems_of_records(runs, statement.waivers, asked, size, seed)
     return found + in_records, checked
 
 
@@ -172,7 +158,7 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
     if SUMMARY not in there:
         yield f"{SUMMARY}: missing"
     for name, sha256 in listed.items():
-        if not _is_records(name):
+        if not _RECORDS.fullmatch(name):
             yield f"{FILE}: files: {name!r} is no name of a file of records"
         elif name not in there:
             yield f"{name}: missing"
@@ -180,24 +166,14 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
             yield f"{name}: SHA-256 is not as in {FILE}: the file was edited"
 
 
-def _is_records(name: str) -> bool:
-    return name not in (FILE, SUMMARY) and _OURS.fullmatch(name) is not None
-
-
 def problems_of_records(
-    runs: Mapping[str, Run], waivers: Sequence[Expected], asked: Profile, today: date, size: int | None, seed: int
+    runs: Mapping[str, Run], waivers: Sequence[Expected], asked: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
     """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
 
-    Args:
-        runs: by the names of their files.
-        waivers: what excuses cells, which have to hold on that day.
-        asked: the profile that it has to be of.
-        today: the day.
-        size: how many records to recompute; None: as many as the profile asks for.
-        seed: another one recomputes others.
+    Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
     """
-    known, found = _judged(runs, asked, waivers, today)
+    known, found = _judged(runs, asked, waivers)
     fallen = [record for record in statements.waived(runs.values(), waivers) if record.fails]
     found += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in fallen]
     needed = asked.recomputed if statements.asked_of_suite(runs.values(), asked) else 0

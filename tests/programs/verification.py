@@ -79,8 +79,7 @@ class Judged:
 def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
     settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
-    known: list[Judged] = []
-    found: list[str] = []
+    known, found = list[Judged](), list[str]()
     for record in run.records:
         try:
             known.append(Judged(record, _cell(record, run, kernels), settings))
@@ -102,13 +101,10 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
     """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
-    if record.backend not in BACKENDS:
-        raise ValueError(f"backend: unknown backend {record.backend!r}")
-    if record.experiment not in kinds():
-        raise ValueError(f"experiment: unknown kind of experiment {record.experiment!r}")
-    fmt = next((fmt for fmt in TORCH_DTYPES if fmt.name == record.format), None)
-    if fmt is None:
-        raise ValueError(f"format: {record.format}: no kernel is run in it")
+    formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
+    for field, known in (("backend", BACKENDS), ("experiment", kinds()), ("format", formats)):
+        if (said := getattr(record, field)) not in known:
+            raise ValueError(f"{field}: {said}: the suite has no such {field}")
     name, *features = record.case.split(JOINED)
     experiment = _offered(record.experiment).get(name)
     if experiment is not None and features:
@@ -119,7 +115,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
     backend = backend.assuming(str(card)) if card else backend
     key = record.backend, record.kernel
     kernels[key] = kernels.get(key) or _kernel(record, backend)
-    return Cell(backend, kernels[key], experiment, fmt)
+    return Cell(backend, kernels[key], experiment, formats[record.format])
 
 
 @cache
@@ -243,10 +239,8 @@ def _call_result(judged: Judged, case: Case) -> Result:
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
     prediction = None
     if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
-        met = (
-            record.met(PREDICTION) if nonfinite else predicted(_interval(record.measures.get("prediction_difference")))
-        )
-        prediction = Predicted(declared.label, met, "")
+        apart = _interval(record.measures.get("prediction_difference"))
+        prediction = Predicted(declared.label, record.met(PREDICTION) if nonfinite else predicted(apart), "")
     return Result(
         measures=measures,
         shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tiebreak.defects.made_up import CARDS, ONE, Call, Told, fallen, record, run, skip, trained
 from tiebreak.reports import cli
-from tiebreak.reports.audit.record import Audit, Audits
+from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import CLAIM, Answer, Estimate, HistogramRecord, Run, TraceRecord

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tiebreak.defects.made_up import Call
 from tiebreak.reports import cli, terminal
-from tiebreak.reports.audit.record import Audits
+from tiebreak.reports.audit import Audits
 from tiebreak.reports.records.record import Run
 
 Keep = Callable[[Run, str], Path]

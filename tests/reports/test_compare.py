@@ -48,12 +48,6 @@ def test_a_cell_that_one_side_lacks_is_shown_and_never_equal() -> None:
     assert (crashed.agreement, cell_texts(crashed)) == (Agreement.VERDICT, ["!crash!", "!crash!"])
 
 
-def test_other_numbers_of_heads_are_other_inputs() -> None:
-    (row,) = compare([run(record()), run(record(), options={"heads": "64"})], ["a", "b"]).rows
-    assert row.agreement is Agreement.NOT_COMPARABLE
-    assert cell_texts(row)[1].startswith("case v1, seed 1, 64 heads")
-
-
 def test_texts_have_bias_interval_verdict_and_largest_error() -> None:
     held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
     nan: dict[str, Any] = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
@@ -95,34 +89,28 @@ def test_cases_stand_group_after_group_and_those_of_none_last() -> None:
     assert [row.record.case for row in compare([old, ours], ["x", "y"]).rows] == order
 
 
+GPU = {"gpu": "Made-up GPU"}
+QEMU = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
+
+
 @pytest.mark.parametrize(
-    ("levels", "names", "expected"),
+    ("platforms", "expected"),
     [
+        ({"a.json": {}, "b.json": {}, "c.json": {"level": "avx2"}}, ["M (a)", "M (b)", "M, avx2"]),
+        ({"x/a.json": {}, "y/a.json": {}}, ["M (x/a.json)", "M (y/a.json)"]),
         (
-            ["native", "native", "avx2"],
-            ["a.json", "b.json", "c.json"],
-            ["Made-up 9000 (a)", "Made-up 9000 (b)", "Made-up 9000, avx2"],
+            {"a": GPU, "b": GPU | {"torch": "2.14"}, "c": {"torch": "2.14"}},
+            ["M, Made-up GPU, torch 2.13.0", "M, Made-up GPU, torch 2.14", "M"],
         ),
-        (["native", "native"], ["x/a.json", "y/a.json"], ["Made-up 9000 (x/a.json)", "Made-up 9000 (y/a.json)"]),
+        (
+            {name: QEMU | {"cpu": f"{name} (emulated processor)"} for name in ("max", "aarch64")},
+            ["aarch64 max (emulated processor)", "aarch64 (emulated processor)"],
+        ),
     ],
 )
-def test_labels_differ(levels: list[str], names: list[str], expected: list[str]) -> None:
-    runs = [run(platform={"level": level}) for level in levels]
-    assert platform_labels(runs, [Path(name) for name in names]) == expected
-
-
-def test_what_tells_platforms_of_one_processor_apart_and_an_architecture_is_in_their_labels() -> None:
-    gpu = {"gpu": "Made-up GPU"}
-    qemu = {"machine": "aarch64", "emulated": "QEMU", "level": "aarch64-max"}
-    emulated = [qemu | {"cpu": f"{name} (emulated processor)"} for name in ("max", "aarch64")]
-    runs = [run(platform=fields) for fields in (gpu, gpu | {"torch": "2.14"}, {"torch": "2.14"}, *emulated)]
-    assert platform_labels(runs, [Path(name) for name in "abcde"]) == [
-        "Made-up 9000, Made-up GPU, torch 2.13.0",
-        "Made-up 9000, Made-up GPU, torch 2.14",
-        "Made-up 9000",
-        "aarch64 max (emulated processor)",
-        "aarch64 (emulated processor)",
-    ]
+def test_labels_say_what_tells_platforms_apart(platforms: dict[str, dict[str, str]], expected: list[str]) -> None:
+    runs = [run(platform={"cpu": "M", **fields}) for fields in platforms.values()]
+    assert platform_labels(runs, list(map(Path, platforms))) == expected
 
 
 def test_kernels_stand_with_the_users_first_then_the_named_then_the_composed_in_the_suites_order() -> None:
@@ -143,6 +131,8 @@ def test_the_command(tiebreak: Call) -> None:
     for told in ("2.json, 2 cells, torch 2.13.0, numpy 2.4.6, INCOMPLETE", "3 cells on 2 platforms", "missing",
                  "~ flash@paper random", "left out: 1 row with the same bits everywhere"):  # fmt: skip
         assert told in out
+    heads = tiebreak("compare", files[0], run(cells[0], options={"heads": "64"}), "--only", "incomparable").out
+    assert "case v1, seed 1, 64 heads" in heads
     assert " same" not in out.replace(" same bits", "").replace("The same letter", "")
     assert "= flash@paper same" in tiebreak("compare", *files, "--all").out
     out = tiebreak("compare", *files, "--cases", "rand*", "--format", "github").out

@@ -59,6 +59,7 @@ def test_most_biased_come_first_then_those_named_for_a_plan_and_the_rest_share_a
     lines = told(run(*(cell for name, count in names.items() for cell in biased(name, TIES[:count])), cases=CASES))
     assert [line.split("`")[1] for line in lines] == ["worst", "worse", "mild", "flash@paper"]
     assert lines[3] == "Biased, too: `flash@paper`, `flash@fused`."
+    assert told(run(*biased("a`b`", TIES[:1]), cases=CASES))[0].startswith("`a'b'` on cpu: "), "no name ends its marks"
 
 
 def test_platforms_that_differ_are_both_said(fair: list[Record]) -> None:
@@ -100,15 +101,3 @@ def test_what_was_assumed_and_what_did_not_run_come_last() -> None:
         "The backend `interpreter` computed as sm_90 (assumed; nothing ran on a GPU).",
         "The backend `cuda` did not run: no device.",
     )
-
-
-def test_no_name_ends_its_backticks() -> None:
-    assert told(run(*biased("a`b`", TIES[:1]), cases=CASES))[0].startswith("`a'b'` on cpu: ")
-
-
-def test_a_digest_stays_short() -> None:
-    cells = [cell for kernel in range(40) for cell in biased(f"kernel_{kernel}", TIES)]
-    cells += [fallen(f"kernel_{kernel}", f"case_{kernel}") for kernel in range(40)]
-    lines = told(run(*cells, cases=CASES), run(*cells, cases=CASES))
-    assert len(lines) <= 12
-    assert max(map(len, lines)) < 300

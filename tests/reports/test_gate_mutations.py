@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tiebreak.defects import mutations
 from tiebreak.defects.made_up import fallen, record, run, skip, trained
 from tiebreak.defects.mutations import leaves, name_of, plain_of, unnoticed
 from tiebreak.reports.errors import UsageError
@@ -26,14 +27,10 @@ EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "1"))
 
 #: Paths of leaves that may be edited, and why that does not matter.
 FREE = {
-    "run": "a name that tells runs apart",
-    "seconds*": "how long cells took: nothing is held to it",
-    "unavailable*": "why a backend could not run: its cells are missing all the same",
+    **mutations.FREE,
     "platform.*": "software, cores and what probes found: told as notes; of what decides numbers a change is refused",
-    "options.*": "what was typed: what came of it is in the records; another seed or number of heads is refused",
     "narrowing[[]*.given*": "words of a note",
     "narrowing[[][0-9]]": "without it the run asks for more cells",
-    "explanations*": "made of the records' evidence, for the report: the records are judged",
     "plans": "which rule a plan has, for the report; another one is refused",
     "plans.flash@paper": "the same",
     **{f"*.{word}": "words, or how something is drawn: nothing is decided by them" for word in WORDS},
@@ -64,7 +61,7 @@ ACROSS = {
 
 
 def parsed(plain: Mapping[str, Any]) -> Run:
-    return store.parse(json.dumps(plain).encode(), Path("new.json"))
+    return store.decoded(json.dumps(plain).encode(), Path("new.json"), Run)
 
 
 @pytest.fixture

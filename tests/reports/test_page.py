@@ -127,6 +127,12 @@ def test_what_cancels_or_shrank_has_no_colour() -> None:
     assert tones == {"shrunk": None, "sum": None, "far": -113.0}
 
 
+def test_what_a_search_for_a_plan_came_to_is_shown() -> None:
+    found = record(evidence={records.IDENTITY: records.Explanation("follows", ("flash@fused",), 3)})
+    ((name, text),) = data_of(page([run(found)], ["a"], []))["cells"][0]["records"][0]["evidence"]["more"]
+    assert (name, json.loads(text)["plans"]) == (records.IDENTITY, ["flash@fused"])
+
+
 def test_cases_stand_in_the_order_of_the_file_and_a_measure_is_a_column_if_it_says_so() -> None:
     described = {
         "measures": {"wobble": records.MeasureRecord("made up", "deg", column=True)},
@@ -239,9 +245,3 @@ def test_training_runs_of_every_file_have_figures_whatever_their_names() -> None
     assert [line.points for line in norm.series] == [((0.0, 1.0), (1.0, 2.0), (2.0, 4.0))]
     assert norm.series[0].label == "theirs"
     assert norm.note.endswith("From there.")
-
-
-def test_what_a_search_for_a_plan_came_to_is_shown() -> None:
-    found = record(evidence={records.IDENTITY: records.Explanation("follows", ("flash@fused",), 3)})
-    ((name, text),) = data_of(page([run(found)], ["a"], []))["cells"][0]["records"][0]["evidence"]["more"]
-    assert (name, json.loads(text)["plans"]) == (records.IDENTITY, ["flash@fused"])

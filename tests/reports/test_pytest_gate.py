@@ -19,7 +19,7 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Estimate, Run
 from tiebreak.reports.schemas import schema_of
 
-MATRIX = Path(__file__).parents[1] / "matrix" / "test_cells.py"
+MATRIX = Path(__file__).parents[1] / "matrix"
 QUICK = ["--backend", "cpu", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
 CASES = ["--cases", "tied_maxima[k=2],random"]
 IDS = ["cpu-flash@paper-tied_maxima[k=2]-bf16", "cpu-flash@paper-random-bf16"]
@@ -68,42 +68,48 @@ def baseline(matrix: Matrix) -> Path:
     return Path("base.json").absolute()
 
 
-def junit(name: str) -> dict[str, str | None]:
-    """The properties of a cell in junit.xml."""
-    cases = ET.parse("junit.xml").getroot().iter("testcase")
+def check_junit(ids: Sequence[str]) -> None:
+    """JUnit's XML has these cells, with the numbers and not with the whole record."""
     properties = {
-        case.get("name"): {str(element.get("name")): element.get("value") for element in case.iter("property")}
-        for case in cases
+        case.get("name"): {element.get("name"): element.get("value") for element in case.iter("property")}
+        for case in ET.parse("junit.xml").getroot().iter("testcase")
     }
-    assert set(properties) == {f"test_cell[{cell}]" for cell in IDS}
-    return properties[f"test_cell[{name}]"]
-
-
-def check_junit() -> None:
-    """JUnit's XML carries the numbers and not the whole record."""
+    assert set(properties) == {f"test_cell[{cell}]" for cell in ids}
+    told = properties[f"test_cell[{IDS[0]}]"]
     (record,) = (cell for cell in store.read(Path("out/last.json")).records if cell.id == IDS[0])
     bias = record.measures["bias"]
     assert isinstance(bias, Estimate)
-    properties = junit(IDS[0])
-    assert properties["tiebreak.bias"] == str(bias.mean)
-    assert properties["tiebreak.bias_half_width"] == str(bias.half_width)
-    assert properties["tiebreak.max_ulps"] == str(record.measures["max_ulps"])
-    assert properties["tiebreak.verdict"] == "biased"
-    assert properties["tiebreak.repeatable_met"] == "True"
-    assert {f"tiebreak.{name}_met" for name in record.answers} <= properties.keys()
-    assert "tiebreak" not in properties
+    expected = {
+        "bias": bias.mean,
+        "bias_half_width": bias.half_width,
+        "max_ulps": record.measures["max_ulps"],
+        "verdict": "biased",
+        "repeatable_met": True,
+    }
+    assert {name: told[f"tiebreak.{name}"] for name in expected} == {name: str(it) for name, it in expected.items()}
+    assert {f"tiebreak.{name}_met" for name in record.answers} <= told.keys()
+    assert "tiebreak" not in told
 
 
-def test_the_gate_and_junit_work_with_workers(matrix: Matrix, baseline: Path) -> None:
+def test_gate_junit_and_narrowing_work_with_workers(matrix: Matrix, baseline: Path) -> None:
+    """Narrowed by pytest's own option; tests/unit/test_options.py has the matrix', which are seen before the run."""
     tied = [record.case for record in store.read(baseline).records].index("tied_maxima[k=2]")
     change(baseline, ["records", tied, "verdict"], "unbiased")
-    worse = matrix("--baseline", "base.json", "--junitxml", "junit.xml", workers=1)
-    assert worse.ret == 1
-    worse.assert_outcomes(passed=2)
+    before = baseline.read_bytes()
+    words = ["--baseline", "base.json", "--update-baseline", "--junitxml", "junit.xml", "-k", "tied"]
+    worse = matrix(*words, workers=1)
+    assert worse.ret == 2
+    worse.assert_outcomes(passed=1)
     worse.stdout.fnmatch_lines(
-        ["gate FELL: 2 cells compared*: 1 worse*", "worse   cpu-flash@paper-tied*: verdict biased*"]
+        [
+            "gate FELL: 1 cell compared*: 1 worse*",
+            "worse   cpu-flash@paper-tied*: verdict biased*",
+            "note    1 cell of the baseline NOT compared: outside -k tied*",
+            "*base.json: not updated: 1 of its cells lie outside this run's *-k tied*; run all of them, or delete*",
+        ]
     )
-    check_junit()
+    assert baseline.read_bytes() == before
+    check_junit(IDS[:1])
 
 
 def test_the_gate_works_without_workers_and_github_gets_the_short_table(
@@ -112,7 +118,7 @@ def test_the_gate_works_without_workers_and_github_gets_the_short_table(
     with monkeypatch.context() as environment:
         environment.setenv("GITHUB_STEP_SUMMARY", "summary.md")
         assert matrix("--baseline", str(baseline), "--junitxml", "junit.xml").ret == 0
-    check_junit()
+    check_junit(IDS)
     text = Path("summary.md").read_text(encoding="utf-8")
     for told in ("### tiebreak: 2 cells: 2 held", "| cpu", "### tiebreak: the gate held (2 cells compared"):
         assert told in text
@@ -122,37 +128,25 @@ def test_the_gate_works_without_workers_and_github_gets_the_short_table(
     assert worse.ret == 1
     worse.stdout.fnmatch_lines([f"gate FELL: 2 cells compared with {baseline}: 1 worse, 0 better"])
     assert matrix("--baseline", str(baseline), "--fail", "max_ulps:1000").ret == 0
-
-
-HELD = "gate held: 1 cell compared*"
-LESS = "*base.json: not updated: 1 of its cells lie {}; run all of them, or delete*"
+    fell = matrix("--baseline", str(baseline), "-k", "nothing_has_this_name")
+    assert fell.ret == 1
+    fell.stdout.fnmatch_lines(["gate FELL: no cell ran*"])
 
 
 @pytest.mark.parametrize(
-    ("words", "told", "workers"),
+    ("cells", "words", "told"),
     [
-        (["-k", "random"], "outside -k random*", 1),
-        (["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *", 0),
+        ("test_cells.py", ["--deselect", f"tests/matrix/test_cells.py::test_cell[{IDS[0]}]"], "outside --deselect *"),
+        (f"test_cells.py::test_cell[{IDS[1]}]", [], "outside what pytest was given*"),
     ],
 )
-def test_a_narrowed_run_compares_its_own_cells_and_updates_nothing(
-    words: list[str], told: str, workers: int, matrix: Matrix, baseline: Path
+def test_deselected_cells_and_node_ids_narrow_too(
+    cells: str, words: list[str], told: str, pytester: pytest.Pytester, baseline: Path
 ) -> None:
-    """By pytest's own options; tests/unit/test_options.py has the matrix', which are seen before the run."""
-    before = baseline.read_bytes()
-    ran = matrix("--baseline", str(baseline), "--update-baseline", *words, workers=workers)
+    before, options = baseline.read_bytes(), [*QUICK, *CASES, "--baseline", str(baseline), "--update-baseline", *words]
+    ran = pytester.runpytest_inprocess(MATRIX / cells, "-p", "no:cacheprovider", *options, no_reraise_ctrlc=True)
     assert ran.ret == 2
-    ran.stdout.fnmatch_lines([HELD, f"note    1 cell of the baseline NOT compared: {told}"])
-    ran.stdout.fnmatch_lines([LESS.format(told.replace("outside ", "outside this run's *"))])
-    assert baseline.read_bytes() == before
-
-
-def test_node_ids_narrow_too(pytester: pytest.Pytester, baseline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node, before = f"{MATRIX}::test_cell[{IDS[1]}]", baseline.read_bytes()
-    words = ["-p", "no:cacheprovider", *QUICK, *CASES, "--baseline", str(baseline), "--update-baseline"]
-    ran = pytester.runpytest_inprocess(node, *words, no_reraise_ctrlc=True)
-    assert ran.ret == 2
-    ran.stdout.fnmatch_lines([HELD, "note    1 cell of * outside what pytest was given*"])
+    ran.stdout.fnmatch_lines(["gate held: 1 cell compared*", f"note    1 cell of * NOT compared: {told}"])
     assert baseline.read_bytes() == before
 
 
@@ -162,7 +156,7 @@ def test_a_run_that_stopped_falls_and_updates_nothing(matrix: Matrix, pytester: 
     assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0
     before = Path("base.json").read_bytes()
     pytester.makepyfile(mine=KERNEL.format(body="if not causal: raise ValueError('no')"))
-    refused = matrix("--baseline", "base.json", "--update-baseline", "--maxfail=1", cells=cells, workers=1)
+    refused = matrix("--baseline", "base.json", "--update-baseline", "--maxfail=1", cells=cells)
     assert refused.ret == 2
     refused.stdout.fnmatch_lines(
         [
@@ -172,12 +166,6 @@ def test_a_run_that_stopped_falls_and_updates_nothing(matrix: Matrix, pytester: 
         ]
     )
     assert Path("base.json").read_bytes() == before
-
-
-def test_a_run_without_cells_does_not_pass_the_gate(matrix: Matrix, baseline: Path) -> None:
-    fell = matrix("--baseline", str(baseline), "-k", "nothing_has_this_name")
-    assert fell.ret == 1
-    fell.stdout.fnmatch_lines(["gate FELL: no cell ran*"])
 
 
 def test_a_baseline_of_another_platform_is_refused_before_any_work(matrix: Matrix, baseline: Path) -> None:
@@ -315,7 +303,9 @@ def test_sigterm_keeps_what_is_done_and_says_what_was_not(pytester: pytest.Pytes
     cells = [*OWN, "--cases", "random,random_causal,random_scaled", "--baseline", "base.json", "--update-baseline"]
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        ran = pytester.inline_run(str(MATRIX), "-p", "no:cacheprovider", *cells, no_reraise_ctrlc=True)
+        ran = pytester.inline_run(
+            str(MATRIX / "test_cells.py"), "-p", "no:cacheprovider", *cells, no_reraise_ctrlc=True
+        )
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -342,8 +332,3 @@ def test_every_file_that_the_matrix_writes_fits_the_schema(matrix: Matrix) -> No
     jsonschema.Draft202012Validator(schema_of("records")).validate(plain)
     drawn = {record["case"]: record.get("evidence", {}).keys() for record in plain["records"]}
     assert drawn == {"tied_maxima[k=2]": {"histogram", "trace"}, "random": set()}
-    run = store.read(Path("out/last.json"))
-    assert {name for record in run.records for name in record.measures} == run.measures.keys()
-    assert {name for record in run.records for name in record.answers} == run.checks.keys()
-    assert {record.case for record in run.records} == run.cases.keys()
-    assert {record.experiment for record in run.records} == run.experiments.keys()

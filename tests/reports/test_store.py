@@ -48,8 +48,6 @@ def test_what_is_written_is_read_again_and_fits_the_schema(
     store.write(telling, tmp_path / "a.json")
     again = store.read(tmp_path / "a.json")
     assert sorted(again.records, key=lambda record: record.id) == sorted(telling.records, key=lambda record: record.id)
-    for name in ("platform", "options", "narrowing", "seconds"):
-        assert getattr(again, name) == getattr(telling, name), name
     assert store.as_text(again) == store.as_text(telling)
     validator.validate(json.loads((tmp_path / "a.json").read_text(encoding="utf-8")))
 
@@ -138,21 +136,14 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["measures", "bias"], GONE, "records[0]: bias: not described in measures"),
         (["cases"], {}, "records[0]: random: not described in cases"),
         (["experiments"], {}, "records[0]: call: not described in experiments"),
-        (["records", 0, "id"], "x\n\x1b[31m", ""),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(
-    steps: Sequence[str | int],
-    value: Any,
-    message: str,
-    keep: Callable[[Run, str], Path],
+    steps: Sequence[str | int], value: Any, message: str, keep: Callable[[Run, str], Path]
 ) -> None:
     path = keep(run(), "a")
     path.write_text(json.dumps(edited(json.loads(path.read_text(encoding="utf-8")), tuple(steps), value)))
-    if message:
-        assert refusal(path).startswith(message)
-    else:
-        store.read(path)  # any string is a name; what shows it keeps control characters from the terminal
+    assert refusal(path).startswith(message)
 
 
 def test_two_records_of_one_cell_and_a_number_beyond_all_bounds_are_refused(keep: Any) -> None:
@@ -229,27 +220,18 @@ def mutate(plain: dict[str, Any], paths: Sequence[tuple[str | int, ...]], chance
 
 def test_the_reader_raises_nothing_but_its_own_error(telling: Run, validator: jsonschema.Draft202012Validator) -> None:
     plain = json.loads(store.as_text(telling))
-    paths = list(leaves(plain))
-    for seed in range(2000):
+    paths, refusals = list(leaves(plain)), list[str]()
+    for seed in range(1200):
         try:
-            read_mutated(mutate(plain, paths, random.Random(seed)), random.Random(seed), validator)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-def read_mutated(content: bytes, chance: random.Random, validator: jsonschema.Draft202012Validator) -> None:
-    run, message = None, "fuzzed.json: "
-    try:
-        run = store.parse(content, Path("fuzzed.json"))
-    except UnreadableRecordsError as error:
-        message = str(error)
-    assert message.startswith("fuzzed.json: ")
-    assert message.isprintable()
-    if run and chance.random() < 0.1:  # the validator is slow
-        validator.validate(json.loads(store.as_text(run)))
-    if run and chance.random() < 0.1:  # and so are tables
-        shown_everywhere(run)
+            run = store.decoded(mutate(plain, paths, random.Random(seed)), Path("fuzzed.json"), Run)
+        except UnreadableRecordsError as error:
+            refusals.append(str(error))
+            continue
+        if seed % 10 == 0:  # the validator is slow
+            validator.validate(json.loads(store.as_text(run)))
+        if seed % 10 == 1:  # and so are tables
+            shown_everywhere(run)
+    assert [text for text in refusals if not (text.startswith("fuzzed.json: ") and text.isprintable())] == []
 
 
 def shown_everywhere(run: Run) -> None:

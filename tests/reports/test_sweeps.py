@@ -13,18 +13,9 @@ from tiebreak.defects.made_up import Call
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.store import UnreadableRecordsError
-from tiebreak.reports.sweeps.store import (
-    RUNS,
-    SETTINGS,
-    Place,
-    Settings,
-    Sweep,
-    SweepRun,
-    keep,
-    open_store,
-    read_sweep,
-)
-from tiebreak.reports.sweeps.tables import csv_grid, legend, sweep_figures, sweep_tables
+from tiebreak.reports.sweeps import store
+from tiebreak.reports.sweeps.store import RUNS, SETTINGS, Place, Settings, Sweep, SweepRun, open_store, read_sweep
+from tiebreak.reports.sweeps.tables import csv_grid, legend, sweep_figures, sweep_tables, wilson
 from tiebreak.reports.tables.grids import Grid, csv_text
 
 SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
@@ -38,7 +29,7 @@ def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> 
 def kept(folder: Path, runs: Iterable[SweepRun], settings: Settings = SETTINGS_OF) -> Path:
     open_store(folder, settings)
     for run in runs:
-        keep(run, folder)
+        store.keep(run, folder)
     return folder
 
 
@@ -121,6 +112,19 @@ def test_only_intervals_that_are_apart_are_called_so() -> None:
     assert "plain E8M7 0.01 (0/20), mine (20/20)" not in text  # they differ in the rate, too
 
 
+@pytest.mark.parametrize(
+    ("count", "of", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_published_intervals(count: int, of: int, low: float, high: float) -> None:
+    assert [round(end, 4) for end in wilson(count, of)] == [low, high]
+
+
 def test_csv_and_figures_have_a_line_and_a_mark_a_group() -> None:
     sweep = swept((0.01, "plain", 0), (0.1, "plain", 10), (0.1, "mine", 20))
     first, second, third = csv.DictReader(io.StringIO(csv_text(csv_grid(sweep))))
@@ -128,10 +132,8 @@ def test_csv_and_figures_have_a_line_and_a_mark_a_group() -> None:
     assert (second["diverged"], second["runs"]) == ("10", "20")
     assert (third["diverged"], third["loss_median"]) == ("20", "")
     figure, losses = sweep_figures(sweep, "here")
-    plain, mine = figure.series
-    assert [y for _, y in plain.points] == [0.0, 50.0]
-    assert [(round(low), round(high)) for _, low, high in plain.bars] == [(0, 16), (30, 70)]
-    assert [y for _, y in mine.points] == [100.0]
+    assert [[y for _, y in line.points] for line in figure.series] == [[0.0, 50.0], [100.0]]
+    assert [(round(low), round(high)) for _, low, high in figure.series[0].bars] == [(0, 16), (30, 70)]
     assert [label for _, label in figure.x_ticks] == ["0.01", "0.1"]
     assert losses.series[0].bars[0][1:] == (3.01, 3.2)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from scipy.special import gammaincinv
 
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.cli import positive
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED
 from tiebreak.reports.tables.run import counted
 from tiebreak.studies.study import Study
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         cells(Selection(backends=options.backend, cases=options.cases))
-    except SelectionError as error:
+    except UsageError as error:
         parser.error(str(error))
     seeds = range(options.first, options.first + options.seeds)
     results = STUDY.results((Seed(seed, options.backend, options.cases) for seed in seeds), options)

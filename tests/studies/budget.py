@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.matrix.budget import ORDER_FILE
+from tiebreak.matrix.scheduling import ORDER_FILE
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import CRASHED, FELL

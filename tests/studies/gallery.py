@@ -8,6 +8,7 @@ import gzip
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def _processor(run: Run) -> str:
 
 def _agreement(runs: Mapping[str, Run]) -> tuple[str, ...]:
     """Return how many cells all runs have, and how many of them agree to the bit, in verdict alone, and not."""
-    counts = compare(list(runs.values()), list(runs)).counts
+    counts = Counter(row.agreement for row in compare(list(runs.values()), list(runs)).rows)
     agreeing = [counts[kind] for kind in (Agreement.BITS, Agreement.VERDICT, Agreement.DISAGREE)]
     return tuple(map(str, (sum(agreeing), *agreeing)))
 

@@ -9,7 +9,7 @@ from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.acceptance import said
+from tiebreak.matrix.experiments.call import said
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.records.record import RuleAnswer, Shown

@@ -1,25 +1,33 @@
-"""Features added to cases by a product: what the case is about stays, and what makes no sense is one line."""
+"""Features added to cases by a product, and as kernels in service have them: what each adds, and who is asked."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.batch import Batch
+from tiebreak.cases.case import Case
 from tiebreak.cases.errors import measure
 from tiebreak.cases.feature_cases import added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.kernels.features import DESCALE, LENGTHS
+from tiebreak.kernels.external.kernels import users_kernel
+from tiebreak.kernels.external.options import KernelOptions
+from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, LENGTHS, WINDOW
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix.experiment import SelectionContext
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import rerun
-from tiebreak.matrix.selection import Selection, SelectionError, cells, check_usable
+from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in SCRIPTED}
 TIED = CASES["tied_maxima[k=2]"]
@@ -79,14 +87,14 @@ def test_a_window_hides_the_weakest_keys_and_none_of_the_maxima() -> None:
     ],
 )
 def test_what_makes_no_sense_is_one_line(features: str, message: str) -> None:
-    with pytest.raises(SelectionError, match=re.escape(message)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         check_usable(cells(Selection("emulation", "standard", "no_tail", features=features))[0])
 
 
 def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(q, k, v, *, window_size=(-1, -1)):\n    return q\n")
     target = (f"{tmp_path / 'mine.py'}:mine",)
-    with pytest.raises(SelectionError, match=r"--features window\+sink: mine takes no learned sink"):
+    with pytest.raises(UsageError, match=r"--features window\+sink: mine takes no learned sink"):
         cells(Selection(kernel=target, cases="no_tail", features="window,window+sink"))
     (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window=9+value_dim"))[0]
     command = " ".join(rerun(chosen, Settings()))
@@ -109,3 +117,62 @@ def test_each_case_is_run_with_each_feature_and_a_skip_says_why() -> None:
         **{f"{kernel} window_cuts_tie+window": present for kernel in ("sdpa_flash", "flash@fused")},
     }
     assert len(reasons) == 2 * 2 * 4
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    raise NotImplementedError
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    raise NotImplementedError
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, window_size: object = (-1, -1), sinks: Tensor | None = None) -> Tensor:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("function", "asked"),
+    [
+        (plain, set()),
+        (masked, set()),  # one mask hides scores, whatever they are hidden for
+        (windowed, {"window", "sink", "window+sink", "window+gqa", "sink+gqa"}),
+    ],
+)
+def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
+    function: Callable[..., Tensor], asked: set[str]
+) -> None:
+    pairs = [(CPU, users_kernel("mine", function, KernelOptions())), (CPU, CPU.kernel("flash@fused"))]
+    context = SelectionContext(pairs, [CPU], True, False, BF16)
+    chosen = [
+        call.name
+        for call in map(Call, (case for case in SCRIPTED if case.name.startswith("served[")))
+        for _ in call.pairs(context)
+    ]
+    assert {name[len("served[") : -1] for name in chosen} == asked
+    assert len(chosen) == len(asked)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case.needs], ids=lambda case: case.name)
+def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Case) -> None:
+    inputs = case.make(1, 0, 64, BF16)
+    assert set(inputs.asks()) | {HIDDEN_NAN, CAUSAL} == case.needs | {HIDDEN_NAN, CAUSAL}
+    batch, heads = inputs.q.shape[:2]
+    if inputs.sink is not None:
+        assert len(set(inputs.sink.tolist())) > heads // 2
+    if inputs.bias is not None:
+        assert len(inputs.bias.flatten(0, 2).unique(dim=0)) == batch * heads * inputs.q.shape[2]
+    if inputs.block_table is not None:
+        assert len({tuple(row) for row in inputs.block_table.tolist()}) == batch
+    for factors in (inputs.k_descale, inputs.v_descale):
+        assert factors is None or len(set(factors.flatten().tolist())) == factors.numel()
+    if inputs.key_padding is not None:
+        assert len(set(inputs.key_padding.sum(1).tolist())) == batch
+    if inputs.lengths is not None:
+        begins = torch.tensor(inputs.lengths[1])
+        assert len(set(begins.diff().tolist())) == len(begins) - 1
+    if inputs.window != (None, None) and inputs.q.shape[2] == inputs.k.shape[2]:
+        hidden = inputs.masks()[WINDOW][0, 0]
+        edges = hidden[:, 1:] != hidden[:, :-1]
+        assert all(tile.any() for tile in edges.split(64, 1))
+        assert inputs.causal or bool(hidden.triu(1).any())

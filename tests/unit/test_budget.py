@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak.matrix import watch
-from tiebreak.matrix.budget import seconds_of
+from tiebreak.matrix.scheduling import seconds_of
 from tiebreak.matrix.watch import BudgetSpentError, Watch
 from tiebreak.reports.records.record import NO_TIME, Run
 

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tiebreak.reports.records.record import (
 
 FINITE = {"nonfinite": 0.0, "missed": 0.0, "elements": 64.0}
 STEPS = {"finite_steps": 4.0, "steps": 4.0}
+ABOVE_1 = math.nextafter(1.0, 2.0)
 NO_NUMBERS = (None, math.nan, Interval(math.nan, math.inf))
 
 
@@ -41,98 +41,49 @@ def measured(**measures: Any) -> dict[str, Any]:
     return {"measures": measures}
 
 
-@dataclass(frozen=True)
-class Question:
-    """What a check is to answer: results as the fields that differ from a result of nothing."""
-
-    met: list[dict[str, Any]]
-    fell: list[tuple[dict[str, Any], str]]  # with a pattern of why
-    untold: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    not_asked: list[dict[str, Any]] = field(default_factory=list)  # beside a result of nothing
-
-
-def at_most_one(measure: str, words: str) -> Question:
-    """A check that a measure is at most 1."""
-    return Question(
-        met=[measured(**{measure: value}) for value in (0.0, 1.0, Interval(1.0, 9.0))],
-        fell=[
-            (measured(**{measure: math.nextafter(1.0, 2.0)}), words.format("1")),
-            (measured(**{measure: math.inf}), words.format("inf")),
-            (measured(**{measure: math.nan}), f"^there is no number for {measure}$"),
-        ],
-    )
-
-
-CHECKS: Mapping[str, Question] = {
-    "bound": at_most_one("error_over_bound", "^largest error is {} times the bound of plan p$"),
-    "range": at_most_one("outside_values", "lies outside its range by {} times what rounding allows$"),
-    "finite": Question(
-        met=[measured(**FINITE)],
-        fell=[
-            (measured(**FINITE | {"nonfinite": 1.0}), "^1 of 64 elements are NaN or Inf, the reference is not$"),
-            (measured(**FINITE | {"nonfinite": 1.0, "missed": 2.0}), "^1 of 64 .*; 2 elements are finite where .*"),
-        ],
-    ),
-    "loss": Question(
-        met=[measured(**STEPS)],
-        fell=[
-            (measured(**STEPS | {"finite_steps": 2.0}), "^the loss is not a number at step 3 of 4$"),
-        ],
-    ),
-    "claim": Question(
-        met=[{"claims": (claimed(True),)}, {"claims": (claimed(True), claimed(True, "small"))}],
-        fell=[
-            (
-                {"claims": (claimed(None), claimed(False, "small"))},
-                r"^claim fell: small \(who says small\); bias of small$",
-            ),
-        ],
-        untold=[
-            (
-                {"claims": (claimed(True), claimed(None, "small")), "heads": 8, "remedy": "more"},
-                r"^8 heads do not settle the claim: small \(who says small\); bias of small; more$",
-            )
-        ],
-    ),
-    "prediction": Question(
-        met=[{"prediction": Predicted("flash@fused", True, "found")}],
-        fell=[({"prediction": Predicted("flash@fused", False, "found")}, "^not what flash@fused predicts: found$")],
-        untold=[
-            (
-                {"prediction": Predicted("flash@fused", None, "found"), "heads": 8, "remedy": "more"},
-                "^8 heads do not settle whether it is what flash@fused predicts: found; more$",
-            )
-        ],
-    ),
-    "gradients": Question(
-        met=[measured(gradients_nonfinite=0.0, gradient_error_over_bound=share) for share in (0.0, 1.0)],
-        fell=[
-            (
-                measured(gradients_nonfinite=3.0, gradient_error_over_bound=0.5),
-                "^3 elements of dQ, dK and dV are NaN or Inf, the reference's are not$",
-            ),
-            (
-                measured(gradients_nonfinite=0.0, gradient_error_over_bound=1.5),
-                r"^the largest error of dQ, dK and dV is 1\.5 times its bound$",
-            ),
-            (measured(gradients_nonfinite=0.0, gradient_error_over_bound=math.nan), "^there is no number for "),
-        ],
-        not_asked=[measured(gradients_nonfinite=None, gradient_error_over_bound=None)],
-    ),
-    "repeatable": Question(
-        met=[{"repeatable": True}],
-        fell=[({"repeatable": False}, "^not repeatable: two runs on the same input differ in bits$")],
-    ),
-    # One that breaks it gives no result to ask: `run_cell` answers, see below.
-    "contract": Question(met=[{"contract": True}], fell=[]),
-}
+BOUND, RANGE = "error_over_bound", "outside_values"
+LOST, LOST_LOSS = measured(**FINITE | {"nonfinite": 1.0}), measured(**STEPS | {"finite_steps": 2.0})
+WRONG_GRADIENTS = measured(gradients_nonfinite=3.0, gradient_error_over_bound=1.5)
+SMALL = (claimed(True), claimed(None, "small"))
+UNTOLD = {"heads": 8, "remedy": "more"}
+NOT_SMALL = {"claims": (claimed(None), claimed(False, "small"))}
+#: A check, the fields that differ from a result of nothing, the answer, and a pattern of why.
+ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
+    *((name, measured(**{of: met}), True, "^$") for name, of in (("bound", BOUND), ("range", RANGE))
+      for met in (0.0, 1.0, Interval(1.0, 9.0))),
+    *((name, measured(**{of: math.nan}), False, f"^there is no number for {of}$")
+      for name, of in (("bound", BOUND), ("range", RANGE))),
+    ("bound", measured(error_over_bound=ABOVE_1), False, "^largest error is 1 times the bound of plan p$"),
+    ("bound", measured(error_over_bound=math.inf), False, "^largest error is inf times the bound of plan p$"),
+    ("range", measured(outside_values=ABOVE_1), False, "lies outside its range by 1 times what rounding allows$"),
+    ("finite", measured(**FINITE), True, "^$"),
+    ("finite", LOST, False, "^1 of 64 elements are NaN or Inf, the reference is not$"),
+    ("finite", measured(**FINITE | {"nonfinite": 1.0, "missed": 2.0}), False, "^1 of 64 .*; 2 elements are finite wh"),
+    ("loss", measured(**STEPS), True, "^$"),
+    ("loss", LOST_LOSS, False, "^the loss is not a number at step 3 of 4$"),
+    ("claim", {"claims": (claimed(True), claimed(True, "small"))}, True, "^$"),
+    ("claim", NOT_SMALL, False, r"^claim fell: small \(who says small\); bias of small$"),
+    ("claim", {"claims": SMALL} | UNTOLD, None,
+     r"^8 heads do not settle the claim: small \(who says small\); bias of small; more$"),
+    ("prediction", {"prediction": Predicted("plan", True, "found")}, True, "^$"),
+    ("prediction", {"prediction": Predicted("plan", False, "found")}, False, "^not what plan predicts: found$"),
+    ("prediction", {"prediction": Predicted("plan", None, "found")} | UNTOLD, None,
+     "^8 heads do not settle whether it is what plan predicts: found; more$"),
+    ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=1.0), True, "^$"),
+    ("gradients", WRONG_GRADIENTS, False, "^3 elements of dQ, .* Inf, the reference's are not; the largest error of .*"
+                                          r" is 1\.5 times its bound$"),
+    ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=math.nan), False, "^there is no number"),
+    ("repeatable", {"repeatable": True}, True, "^$"),
+    ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
+    ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
+)  # fmt: skip
 # What a claim may take a check's place in, and a result that the check would not be met by.
 WAIVED = {
     "bound": measured(error_over_bound=2.0),
     "range": measured(outside_values=2.0),
-    "finite": measured(**FINITE | {"nonfinite": 1.0}),
-    "gradients": measured(gradients_nonfinite=3.0, gradient_error_over_bound=2.0),
-    "loss": measured(**STEPS | {"finite_steps": 2.0}),
+    "finite": LOST,
+    "gradients": WRONG_GRADIENTS,
+    "loss": LOST_LOSS,
 }
 
 
@@ -146,38 +97,26 @@ def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:
 
 
 def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
-    names = [name for kind in kinds().values() for name in kind.measures()]
+    names = [each.name for kind in kinds().values() for each in kind.measured]
     for value in NO_NUMBERS:
         answers = ask_all(result(measures=dict.fromkeys(names, value)))
         assert {"bound", "finite", "loss"} <= answers.keys()
         assert not any(answer.met for answer in answers.values()), answers
 
 
-def test_those_that_are_looked_at_below_are_checks() -> None:
+def test_those_that_are_looked_at_here_are_checks() -> None:
     elsewhere = {RUNS, IN_TIME, "accuracy", "decided", "usage", "invariance"}
-    assert set(checks()) == CHECKS.keys() | elsewhere
+    assert set(checks()) == {name for name, *_ in ANSWERS} | elsewhere
     assert ask_all(result()) == {}
+    assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_it_is_met_falls_or_does_not_tell_and_says_why(name: str) -> None:
-    question = CHECKS[name]
-    met = [(fields, "^$") for fields in question.met]
-    for expected, asked in ((True, met), (False, question.fell), (None, question.untold)):
-        for fields, why in asked:
-            answer = ask(name, fields)
-            assert answer is not None, fields
-            assert answer.met is expected, fields
-            assert re.search(why, answer.why), answer.why
-            assert answer.asked
-    for fields in question.not_asked:
-        assert ask(name, fields) is None, fields
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_it_is_alone_in_asking_for_what_it_asks(name: str) -> None:
-    for fields in CHECKS[name].met:
-        assert set(ask_all(result(**fields))) == {name}
+@pytest.mark.parametrize(("name", "fields", "met", "why"), ANSWERS)
+def test_a_check_alone_answers_and_says_why(name: str, fields: dict[str, Any], met: bool | None, why: str) -> None:
+    ((asked, answer),) = ask_all(result(**fields)).items()
+    assert (asked, answer.met) == (name, met)
+    assert re.search(why, answer.why), answer.why
+    assert answer.asked
 
 
 @pytest.mark.parametrize("name", WAIVED)

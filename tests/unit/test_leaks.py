@@ -10,7 +10,6 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.repetition import CALLS, left_behind, mallinfo
@@ -106,15 +105,3 @@ def test_as_much_as_o_at_every_call_is_a_leak_and_less_is_none() -> None:
     assert len(outputs) == CALLS
     assert left_behind(keeping(2**15), 2**16) == ("returned", None)
     assert len(outputs) == CALLS + 1
-
-
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in CPU.kernels() if not kernel.composed])
-def test_no_kernel_of_the_suite_leaks(kernel: str) -> None:
-    inputs, ours = CASES["random"].make(1, 0, 16, BF16), CPU.kernel(kernel)
-    size = inputs.q.numel() * TORCH_DTYPES[BF16].itemsize
-
-    def call() -> None:
-        CPU.run(ours, inputs, gradients=True)
-
-    call()
-    assert left_behind(call, size)[1] is None

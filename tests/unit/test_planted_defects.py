@@ -1,7 +1,7 @@
 """Planted defects fall by the checks that their rows name, and their sound twins pass there."""
 
 import re
-from functools import cache, lru_cache
+from functools import cache
 
 import pytest
 
@@ -29,16 +29,15 @@ _OTHERS = {RUNS, IN_TIME, "decided", "loss"}
 BY_CASE = sorted(DEFECTS.values(), key=lambda defect: (defect.case, defect.fmt.name, defect.heads))
 
 
-@lru_cache(maxsize=2)
-def _bench(case: str, fmt: str, heads: int) -> Workbench:
-    """What the cells of one case share: the tests go case by case."""
-    del case, fmt
+@cache
+def _bench(heads: int) -> Workbench:
+    """What cells share of one case, for the tests go case by case, and what a kernel was asked before."""
     return Workbench(Settings(seed=1, heads=heads))
 
 
 @cache
 def _run(kernel: str, case: str, fmt: str, heads: int) -> Record:
-    return run_one(kernel, case, fmt, _bench(case, fmt, heads))
+    return run_one(kernel, case, fmt, _bench(heads))
 
 
 @pytest.mark.parametrize("check", sorted(set(checks()) - _OTHERS))
@@ -66,7 +65,7 @@ def test_a_defect_falls_by_the_checks_of_its_row_and_is_named_and_its_sound_twin
 @pytest.mark.parametrize(("name", "outcome"), [("tiled", HELD), ("saved_in_a_global", FELL)])
 def test_training_of_two_layers_tells_what_is_kept_in_a_global(name: str, outcome: str) -> None:
     kernel = DEFECTS[name].kernel if name in DEFECTS else twin(name)
-    record = run_cell(Cell(CPU, kernel, TrainingRun(TWO_LAYERS), BF16), Workbench(Settings(seed=1)))
+    record = run_cell(Cell(CPU, kernel, TrainingRun(TWO_LAYERS), BF16), _bench(_HEADS))
     assert record.outcome == outcome, record.reasons
     assert {check for check, answer in record.answers.items() if answer.met is False} <= {"claim"}
 
@@ -79,6 +78,6 @@ def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
 def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> None:
     """Else an exemption would read as a prediction that was met."""
     cell = Cell(on(), honest("flash@fused"), Call(CASES[case]), BF16)
-    record = run_cell(cell, Workbench(Settings(seed=1, heads=256)))
+    record = run_cell(cell, _bench(_HEADS))
     assert PREDICTION not in record.answers
     assert "predicted_bias" not in record.measures

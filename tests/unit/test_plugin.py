@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.matrix import plugin, scheduling
-from tiebreak.matrix.selection import Selection, cells
+from tiebreak.matrix import plugin
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CRASHED, HELD, Run
 
@@ -33,12 +32,23 @@ def plain(q, k, v, *, causal=False, scale=None):
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return (s.softmax(-1) @ v.float()).to(q.dtype)
 """
+# Behind a kernel: a file of one changes the backend that it runs on, on the controller and on the workers.
+DEVICE = """
+import sys
+from pathlib import Path
+from tiebreak.backends.backend import CPU
+vars(CPU).update(
+    poisoned=lambda: getattr(sys, "broken", False),
+    worker_environment=lambda worker: {{"ABACUS": f"bead-{{worker}}"}},
+    set_up=lambda: Path({folder!r}, "set-up-" + os.environ.get("ABACUS", "on-the-controller")).touch(),
+    describe=lambda: {{"beads": 7}},
+)
+"""
 ODD_QUERIES = 7  # of the case random_odd: by them a kernel knows the case
 
 FEW = ("--backend", "emulation", "--kernels", "standard,flash@paper", "--cases", "tied_maxima[k=2],random,no_tail")
 QUICK = (*FEW, "--heads", "16")
 PLAN = ("--plan", "fp32_inside")  # of `plain`: to find it takes longer than a cell
-SUMMARY = re.compile(r"^(\d+) cells?: (.*)$")
 
 
 def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, causal=causal, scale=scale)") -> str:
@@ -49,12 +59,6 @@ def user_kernel(pytester: pytest.Pytester, body: str = "return plain(q, k, v, ca
     return "mine.py:mine"
 
 
-def on_import(pytester: pytest.Pytester, code: str) -> None:
-    """Let the kernel's file change the backend that it runs on, here and on the workers."""
-    with (pytester.path / "mine.py").open("a", encoding="utf-8") as file:
-        file.write(f"\nimport sys\nfrom tiebreak.backends.backend import CPU\n{code}\n")
-
-
 def outcomes(run: Run) -> dict[str, str]:
     return {record.case: record.outcome for record in run.records}
 
@@ -62,15 +66,6 @@ def outcomes(run: Run) -> dict[str, str]:
 def all_records(pytester: pytest.Pytester, name: str = "last") -> list[Mapping[str, Any]]:
     records: list[Mapping[str, Any]] = json.loads((pytester.path / "out" / f"{name}.json").read_text())["records"]
     return records
-
-
-@pytest.fixture
-def cpu_as_it_was() -> Iterator[None]:
-    """For a kernel's file that changes the backend: the run's controller is this process."""
-    fields = dict(vars(CPU))
-    yield
-    vars(CPU).clear()
-    vars(CPU).update(fields)
 
 
 class TestCells:
@@ -100,16 +95,6 @@ class TestCells:
         assert all(len(workers) == 1 for workers in places.values())
         assert len(set.union(*places.values())) == 2
 
-    def test_another_seed_gives_other_records_and_the_default_is_1(
-        self, matrix: MatrixRun, pytester: pytest.Pytester
-    ) -> None:
-        matrix(*QUICK)
-        for seed in ("1", "2"):
-            matrix(*QUICK, "--seed", seed, "--save", f"seed{seed}")
-        assert all_records(pytester) == all_records(pytester, "seed1")
-        digests = [{record["digest"] for record in all_records(pytester, f"seed{seed}")} for seed in "12"]
-        assert not digests[0] & digests[1]
-
     def test_no_name_has_the_ids_dash(self) -> None:
         names = [case.name for case in SCRIPTED]
         names += [kernel.name for backend in (EMULATION, CPU) for kernel in backend.kernels()]
@@ -120,28 +105,24 @@ class TestBadInput:
     """Exit code 2, one line that names the flag and what it takes, and nothing written."""
 
     KNOWN = (
-        ("--kernels nosuch@paper", r"--kernels: unknown kernel 'nosuch@paper': did you mean .*flash@paper"),
-        ("--plan nosuch --kernel mine.py:mine", r"--plan nosuch: unknown plan 'nosuch': `tiebreak list plans` names"),
         ("--fair", "--fair .*needs --kernel"),
-        ("--kernel mine.py:mine --backend emulation", "a kernel of your own .*not in the emulation: --backend cpu"),
         ("--kernel mine.py:fair --kernels fair", "--kernel mine.py:fair: --kernels has a fair too; give your function"),
         ("--kernel mine", r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*"),
-        ("--kernel no.py:f", r"--kernel no.py:f: .*no such file: no.py"),
         ("--kernel mine.py:N", r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
         ("--kernel exits.py:f", r"--kernel exits.py:f: .*SystemExit: usage: exits.py FILE \(exits.py, line 1\)"),
         ("--kernel ends.py:f", r"--kernel ends.py:f: .*Exit: bye \(ends.py, line 2\)"),
         ("--out mine.py", "--out: cannot write records to mine.py: .*; name another folder"),
+        ("--save main", "--save main: out/main.json is a folder; take another name"),
         ("--save ..", r"--save \.\.: expected a plain name.*"),
-        ("--save=", "--save : expected a plain name.*--out"),
         ("--heads 40", "--heads 40: expected at most 16 or a multiple of 16"),
         ("--heads=-1", "--heads -1: expected a positive integer"),
-        (f"--seed={'9' * 30}", f"--seed {'9' * 30}: expected a positive integer"),
         ("--cell-timeout=soon", "--cell-timeout soon: expected a positive number of seconds"),
     )
 
     @pytest.fixture(autouse=True)
     def files(self, pytester: pytest.Pytester) -> set[Path]:
         user_kernel(pytester)
+        Path("out", "main.json").mkdir(parents=True)
         with (pytester.path / "mine.py").open("a") as file:
             file.write("\nN = 3\n\ndef fair(q, k, v):\n    return q\n")
         (pytester.path / "ends.py").write_text("import pytest\npytest.exit('bye')\n")
@@ -156,17 +137,6 @@ class TestBadInput:
         assert len(lines) == 1
         assert re.fullmatch(f"Exit: {message}.*", lines[0])
         assert {path for path in Path.cwd().iterdir() if path.name != "__pycache__"} == files
-
-    def test_a_process_of_its_own_with_workers_ends_with_2_too(self, matrix: MatrixRun) -> None:
-        result = matrix("--cases", "nosuch", "-n", "2", apart=True)
-        assert result.ret == 2
-        assert len([line for line in (*result.outlines, *result.errlines) if line]) == 1
-
-    def test_a_folder_in_the_records_way_is_seen_before_the_work(self, matrix: MatrixRun) -> None:
-        Path("out", "main.json").mkdir(parents=True)
-        result = matrix(*QUICK, "--save", "main")
-        assert result.ret == 2
-        result.stderr.fnmatch_lines(["Exit: --save main: out/main.json is a folder; take another name"])
 
 
 class TestUserKernel:
@@ -188,13 +158,19 @@ class TestUserKernel:
         result.stdout.re_match_lines([rf"\s*{error}"])
         result.stdout.no_fnmatch_line("*Traceback*")
 
-    @pytest.mark.usefixtures("cpu_as_it_was")
-    @pytest.mark.parametrize("workers", ["0", "1"])
+    @pytest.mark.parametrize("workers", ["0", "auto"])
     def test_one_that_leaves_the_device_unusable_takes_no_other_cell_with_it(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
     ) -> None:
-        """As a GPU's sticky error: in the process that has it all later calls fail."""
+        """As a GPU's sticky error: in the process that has it all later calls fail.
+
+        What a backend says of its device is heeded: how many workers it carries, what each sees, its set-up.
+        """
+        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         monkeypatch.setattr(sys, "broken", False, raising=False)
+        monkeypatch.setitem(vars(CPU), "worker_limit", lambda: 1)
+        for changed in ("poisoned", "worker_environment", "set_up", "describe"):  # by the kernel's file, here too
+            monkeypatch.setitem(vars(CPU), changed, getattr(CPU, changed))
         spec = user_kernel(
             pytester,
             f"""
@@ -204,7 +180,8 @@ class TestUserKernel:
             return plain(q, k, v, causal=causal, scale=scale)
             """.replace("\n            ", "\n"),
         )
-        on_import(pytester, 'vars(CPU)["poisoned"] = lambda: getattr(sys, "broken", False)')
+        with (pytester.path / "mine.py").open("a", encoding="utf-8") as file:
+            file.write(DEVICE.format(folder=str(pytester.path)))
         cases = ("random_odd", "random", "random_causal", "no_tail")
         result = matrix("--kernel", spec, *PLAN, "--cases", ",".join(cases), "--heads", "16", "-n", workers)
         assert result.ret != 0
@@ -212,18 +189,18 @@ class TestUserKernel:
         spoiled = next(record for record in run.records if record.outcome == CRASHED)
         assert spoiled.case == "random_odd"
         assert "RuntimeError: an illegal memory access was encountered" in spoiled.reasons[0]
+        assert run.platform["beads"] == 7
+        set_up = {path.name for path in pytester.path.glob("set-up-*")}
         if workers == "0":
             assert (len(run.records), run.complete) == (1, False)
             result.stdout.fnmatch_lines(["*the device is beyond use for this process; -n 1 puts another in its place*"])
+            assert set_up == {"set-up-on-the-controller"}
         else:
             assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
             assert run.complete
             assert result.parseoutcomes()["failed"] == 1
-
-    def test_every_cell_may_kill_its_worker(self, pytester: pytest.Pytester) -> None:
-        """xdist on its own account starts four times as many anew as there are workers."""
-        config = pytester.parseconfigure("-p", "tiebreak.matrix.plugin", *QUICK, "-n", "1")
-        assert int(config.option.maxworkerrestart) > 6  # cells
+            result.stdout.fnmatch_lines(["*1 worker [[]*"])
+            assert set_up == {"set-up-on-the-controller", "set-up-bead-0", "set-up-bead-1"}
 
     def test_cells_that_no_worker_is_left_for_are_in_the_records_as_crashed(
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
@@ -305,105 +282,40 @@ return plain(q, k, v, causal=causal, scale=scale)
         assert "INTERNALERROR" not in output
 
 
-class TestFiles:
-    def test_records_are_kept_under_a_name_in_a_folder_and_the_table_closes_the_report_also_without_xdist(
-        self, matrix: MatrixRun, pytester: pytest.Pytester
+class TestReport:
+    def test_records_have_a_name_in_a_folder_and_header_and_table_say_what_ran_and_what_cannot_also_without_xdist(
+        self, matrix: MatrixRun, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        result = matrix(*QUICK, "--save", "main", "--out", "some/where", "-p", "no:xdist")
+        absent = replace(CPU, name="abacus", unavailable=lambda: "its beads are stuck")
+        backends: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, absent)}
+        monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)
+        words = ("--kernels", "standard", "--cases", "random,no_tail", "--heads", "16")
+        result = matrix(*words, "--save", "main", "--out", "some/where", "-p", "no:xdist")
         assert result.ret == 0
-        result.stdout.fnmatch_lines(["*= tiebreak =*", "emulation, bf16", "case*", "*", "6 cells: 5 held, 1 measured"])
-        result.stdout.fnmatch_lines(["records: some/where/main.json"])
+        result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
+        result.stdout.fnmatch_lines(["*= tiebreak =*", "emulation, bf16", "case*", "*", "4 cells: *"])
+        result.stdout.fnmatch_lines(["backend abacus did not run: *", "records: some/where/main.json"])
         assert [path.name for path in (pytester.path / "some" / "where").iterdir()] == ["main.json"]
         run = store.read(pytester.path / "some" / "where" / "main.json")
         assert run.complete
         assert run.options["heads"] == "16"
+        assert run.unavailable == {"abacus": "its beads are stuck"}
         assert set(run.seconds) == {record.id for record in run.records}
-
-
-class TestTerminal:
-    def test_help_has_a_group(self, matrix: MatrixRun, pytester: pytest.Pytester) -> None:
-        result = matrix("--help")
-        result.stdout.fnmatch_lines(["tiebreak: the matrix*", "*--backend=NAMES*", "*--kernel=*", "*--seed=N*"])
-        assert list(pytester.path.iterdir()) == []
-
-    def test_header_names_the_platform_and_what_cannot_run(
-        self, matrix: MatrixRun, kept: Kept, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        absent(monkeypatch, "abacus", "its beads are stuck")
-        result = matrix("--kernels", "standard", "--cases", "random", "--heads", "16")
-        assert result.ret == 0
-        result.stdout.fnmatch_lines(["platform: *, level *, torch *", "backend abacus can't run: its beads are stuck"])
-        result.stdout.fnmatch_lines(["backend abacus did not run: its beads are stuck"])
-        assert kept().unavailable == {"abacus": "its beads are stuck"}
 
 
 class TestWorkers:
     def test_auto_asks_for_cores_and_memory_and_torch_computes_in_one_thread(
-        self, matrix: MatrixRun, monkeypatch: pytest.MonkeyPatch
+        self, matrix: MatrixRun, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked: list[float] = []
-
-        def single(memory: float) -> int:
-            asked.append(memory)
-            return 1
-
-        monkeypatch.setattr(plugin, "worker_count", single)
+        monkeypatch.setattr(plugin, "worker_count", lambda memory: int(memory == 2.0))
         monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         torch.set_num_threads(2)
-        assert matrix(*QUICK, "-n", "auto", "--collect-only").ret == 0
-        assert asked == [2.0]
-        assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
-
-    def test_xdists_own_variable_wins(self, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert matrix(*QUICK, "--collect-only").ret == 0
+        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) == 1
         monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
-        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None
-
-    @pytest.mark.usefixtures("cpu_as_it_was")
-    def test_a_backend_answers_for_its_device(
-        self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """How many workers it carries, what each of them sees, how it is set up there, and what is recorded of it."""
-        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
-        vars(CPU)["worker_limit"] = lambda: 1
-        spec = user_kernel(pytester)
-        on_import(
-            pytester,
-            f"""
-from pathlib import Path
-seen = lambda: "set-up-" + os.environ.get("ABACUS", "on-the-controller")
-vars(CPU).update(
-    worker_environment=lambda worker: {{"ABACUS": f"bead-{{worker}}"}},
-    set_up=lambda: Path({str(pytester.path)!r}, seen()).touch(),
-    describe=lambda: {{"beads": 7}},
-)
-""",
-        )
-        result = matrix("--kernel", spec, *PLAN, "--cases", "random", "--heads", "16", "-n", "auto")
-        result.stdout.fnmatch_lines(["*1 worker [[]*"])
-        assert {path.name for path in pytester.path.glob("set-up-*")} == {"set-up-on-the-controller", "set-up-bead-0"}
-        assert kept().platform["beads"] == 7
-
-    @pytest.mark.parametrize(
-        ("test", "group"),
-        [
-            ("a.py::test_cell[cpu-flash@paper-tied_maxima[k=2]-bf16]", "a.py::tied_maxima[k=2]-bf16"),
-            ("a.py::test_cell[emulation-fair@train-train_drift-bf16]",) * 2,
-            ("a.py::test_other[x-y-z]", "a.py::test_other[x-y-z]"),
-        ],
-    )
-    def test_groups(self, test: str, group: str, pytester: pytest.Pytester) -> None:
-        by_id = {cell.id: cell for cell in cells(Selection(formats="*"))[0]}
-        config = pytester.parseconfig("--tx=popen")
-        assert scheduling.CaseScheduling(config, None, by_id)._split_scope(test) == group
+        assert plugin.pytest_xdist_auto_num_workers(pytestconfig) is None  # xdist's own variable wins
+        assert torch.get_num_threads() == 1  # however many cores a machine has, sums are added in one order
 
     def test_another_way_of_dist_is_left_to_xdist(self, pytester: pytest.Pytester) -> None:
         config = pytester.parseconfig("-p", "tiebreak.matrix.plugin", "--dist", "worksteal")
         assert plugin.pytest_xdist_make_scheduler(config, None) is None
-
-
-def absent(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
-    """A backend more, which can't run."""
-    backends: Mapping[str, Backend] = {
-        backend.name: backend for backend in (EMULATION, CPU, replace(CPU, name=name, unavailable=lambda: reason))
-    }
-    monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", backends)

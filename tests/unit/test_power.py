@@ -7,7 +7,7 @@ import pytest
 
 from tiebreak.defects.kernel import SOUND
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.matrix.budget import ORDER_FILE
+from tiebreak.matrix.scheduling import ORDER_FILE
 from tiebreak.studies import budget, power
 from tiebreak.studies.pages import read_rows
 from tiebreak.studies.power import Caught, Cells, Outcomes, TwinRow, caught, first_catches, twin_rows

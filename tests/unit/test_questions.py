@@ -30,9 +30,10 @@ from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.texts import worst
 from tiebreak.reports.verdict import verdicts
@@ -68,12 +69,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, caus
     return torch.softmax(s.float(), -1).to(q.dtype) @ v
 
 
-def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest: int = 1) -> Callable[..., Tensor]:
+def splitting(partial: torch.dtype = torch.float32, shortest: int = 1) -> Callable[..., Tensor]:
     """Split-KV attention whose partial O is stored in a format of its own."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, num_splits: int = 1) -> Tensor:
-        keys = k.shape[2]
-        size = max(-(-keys // num_splits), shortest) if heeds else keys
+        size = max(-(-k.shape[2] // num_splits), shortest)
         s = torch.split(q.float() @ k.float().mT / math.sqrt(q.shape[-1]), size, -1)
         lse = torch.stack([torch.logsumexp(part, -1, keepdim=True) for part in s])
         stored = []
@@ -85,20 +85,14 @@ def splitting(partial: torch.dtype = torch.float32, heeds: bool = True, shortest
     return attention
 
 
-@pytest.fixture
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of up to 512 keys are split."""
-    monkeypatch.setattr(invariance, "_SPLIT_ROWS", (256, 512))
-
-
 @pytest.mark.parametrize(
     ("function", "fmt"),
-    [(only(SDPBackend.FLASH_ATTENTION), BF16), (only(SDPBackend.MATH), FP16), (eager, BF16)],
-    ids=["flash", "math", "eager"],
+    [(only(SDPBackend.FLASH_ATTENTION), BF16), (only(SDPBackend.MATH), FP16)],
+    ids=["flash", "math"],
 )
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
-    assert all(record.measures.keys() <= USAGE.measures().keys() for record in outcomes.values())
+    assert all(record.measures.keys() <= {each.name for each in USAGE.measured} for record in outcomes.values())
     assert {name: record.reasons for name, record in outcomes.items() if record.outcome != records.MEASURED} == {
         "log_sum_exp": ("returns O alone, no log-sum-exp",)
     }
@@ -125,7 +119,6 @@ def strict(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ("name", "function", "options", "why"),
     [
         ("strided_views", strict, {}, "contiguous=true says so: ValueError: q, k and v must be contiguous"),
-        ("strided_views", strict, {"contiguous": True}, "it is given no views"),
         ("scaled_do", eager, {"backward": "none"}, "has no backward pass"),
         ("log_sum_exp", eager, {"layout": "hnd"}, "is called for every sequence"),
         ("split", eager, {}, "no parameter num_splits"),
@@ -140,11 +133,6 @@ def test_what_a_kernel_lacks_is_skipped_with_the_reason(
     record = run(users(function, **options), name)
     assert record.outcome == records.SKIPPED
     assert re.search(why, record.skipped or "")
-
-
-def test_a_kernel_that_declares_contiguous_is_given_no_view() -> None:
-    outcomes = {run(users(strict, contiguous=True), name).outcome for name in ("past_the_end", "interleaved")}
-    assert outcomes == {records.MEASURED}
 
 
 @pytest.mark.parametrize("place", VIEWS)
@@ -166,15 +154,11 @@ def test_a_placement_holds_the_same_numbers(place: Callable[[Tensor], Tensor]) -
     ("declared", "wrong", "returned"),
     [
         ("", "", lambda s: s.logsumexp(-1)),
-        ("", "", lambda s: s.logsumexp(-1) / math.log(2)),
         ("2", "", lambda s: s.logsumexp(-1) / math.log(2)),
-        ("e", "", lambda s: s.logsumexp(-1, keepdim=True)),
         ("e", "", lambda s: s.logsumexp(-1).transpose(1, 2)),
         ("e", "is in base 2, declared is base e", lambda s: s.logsumexp(-1) / math.log(2)),
-        ("2", "is in base e, declared is base 2", lambda s: s.logsumexp(-1)),
         ("", "has the wrong sign", lambda s: -s.logsumexp(-1)),
         ("", "lacks the scale at the", lambda s: (s * 8).amax(-1) + (s - s.amax(-1, True)).exp().sum(-1).log()),
-        ("e", "lacks the maximum", lambda s: (s - s.amax(-1, True)).exp().sum(-1).log()),
         ("", "is the sum", lambda s: (s - s.amax(-1, True)).exp().sum(-1)),
         ("", "is in neither base", lambda s: s.logsumexp(-1) * torch.nan),
         ("e", "returns shape (2, 3, 4) beside O, expected", lambda s: s.logsumexp(-1)[..., :-1]),
@@ -192,15 +176,15 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(
     assert wrong in why
 
 
-@pytest.mark.parametrize("returned", [None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"])
-def test_what_is_no_log_sum_exp_is_none_where_none_is_declared(returned: object) -> None:
+def test_what_is_no_log_sum_exp_is_none_where_none_is_declared() -> None:
     x = torch.zeros(2, 3, 5, 64)
-    with pytest.raises(CannotRunError, match="no log-sum-exp"):
-        judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
+    for returned in (None, torch.zeros(2, 3, 5, 40), torch.zeros(1), "weights"):
+        with pytest.raises(CannotRunError, match="no log-sum-exp"):
+            judge_lse(returned, AttentionInputs(x, x, x, x, Formats.of(BF16)), "", WithinError(BF16))
 
 
 def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
-    with pytest.raises(SelectionError, match="asked of users' kernels, which --kernel names"):
+    with pytest.raises(UsageError, match="asked of users' kernels, which --kernel names"):
         cells(Selection(backends="emulation,cpu", experiments=USAGE.name))
     named, _ = cells(Selection(backends="emulation,cpu", cases=",".join(NAMES)))
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
@@ -232,22 +216,14 @@ def test_the_words_that_a_kernel_may_declare_are_questions() -> None:
 
 def test_a_default_run_leaves_them_out_and_a_name_brings_them_in() -> None:
     default = Selection(backends="emulation", kernels="split@fused")
-    named = (replace(default, experiments="invariance"), replace(default, cases="invariance[split]"))
-    for selection, there in ((default, False), *((each, True) for each in named)):
+    named = replace(default, experiments="invariance"), replace(default, cases="invariance[split]")
+    for selection, there in ((default, False), (named[0], True), (named[1], True)):
         assert any(cell.experiment.kind == "invariance" for cell in cells(selection)[0]) == there, selection
 
 
-@pytest.mark.usefixtures("short_rows")
-def test_a_knob_that_does_nothing_says_nothing() -> None:
-    record = run(users(splitting(heeds=False), backward="none"), "split", heads=16)
-    assert record.outcome == records.INCONCLUSIVE
-    assert record.reasons == ("the knob did nothing: no bit changed by 8 splits of 512 keys whose V cancels",)
-    assert record.number("differing_bits") == 0.0
-
-
-@pytest.mark.usefixtures("short_rows")
-def test_rows_are_lengthened_until_a_kernel_splits_them() -> None:
+def test_rows_are_lengthened_until_a_kernel_splits_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM PR 58131 measured prompts that were too short to split."""
+    monkeypatch.setattr(invariance, "_SPLIT_ROWS", (256, 512))
     kernel = replace(users(splitting(torch.bfloat16, shortest=256)), has_backward=False)
     record = run(kernel, "split", heads=32)
     assert record.outcome == records.FELL
@@ -291,7 +267,7 @@ def test_flash_attention_has_the_same_bits_on_the_emulation(knob: str, change: s
 
 
 def test_random_bits_of_its_own_differ_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariance, "_CALLS", 10)
+    monkeypatch.setattr(invariance, "_CALLS", 3)
     generator = torch.Generator().manual_seed(1)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -309,7 +285,7 @@ def test_a_row_that_draws_random_bits_by_its_place_is_compared_with_others_of_it
 ) -> None:
     """Of the last row alone 2,048 heads do not settle it: a dithered shift errs alike in all columns of a row."""
     monkeypatch.setattr(invariance, "_MATERIALS", {"normal numbers": normal_numbers})
-    record = run(CPU.kernel("dithered@paper"), "decode", heads=64)
+    record = run(CPU.kernel("dithered@paper"), "decode", heads=32)
     assert record.outcome == records.MEASURED, record.reasons
     assert {name.partition(", ")[0] for name in record.evidence["changes"]} == {"one query of 97 keys"}
     assert any(", causal, " in name for name in record.evidence["changes"])
@@ -355,17 +331,6 @@ def test_where_do_lies_must_reach_the_backward_pass() -> None:
     lost = run(users(in_fp32, backward=deaf), "memory", heads=16)
     assert lost.outcome == records.INCONCLUSIVE
     assert lost.reasons == ("the knob did nothing: no bit changed by dO's storage in other strides",)
-
-
-def test_a_view_that_a_backward_pass_refuses_leaves_o_compared() -> None:
-    def backward(do: Tensor, *qkvo: Tensor) -> tuple[Tensor, ...]:
-        if not do.is_contiguous():
-            raise ValueError("dO must be contiguous")
-        return truncating(do, *qkvo)
-
-    changes = run(users(in_fp32, backward=backward), "memory", heads=16).evidence["changes"]
-    assert {"transposed, normal numbers", "one element off alignment, normal numbers, dQ"} <= changes.keys()
-    assert "transposed, normal numbers, dQ" not in changes
 
 
 def test_partial_outputs_in_sixteen_bits_are_a_bias_of_splitting_and_a_line_of_the_verdict() -> None:

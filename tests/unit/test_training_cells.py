@@ -14,9 +14,10 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.training import KIND, TrainingRun, trained_kernel
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.selection import Selection, SelectionError, cells
+from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord, Shown
 
 FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
@@ -111,7 +112,7 @@ def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study_and_no_o
     assert chosen(Selection(kernel=(mine,))) == {f"cpu {name}": ["mine"] for name in trained}
     assert chosen(Selection(kernel=(mine,), cases="train_lm")) == {"cpu train_lm": ["mine"]}
     for none in (Selection(kernels="fair@train", cases="random"), Selection(cases="train_drift", formats="fp16")):
-        with pytest.raises(SelectionError, match=r"^no cell is left: .*kernels called \.\.\.@train"):
+        with pytest.raises(UsageError, match=r"^no cell is left: .*kernels called \.\.\.@train"):
             cells(none)
 
 
@@ -125,7 +126,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
     assert record.met("loss")
     described = TrainingRun(SHORT).described()
     assert (described.label, described.headline, record.evidence["paper"]) == ("A", "delta_error_mean", "fails")
-    assert set(record.measures) == set(KIND.measures())
+    assert set(record.measures) == {each.name for each in KIND.measured}
     mean = record.number("delta_error_mean")
     assert record.shown == Shown("delta_error_mean", mean, spec="+.1e")
     assert record.number("finite_steps") == record.number("steps") == SHORT.steps

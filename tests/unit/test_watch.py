@@ -13,6 +13,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.isolation import Clock
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import RecordCollector
@@ -68,12 +69,12 @@ def mine(pytester: pytest.Pytester) -> str:
 
 
 def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_record(
-    matrix: MatrixRun, kept: Kept, mine: str
+    matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = ("--cases", "random,random_odd,random_causal", "--heads", "16", "--plan", "fp32_inside")
+    monkeypatch.setattr(watch, "_WALL", 10)  # the kernel's file changes it, here and on the workers
     Path("mine.py").write_text(f"from tiebreak.matrix import watch\nwatch._WALL = 1{KERNEL}")  # sleeping takes no CPU
-    options = ("--kernel", mine, "--backend", "cpu", "--kernels", "standard", *cases, "--cell-timeout", "4", "-n", "1")
-    result = matrix(*options)
+    both = ("--kernel", mine, "--plan", "fp32_inside", "--kernels", "standard")
+    result = matrix(*both, *CASES, "--cell-timeout", "4", "-n", "1")
     assert result.ret == 1
     assert result.stdout.str().count("replacing crashed worker") == 3, "one that hangs has a second try, no other"
     run = kept()
@@ -130,7 +131,7 @@ def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
     where = "no result after 62.5 s; it was in hang (attention.py, line 8)"
     assert worker.given_up(mine[8]) == f"not run: 5 of its cells in a row had timed out: {where}"
     assert worker.given_up(other[0]) is None
-    collector.take(died(mine[5], "gw1"))  # it has died, and in time
+    collector.pytest_runtest_logreport(died(mine[5], "gw1"))  # it has died, and in time
     assert worker.given_up(mine[8]) is None
 
 
@@ -168,7 +169,7 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(col
             assert collector.another_try("gw0", f"a.py::test_cell[{cell.id}]")
             assert not collector.another_try("gw0", f"a.py::test_cell[{cell.id}]"), "there are two tries"
         word.write_text(DUMP.replace("call.py", "workbench.py") if second == "suite's" else second)
-        collector.take(died(cell, "gw0"))
+        collector.pytest_runtest_logreport(died(cell, "gw0"))
     records = [collector.records[cell.id] for cell in cells[:3]]
     assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
     assert [record.met("in_time") for record in records] == [None, False, None]

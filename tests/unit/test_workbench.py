@@ -1,15 +1,13 @@
 """What cells of one case share: computed once, and the same to the bit as without sharing."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU, EMULATION
+from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases import gradients as gradients_module
 from tiebreak.cases.bounds import error_bound
 from tiebreak.cases.scripted import SCRIPTED
@@ -93,31 +91,6 @@ def test_nothing_is_remembered_of_an_operand_that_was_forgotten_meanwhile(
     shared.exp(p, Exponential())
     expected = EmulatedArithmetic().matmul(p, k, FP32_PLAN.s, Accumulator.EXACT)
     assert torch.equal(shared.matmul(p, k, FP32_PLAN.s, Accumulator.EXACT), expected)
-
-
-def test_composed_kernels_of_a_cpu_share_what_they_compute_in_a_run_and_nothing_between_two(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = bench.case(CASES["random"], BF16).batch(0)
-    alone = {name: CPU.run(composed_kernel(name), batch.inputs, gradients=True) for name in DEFAULT_ROSTER}
-    products: list[Tensor] = []
-    matmul = TorchArithmetic.matmul
-
-    def noted(arithmetic: TorchArithmetic, *operands: Any) -> Tensor:
-        products.append(matmul(arithmetic, *operands))
-        return products[-1]
-
-    monkeypatch.setattr(TorchArithmetic, "matmul", noted)
-    counts = []
-    for run in (0, 1):
-        for name, expected in alone.items():
-            kernel = composed_kernel(name)
-            output = batch.on(CPU, kernel, run).run(kernel, batch.inputs, gradients=True)
-            assert all(map(torch.equal, tensors(output), tensors(expected)))
-        counts.append(len(products))
-    first, both = counts
-    assert both == 2 * first
-    assert first < 5 * len(alone)  # of each: S, P V, dP, dQ, dK, dV
 
 
 def tensors(output: AttentionOutput) -> list[Tensor]:

@@ -23,10 +23,8 @@ def contract_broken(why: str) -> Answer:
 
 
 def _repeatable(result: Result) -> Answer | None:
-    if result.repeatable is None:
-        return None
     why = "" if result.repeatable else "not repeatable: two runs on the same input differ in bits"
-    return Answer(result.repeatable, "the same bits twice", why)
+    return None if result.repeatable is None else Answer(result.repeatable, "the same bits twice", why)
 
 
 def _claim(result: Result) -> Answer | None:

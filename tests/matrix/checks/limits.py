@@ -4,11 +4,9 @@ Errors of O and of gradients are also held to those of the plan that the kernel 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from msgspec.structs import replace
-
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
@@ -21,6 +19,7 @@ _GAINS = {
     "dv_gain_error": "dV",
     "delta_bias_in_dq": "delta, read off dQ,",
 }
+_Faults = Callable[..., Mapping[str, bool]]  # of the numbers of some measures: what may be wrong, and whether it is
 
 
 def _answer(result: Result, asked: str, needed: Sequence[str], faults: Callable[..., Iterator[str]]) -> Answer:
@@ -33,55 +32,25 @@ def _answer(result: Result, asked: str, needed: Sequence[str], faults: Callable[
 
 
 def _limit(
-    name: str,
-    about: str,
-    asked: str,
-    needed: Sequence[str],
-    faults: Callable[..., Iterator[str]],
-    *,
-    always_of_users: bool = False,
+    name: str, about: str, asked: str, needed: Sequence[str], faults: _Faults, *, always_of_users: bool = False
 ) -> Check:
-    """A check of some measures; a result that does not know the first is asked nothing.
+    """A check of the numbers of some measures; a result that does not know the first is asked nothing.
 
-    Args:
-        name: of the check.
-        about: what it asks, in one line.
-        asked: what has to hold; {plan} is the one whose bounds errors are shares of, as in faults.
-        needed: the measures.
-        faults: given their numbers, what is wrong.
-        always_of_users: whether a user's kernel must meet it though a claim waives it.
+    {plan} in what it says is the one whose bounds errors are shares of. A user's kernel must `always` meet it though a
+    claim waives it.
     """
 
     def ask(result: Result) -> Answer | None:
         waived = result.waived(name) and not (always_of_users and result.contract)
         if needed[0] not in result.measures or waived:
             return None
-        answer, plan = _answer(result, asked, needed, faults), result.bound_of
-        return replace(answer, asked=answer.asked.format(plan=plan), why=answer.why.format(plan=plan))
+
+        def found(*numbers: float) -> Iterator[str]:
+            return (text.format(plan=result.bound_of) for text, so in faults(*numbers).items() if so)
+
+        return _answer(result, asked.format(plan=result.bound_of), needed, found)
 
     return Check(name, about, ask, wrong=True)
-
-
-def _beyond_bound(share: float) -> Iterator[str]:
-    if share > 1.0:
-        yield f"largest error is {share:.3g} times the bound of plan {{plan}}"
-
-
-def _out_of_range(share: float) -> Iterator[str]:
-    if share > 1.0:
-        yield f"O is a weighted mean of V, but lies outside its range by {share:.3g} times what rounding allows"
-
-
-def _not_finite(lost: float, missed: float, elements: float) -> Iterator[str]:
-    if lost:
-        yield f"{lost:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not"
-    if missed:
-        yield f"{missed:.0f} elements are finite where the reference is NaN or Inf"
-
-
-def _lost_loss(finite: float, steps: float) -> Iterator[str]:
-    if finite != steps:
-        yield f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}"
 
 
 def _accuracy(result: Result) -> Answer | None:
@@ -92,8 +61,12 @@ def _accuracy(result: Result) -> Answer | None:
     why = []
     if not ratio.low <= LIMIT:
         why.append(f"mean square {ratio.mean:.3g} times what {plan} has (at least {ratio.low:.3g}, {LIMIT} is allowed)")
+    if (worst := result.number("worst_head")) is not None and not worst <= WORSE:
+        why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
     if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
         why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
+    if why and result.refused:
+        why.insert(0, f"it follows {result.refused}, which is accepted only where it is declared")
     return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
 
 
@@ -125,6 +98,8 @@ def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]
     ]
     if larger:
         yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
+    if (worst := result.number("worst_gradient")) is not None and not worst <= WORSE:
+        yield f"mean square of one head {worst:.3g} times that of {result.backward_held_to}, {WORSE:g} is allowed"
 
 
 BOUND = _limit(
@@ -132,21 +107,26 @@ BOUND = _limit(
     "the largest error of O is within its plan's rounding-error bound",
     "largest error within the bound of plan {plan}",
     ["error_over_bound"],
-    _beyond_bound,
+    lambda share: {f"largest error is {share:.3g} times the bound of plan {{plan}}": share > 1.0},
 )
 RANGE = _limit(
     "range",
     "O, a weighted mean, lies within the range of the V that its row sees",
     "O within the range of V",
     ["outside_values"],
-    _out_of_range,
+    lambda share: {
+        f"O is a weighted mean of V, but lies outside its range by {share:.3g} times what rounding allows": share > 1.0
+    },
 )
 FINITE = _limit(
     "finite",
     "O is finite where the reference is, and nowhere else",
     "finite where the reference is, and nowhere else",
     ["nonfinite", "missed", "elements"],
-    _not_finite,
+    lambda lost, missed, elements: {
+        f"{lost:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not": lost > 0,
+        f"{missed:.0f} elements are finite where the reference is NaN or Inf": missed > 0,
+    },
     always_of_users=True,
 )
 LOSS = _limit(
@@ -154,7 +134,7 @@ LOSS = _limit(
     "the loss of a training run stays a number",
     "a loss that is a number, to the last step",
     ["finite_steps", "steps"],
-    _lost_loss,
+    lambda finite, steps: {f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}": finite != steps},
 )
 ACCURACY = Check(
     "accuracy",

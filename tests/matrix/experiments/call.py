@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
+from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
@@ -20,21 +22,23 @@ from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import Interval, Verdict
+from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix import acceptance
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext, UnusableExperimentError
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, sampled
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import Fit, Workbench
+from tiebreak.matrix.workbench import CaseBench, Fit, Workbench
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
@@ -102,7 +106,7 @@ class Call(Experiment):
         try:
             self.case.make(0, 0, fixed.heads if fixed else 1, fmt)
         except (CapturedError, ValueError) as error:
-            raise UnusableExperimentError(str(error) if fixed else f"--features: {self.name}: {error}") from error
+            raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
         """Inputs, references and the emulation's outputs."""
@@ -148,7 +152,7 @@ class Call(Experiment):
         known = bench.known(cell.backend, kernel, cell.fmt)
         sample = sampled(cell, case_bench)
         outputs, batches = sample.outputs, [case_bench.batch(index) for index in range(len(sample.outputs))]
-        repeated = repetition(cell, outputs[0], batches[0])
+        repeated = repetition(cell, outputs[0], batches[0].inputs)
         fits = attributed(sample, known)
         held_to, backward = plan_held_to(sample, fits, known), None
         if held_to is not None and case.normal and kernel.external:
@@ -180,6 +184,7 @@ class Call(Experiment):
             prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
+            refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
             repeatable=repeated.same,
             failure=case.failure,
@@ -209,7 +214,7 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
     if backward is not None:
         evidence["backward"] = backward.bits
     if bench.settings.rules:
-        evidence["rules"] = acceptance.said(output, bench)
+        evidence["rules"] = said(output, bench)
     if bench.case.traced:
         evidence["histogram"] = _histogram(output, batch)
         if cell.backend.predicts and cell.kernel.declaration is not None:
@@ -224,7 +229,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         expectation = sample.claim.expectation
         measured = expectation.text(sample.errors)
         yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
-    if sample.held_to_rounded and sample.rounded is not None:
+    if sample.bench.settings.as_rounded and sample.rounded is not None:
         measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
         yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
 
@@ -280,6 +285,45 @@ def digest(output: AttentionOutput) -> str:
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
 
 
+@cache
+def eager() -> Declaration:
+    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
+    it: a product, a softmax and a product, all tensors between them in that format.
+    """
+    backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
+    return backward.after(parse_declaration("standard,s=input,q=input"))
+
+
+def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
+    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
+    batch = bench.batch(0)
+    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
+    fmt = batch.inputs.formats.output
+    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
+    if output.gradients is None:
+        return o, []
+    gradients = []
+    for name, exact in zip(("dq", "dk", "dv"), batch.gradients.gradients, strict=True):
+        out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
+        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
+    return o, gradients
+
+
+def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
+    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
+    return {
+        name: records.RuleAnswer(
+            answer.passed,
+            {
+                each.what: records.RuleReading(records.finite(each.number), records.finite(each.limit))
+                for each in answer.readings
+            },
+            answer.needs,
+        )
+        for name, answer in answers(*compared(output, bench))
+    }
+
+
 class _Calls(Kind):
     """Scripted cases and captured ones."""
 
@@ -287,7 +331,7 @@ class _Calls(Kind):
         try:
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
-            raise UnusableExperimentError(str(error)) from error
+            raise UsageError(str(error)) from error
         cases = SCRIPTED if captured is None or cases_named else ()
         return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 

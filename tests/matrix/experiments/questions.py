@@ -26,8 +26,7 @@ class _Table:
     group: str  # in words
     comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
     calls: float  # what its calls cost, as a share of those of a call's cell
-    in_profiles: bool  # whether statements ask them
-    of_users: bool  # whether users' kernels are asked, and a device's own only where the question is named
+    of_users: bool  # whether they are of users' kernels, in statements too, and a device's own only where it is named
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Asked(Experiment):
 
     @property
     def tags(self) -> frozenset[str]:
-        return frozenset({self.kind}) if self.table.in_profiles else frozenset()
+        return frozenset({self.kind}) if self.table.of_users else frozenset()
 
     def described(self) -> records.CaseRecord:
         return records.CaseRecord(self.question.about, self.question.source, group=self.table.group)
@@ -93,10 +92,8 @@ def _without_bias(cell: Cell) -> WithoutBias:
     return WithoutBias(declared=cell.experiment.name in names)
 
 
-_USAGE = _Table(
-    comparison.USAGE, usage.GROUP, lambda cell: WithinError(cell.fmt), 0.25, in_profiles=True, of_users=True
-)
-_INVARIANCE = _Table(comparison.INVARIANCE, invariance.GROUP, _without_bias, 2.0, in_profiles=False, of_users=False)
+_USAGE = _Table(comparison.USAGE, usage.GROUP, lambda cell: WithinError(cell.fmt), 0.25, of_users=True)
+_INVARIANCE = _Table(comparison.INVARIANCE, invariance.GROUP, _without_bias, 2.0, of_users=False)
 USAGE = Kind(
     _USAGE.kind,
     records.ExperimentRecord(

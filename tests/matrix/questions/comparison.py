@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.measures import Measure
+from tiebreak.cases.measures.accuracy import WORSE
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs
@@ -32,8 +33,8 @@ from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeReco
 from tiebreak.reports.tables.texts import changes_text, worst
 
 USAGE, INVARIANCE = "usage", "invariance"  # kinds of experiment, and the names of their checks
-WORSE = 4.0  # mean squared error over another that no other way of rounding explains
 BATCH, HEADS = 2, 4  # of a call whose answer must be one with another
+_ALL: Mapping[str, float] = {}
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _ASKED, _DECLARED = "no bias that comes of the change", "the same bits, as the kernel declares"
@@ -64,15 +65,15 @@ class Difference:
     worse: float  # mean squared error of the worst head over that of the plain call
 
     @classmethod
-    def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format) -> "Difference":
-        """Measure it; the exact answer is in fp64."""
+    def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0) -> "Difference":
+        """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts."""
         wide = plain.double()
         size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
         return cls(
             1.0 - equal_bits(other, plain),
             _largest_finite((other.double() - wide) / ulp(size, fmt)),
             lost=int((torch.isfinite(plain) & ~torch.isfinite(other)).sum()),
-            worse=_worst_head(other, exact) / max(_worst_head(plain, exact), fmt.unit_roundoff**2 / 12),
+            worse=worst_head(other, exact) / max(level * worst_head(plain, exact), fmt.unit_roundoff**2 / 3),
         )
 
     @property
@@ -82,7 +83,7 @@ class Difference:
         return f"differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
 
 
-def _worst_head(x: Tensor, exact: Tensor) -> float:
+def worst_head(x: Tensor, exact: Tensor) -> float:
     """Return the mean squared error of the worst head as a share of the reference's mean square."""
     return _largest_finite((x.double() - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2)))
 
@@ -104,17 +105,26 @@ class WithinError:
     settled: bool = True  # a few heads always tell
 
     def compare(
-        self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE, same: bool = False
+        self,
+        words: str,
+        plain: Answers,
+        other: Answers,
+        inputs: AttentionInputs,
+        cut: Cut = WHOLE,
+        same: bool = False,
+        levels: Mapping[str, float] = _ALL,
     ) -> None:
         """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
 
         Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
-        atomics, two calls agree by chance.
+        atomics, two calls agree by chance. `levels`: how much of the plain call's mean squared error counts.
         """
         for part, ours, theirs in cut.pairs(plain, other):
             known = self.asked.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
-                differs = Difference.between(ours, theirs, cut.of(part, exact(inputs, part)), self.fmt)
+                differs = Difference.between(
+                    ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, levels.get(part, 1.0)
+                )
                 self.differences.append(differs)
                 if (same and part == O) or differs.lost or differs.worse > WORSE:
                     self.asked[words] = f"{known}, {part} too" if known else f"{words}: {part} {differs.text}"

@@ -153,10 +153,7 @@ def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
 
 
 def split(session: Session, found: WithoutBias) -> None:
-    """Keys in 2, 3, 4 and 8 splits, against one.
-
-    Control: 1 split and 8 where what they add up cancels (`_cancelling`): O is made of fp32's last bits.
-    """
+    """Keys in 2, 3, 4 and 8 splits, against one. Control: 1 and 8 where what they add up cancels (`_cancelling`)."""
     in_splits = _splitting(session.kernel)
     keys = session.rows = session.rows or _long_enough(session, found, in_splits)
     for material, inputs in _drawn(session, Shape(keys=keys), share=SHARE * keys // _SPLIT_ROWS[0]):
@@ -279,10 +276,7 @@ def _in_pieces(session: Session, found: WithoutBias, whole: AttentionInputs, pie
 
 
 def decode(session: Session, found: WithoutBias) -> None:
-    """One query alone, and as the last row of a prefill.
-
-    Control: another q in the row before the last, whose P is another.
-    """
+    """One query alone, and as the last row of a prefill. Control: another q in the row before, of another P."""
     # Random bits go by a row's place, so that two answers are two draws, and one row of a head tells little. Without a
     # causal mask more rows see as many keys.
     declaration = session.kernel.declaration
@@ -305,10 +299,7 @@ def decode(session: Session, found: WithoutBias) -> None:
 
 
 def chunks(session: Session, found: WithoutBias) -> None:
-    """The queries of a prefill in chunks, each behind the keys before it.
-
-    Control: as of `decode`.
-    """
+    """The queries of a prefill in chunks, each behind the keys before it. Control: as of `decode`."""
     seeing = Cut(rows=slice(_PREFILL // 4, None))  # a maximum, if there is one: the few keys before it may cancel
     for material, inputs in _drawn(session, Shape(queries=_PREFILL, keys=_PREFILL), share=_LONG):
         for whole in _prefills(session, inputs):
@@ -324,10 +315,7 @@ def chunks(session: Session, found: WithoutBias) -> None:
 
 
 def repeat(session: Session, found: WithoutBias) -> None:
-    """The same call 100 times.
-
-    Control: V negated: no answer is kept from an earlier call.
-    """
+    """The same call 100 times. Control: V negated: no answer is kept from an earlier call."""
     if session.cell.backend.repeats(session.kernel):
         raise CannotRunError("a second run could only have the same bits: one program runs after the other")
     for material, inputs in _drawn(session, Shape(keys=_KEYS)):

@@ -1,6 +1,7 @@
 """Questions of kernels in service: sizes at which they take another path, and calls that others have gone before.
 
-What the answer is compared with is an emulation of the plan that the kernel declares, else of the loosest there is.
+Answers are compared with an emulation of the plan that the kernel declares, else of the loosest there is. It says how
+errors grow with the size, and the kernel's first call how large they are (`Session.levels`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from tiebreak.kernels.features import (
     Feature,
 )
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.matrix.questions.answers import DQ
+from tiebreak.matrix.questions.answers import DQ, Answers
 from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.session import CallShape, Session
 
@@ -38,8 +39,13 @@ _PAGE = 16
 def sizes(session: Session, found: WithinError) -> None:
     causal = CAUSAL in session.kernel.takes
     for size in dict.fromkeys(map(session.multiple, _SIZES)):
-        shape = CallShape(size, size, session.shape.d, causal=causal)
-        _hold(session, found, f"{size} rows and keys", session.draw_small(shape, batch=1, heads=2))
+        shapes = {
+            f"{size} rows and keys": CallShape(size, size, session.shape.d, causal=causal),
+            f"{size} keys": CallShape(session.multiple(_FEW), size, session.shape.d),
+        }
+        for words, shape in shapes.items():  # few numbers have chance in their errors
+            inputs = session.draw_small(shape, batch=1, heads=max(2, _SIZES[-1] // (2 * size)))
+            _hold(session, found, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
 
 
 def long_keys(session: Session, found: WithinError) -> None:
@@ -51,7 +57,12 @@ def long_keys(session: Session, found: WithinError) -> None:
 def _hold(session: Session, found: WithinError, words: str, inputs: AttentionInputs, gradients: bool = True) -> None:
     if session.takes(inputs):
         answer = session.place(inputs, gradients=gradients).answers()
-        found.compare(words, session.emulated(inputs, gradients=DQ in answer), answer, inputs)
+        _compare(session, found, words, inputs, answer)
+
+
+def _compare(session: Session, found: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
+    emulated = session.emulated(inputs, gradients=DQ in answer)
+    found.compare(words, emulated, answer, inputs, levels=session.levels)
 
 
 def other_parameters(session: Session, found: WithinError) -> None:
@@ -66,8 +77,7 @@ def other_parameters(session: Session, found: WithinError) -> None:
             calls = [each.part(slice(1)) for each in calls]
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):
-                answer = session.answers(inputs)
-                found.compare(f"after another {feature.words}", session.emulated(inputs), answer, inputs)
+                _compare(session, found, f"with another {feature.words}", inputs, session.answers(inputs))
 
 
 def after_a_larger_call(session: Session, found: WithinError) -> None:
@@ -75,7 +85,7 @@ def after_a_larger_call(session: Session, found: WithinError) -> None:
     larger = session.draw_small(CallShape(size, 2 * size, session.shape.d), heads=8)
     if session.takes(larger):
         session.answers(larger)
-        found.compare("a call after a larger one", session.emulated(inputs), session.answers(inputs), inputs)
+        _compare(session, found, "a call after a larger one", inputs, session.answers(inputs))
 
 
 def _halves(inputs: AttentionInputs, share: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A kernel that a question is asked of: its inputs, and its calls, whole or step by step."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -20,11 +20,12 @@ from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import PARTS, Answers
-from tiebreak.matrix.questions.comparison import BATCH, HEADS
+from tiebreak.matrix.questions.answers import PARTS, Answers, O, exact
+from tiebreak.matrix.questions.comparison import BATCH, HEADS, worst_head
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
+_WAYS = 4.0  # larger than another's the mean squared error of one sound backward pass may be, beside `WORSE`
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
 Material = Callable[[Draw, Shape], AttentionInputs]  # what is put into large calls
 
@@ -248,6 +249,21 @@ class Session:
         output = run_forward(plan, inputs, arithmetic)
         made = replace(output, gradients=run_backward(plan, inputs, output, arithmetic)) if wanted else output
         return dict(zip(PARTS, (output.o, *_gradients(made)), strict=False))
+
+    @cached_property
+    def levels(self) -> Mapping[str, float]:
+        """Return how much of an emulation's mean squared error counts: what the kernel had of it in its first call.
+
+        By part. O is held to no more than all of it. Gradients are held to `_WAYS` times as much, or more: autograd's,
+        with P in 16 bits, had 5.3 times what FlashAttention-2's have where scores are large, another parameter's 1,000.
+        """
+        inputs, ours = self.inputs(), self.plain
+        theirs, levels = self.emulated(inputs, gradients=len(ours) > 1), {}
+        for part, x in ours.items():
+            errors = (worst_head(each, exact(inputs, part)) for each in (x, theirs[part]))
+            ratio = next(errors) / next(errors)
+            levels[part] = min(1.0, ratio) if part == O else max(1.0, ratio) * _WAYS
+        return levels
 
     def multiple(self, size: int) -> int:
         """Return the least number of rows or keys that the kernel takes, and that is as large."""

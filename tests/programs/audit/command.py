@@ -9,9 +9,8 @@ from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import Compilation
 from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target, compile_for, sources, unavailable
 from tiebreak.programs.audit.reading import read
-from tiebreak.reports.audit import record as records
-from tiebreak.reports.audit.record import Audit, Audits
-from tiebreak.reports.audit.tables import audit_tables
+from tiebreak.reports import audit as records
+from tiebreak.reports.audit import Audit, Audits, audit_tables
 from tiebreak.reports.cli import FELL, HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tiebreak.programs.audit.assembly import FUSED, Code, Instruction
-from tiebreak.reports.audit.record import Audit
+from tiebreak.reports.audit import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
 _LOGARITHM = re.compile(r"^(?:lg2\.|v_log_f)")

@@ -1,13 +1,43 @@
-"""The audit of compiled kernels: which instructions round, as a record, a file and a gate."""
+"""The audit of compiled kernels: which instructions round, as a record, a file, a gate and tables.
+
+The tables, one a kernel with a row a target, are the same for the verb `audit`, for `show` and for the page.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import Data, FieldError, FileData, Integer, Schema
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.tables.grids import Grid, Part
+
+_UNGATED = ("target", "kernel", "skipped", "fused", "separate")
+_COLUMNS = {
+    "products": "matrix instruction",
+    "operand_casts": "cast into a product",
+    "output_casts": "cast to memory",
+    "exponential": "exponential",
+    "exponent": "exp of",
+    "logarithm": "log",
+    "division": "division",
+    "contraction": "contraction",
+    "flushes": "flushes",
+    "mode": "mode",
+}
+
+LEGEND = (
+    "matrix instruction: its K (k16), types of its operands -> of its accumulator\n"
+    "cast into a product: of what a matrix product takes: P̄ (backward: P, dS)\n"
+    "cast to memory: of what the kernel stores: O (backward: dQ, dK, dV; standard's softmax: P)\n"
+    "exp of: the operation that formed the exponential's argument\n"
+    "contraction: whether products and sums are fused into fma (fma/separate: how many of each)\n"
+    "flushes: instructions that take subnormals for zero; mode: how additions and multiplications round\n"
+    "none: no such instruction; skip: not compiled"
+)
 
 
 class Audit(Data, frozen=True, omit_defaults=False):
@@ -64,9 +94,6 @@ class Audits(FileData, frozen=True):
                 raise FieldError("missing", f"cards.{audit.target}")
 
 
-_UNGATED = ("target", "kernel", "skipped", "fused", "separate")
-
-
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
     """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
@@ -93,13 +120,40 @@ def kinds(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
-    """Make sure, before minutes of compiling, that a file can take the audits of targets and kernels to come.
-
-    Raises:
-        UsageError: the file has audits that are not to come.
-        UnreadableRecordsError, UnwritableFolderError: it is no file of audits, or it can't be written.
-    """
+    """Raise UsageError, before minutes of compiling, if a file can't take the audits of targets and kernels to come."""
     store.check_writable(path.parent)
     for audit in store.load(path, Audits).audits if path.exists() else ():
         if (audit.target, audit.kernel) not in coming:
             raise UsageError(f"{path}: not updated: it has {audit.id}, not asked for; delete it to start over")
+
+
+def audit_tables(audits: Audits) -> list[Part]:
+    """Return one table a kernel, one row a target, then why what was skipped was, where they come from, the legend."""
+    parts: list[Part] = []
+    for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
+        rows = [
+            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in own
+        ]
+        parts.append(Grid(["target", *_COLUMNS.values()], rows, kernel))
+    skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
+    # In a sentence that no reader takes for a measurement.
+    about = f"Compiled by Triton {audits.triton} and read from the assembly. Nothing in it ran on a GPU."
+    return [*parts, "\n".join(skips), f"{about}\n{LEGEND}"]
+
+
+def _cell(audit: Audit, name: str) -> str:
+    """Return the kinds of instructions of a column, a line each."""
+    if audit.skipped is not None:
+        return "skip"
+    counts = f" ({audit.fused}/{audit.separate})" if name == "contraction" else ""
+    return "\n".join(kinds(getattr(audit, name))) + counts
+
+
+def csv_grid(audits: Audits) -> Grid:
+    """Return a row an audit; what has none of a kind is empty."""
+    names = Audit.__struct_fields__
+    rows = [
+        [audits.triton, audits.cards[each.target], *(getattr(each, name) for name in names)] for each in audits.audits
+    ]
+    rows = [["\n".join(value) if isinstance(value, tuple) else value for value in row] for row in rows]
+    return Grid(["triton", "cards", *names], rows)

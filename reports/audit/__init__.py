@@ -1,1 +1,0 @@
-"""Audits of compiled kernels: which instructions round, as records and as tables."""
