@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, Tiles
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.quantization import Quantization, Scaling
@@ -184,7 +185,10 @@ class Operands:
 
     def p_bar(self, p: Tensor) -> Scaled:
         """P-bar of one tile as the product takes it."""
-        return _quantized(self.arithmetic.cast(p, self.plan.p_bar), self.plan.p8, self.arithmetic)
+        cast, bits = self.plan.p_bar, None
+        if cast.rounding is Rounding.STOCHASTIC:  # by a hash of its place in the tile
+            bits = random_bits(0, torch.arange(p.numel(), device=p.device).view(p.shape))
+        return _quantized(self.arithmetic.cast(p, cast, bits), self.plan.p8, self.arithmetic)
 
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
         """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.

@@ -13,7 +13,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.bits import EQUAL, equal_bits
-from tiebreak.matrix.candidates import accepted, nameless, on_device
+from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.sampling import Sample
 from tiebreak.matrix.workbench import Fit, SharedBatch
@@ -48,7 +48,7 @@ def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
         if fit[known.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        plans = {name: plans[name] for name in known.on_normal_numbers}
+        plans = {name: {**plans, **BY_LAW}[name] for name in known.on_normal_numbers}
     return batch.fits(o, plans) if plans else {}
 
 
@@ -62,6 +62,7 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
     plans = accepted(on_device(known.asked.backend), sample.bench.batch(0).inputs.formats)
+    plans = {**plans, **BY_LAW}
     bits = {name: fit.bits for name, fit in found.items() if name in plans}
     if not bits:
         return None

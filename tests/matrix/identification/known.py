@@ -14,7 +14,7 @@ from tiebreak.kernels.kernel import Declaration, run_forward
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.candidates import accepted, clipped, drawn, on_device
+from tiebreak.matrix.candidates import BY_LAW, accepted, clipped, drawn, on_device
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.identification.search import Search
@@ -121,7 +121,7 @@ class KnownPlans:
         total = {name: sum(equal_bits(o, emulated.o(plan)) for o, emulated in asked) for name, plan in known.items()}
         best = max(total, key=total.__getitem__)
         if asked and total[best] < FOLLOWED * len(asked) and self._random(asked[0][1].inputs):
-            law = {name: plan for name, plan in known.items() if drawn(plan)}
+            law = {name: plan for name, plan in known.items() if drawn(plan)} | BY_LAW
             return (self._of_its_law(law, self._asked(len(_ASKED))),)
         if not asked or total[best] >= RANDOM * len(asked):
             return (best,) if asked else ()
