@@ -31,7 +31,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, on_device
+from tiebreak.matrix.candidates import accepted, drawn, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
@@ -170,6 +170,7 @@ class Call(Experiment):
             case.normal,
             repeated.equal_gradients,
             backward.squares if backward else (),
+            held_to is not None and drawn(held_to.declaration),
         )
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
         verdict = None if sample.verdict is None else sample.verdict.value
