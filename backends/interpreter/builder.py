@@ -34,6 +34,11 @@ class _Pointers(TensorHandle):
         """Of terms, int64, of which the first has the tile's shape and all broadcast to it."""
         self.terms, self.dtype, self.attr = terms, like.dtype, dict(like.attr)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tile."""
+        return self.terms[0].shape
+
     @cached_property
     def data(self) -> Array:
         """The addresses, uint64."""
@@ -104,25 +109,34 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         element, shown = ptrs.get_element_ty(), _mask(mask)
         dtype = numpy_type(element)
-        if (box := self._box(ptrs, shown, dtype)) is not None:
-            return TensorHandle(box.copy(), element)
+        if (found := self._box(ptrs, shown, dtype)) is not None:
+            region, box = found
+            if box.shape == ptrs.shape:
+                return TensorHandle(box.copy(), element)
+            tile = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other.data, ptrs.shape))
+            tile[region] = box
+            return TensorHandle(tile, element)
         self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
         fill = bits(np.zeros(ptrs.data.shape, dtype) if other is None else np.ascontiguousarray(other.data))
         return TensorHandle(native.load(ptrs.data, shown, fill, fill.dtype).view(dtype), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
         shown = _mask(mask)
-        if (box := self._box(ptrs, shown, value.data.dtype)) is not None and 0 not in box.strides:
-            box[...] = value.data
+        if (found := self._box(ptrs, shown, value.data.dtype)) is not None and 0 not in found[1].strides:
+            region, box = found
+            box[...] = np.broadcast_to(value.data, ptrs.shape)[region]
             return None
         self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
         return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
 
-    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> Any:
-        """The memory that pointers point to, where that is a box of one argument and all of it is shown."""
-        if not isinstance(ptrs, _Pointers) or not _compact(shown).all():
+    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> tuple[tuple[slice, ...], Any] | None:
+        """The memory that shown pointers point to, and which they are, where both are boxes, that of one argument."""
+        if not isinstance(ptrs, _Pointers) or (region := _region(_compact(shown), ptrs.shape)) is None:
             return None
-        return self.memory.box(map(_compact, ptrs.terms), ptrs.terms[0].shape, dtype, ptrs.attr.get("argument"))
+        terms = (_cut(_compact(term), region) for term in ptrs.terms)
+        shape = tuple(part.stop - part.start for part in region)
+        box = self.memory.box(terms, shape, dtype, ptrs.attr.get("argument"))
+        return None if box is None else (region, box)
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """Nothing is added up yet."""
@@ -256,6 +270,22 @@ class FaithfulBuilder(InterpreterBuilder):
 def _compact(x: Array) -> Array:
     """An array without what broadcasting has repeated: those dimensions are 1 long."""
     return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
+
+
+def _cut(x: Array, region: tuple[slice, ...]) -> Array:
+    """A region of a compact array."""
+    return x[tuple(part if length > 1 else slice(None) for part, length in zip(region, x.shape, strict=True))]
+
+
+def _region(shown: Array, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """The box that a compact mask shows of a tile of this shape; None where it shows nothing, or no box."""
+    region = []
+    for axis, length in enumerate(shape):
+        places = np.flatnonzero(shown.any(tuple(other for other in range(shown.ndim) if other != axis)))
+        if not len(places):
+            return None
+        region.append(slice(0, length) if shown.shape[axis] == 1 else slice(int(places[0]), int(places[-1]) + 1))
+    return tuple(region) if _cut(shown, tuple(region)).all() else None
 
 
 def _mask(mask: Handle) -> Array:
