@@ -185,10 +185,14 @@ class Operands:
 
     def p_bar(self, p: Tensor) -> Scaled:
         """P-bar of one tile as the product takes it."""
+        return _quantized(self.cast_p(p), self.plan.p8, self.arithmetic)
+
+    def cast_p(self, p: Tensor) -> Tensor:
+        """A tile of P-bar after its cast; of a stochastic one, by a hash of each number's place in the tile."""
         cast, bits = self.plan.p_bar, None
-        if cast.rounding is Rounding.STOCHASTIC:  # by a hash of its place in the tile
+        if cast.rounding is Rounding.STOCHASTIC:
             bits = random_bits(0, torch.arange(p.numel(), device=p.device).view(p.shape))
-        return _quantized(self.arithmetic.cast(p, cast, bits), self.plan.p8, self.arithmetic)
+        return self.arithmetic.cast(p, cast, bits)
 
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
         """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.
