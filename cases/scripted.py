@@ -27,7 +27,7 @@ from tiebreak.cases.claims import claims_about
 from tiebreak.cases.feature_cases import FEATURE_CASES, SERVICE
 from tiebreak.kernels.formats import FP8_E4M3, Formats
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.probe_inputs import tied_p_bar
+from tiebreak.kernels.probe_inputs import pieces, tied_p_bar
 
 _COMMENTARY = "kexue.fm 11371"
 _NO_TAIL = (200.0, 210.0)  # below the maxima: exp of it is 0 in fp32
@@ -224,6 +224,22 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
     return AttentionInputs(q, k, v, draw.upstream(q.shape), draw.formats, noise_seed=inputs.noise_seed)
 
 
+def _exact_p_bar(draw: Draw) -> AttentionInputs:
+    """Rows of one maximum, whose V shows 1 / l, and 15 keys of one P-bar, a number of bf16 of 1/4 to 1, whose V is 0.
+
+    O errs by its own cast, whatever format P-bar is in, and by the exponential's error in 0.79 to 0.94 of l. One of
+    2^-13, as FlashAttention-4's polynomial (8.8e-5) and PyTorch's fast one (1.1e-4), makes 1.003 of the mean square in
+    bf16 and 1.08 in fp16; one of up to 1e-3, without a bias, 1.1 and 11.
+    """
+    batch, heads = draw.batch_and_heads
+    scores = draw.uniform(0.25, 1.0, batch, heads, 16).bfloat16().double().log().float()
+    q, k, v = torch.zeros(batch, heads, 16, 64), torch.zeros(batch, heads, 16, 64), torch.zeros(batch, heads, 16, 64)
+    q[..., :48] = torch.eye(16).repeat_interleave(3, 1)  # row i adds up three columns of K to its score
+    k[:, :, 1:, :48] = torch.stack(pieces(scores * 8.0), -1).flatten(-2)[:, :, None]
+    v[:, :, 0] = draw.normal(batch, heads, 64).mul_(0.3).sub_(2.4)
+    return draw.inputs(q, k, v)
+
+
 _CONTROLS = {
     "equal_keys": _case("duplicate tokens: ties exact in any arithmetic", _equal_keys, failure=True),
     "faint_tail": _scripted(
@@ -233,6 +249,11 @@ _CONTROLS = {
         "every P-bar but the maximum's is a tie in bf16: tells how a kernel casts P-bar",
         _tied_p_bar,
         unclaimed="where S is in bf16 P-bar is no tie",
+    ),
+    "exact_p_bar": _case(
+        "every P-bar is a number of bf16: tells how exact a kernel's exponential is",
+        _exact_p_bar,
+        unclaimed="where S is in bf16 P-bar is another number",
     ),
     "random_mixed_v": _case("normal q, k, v: O cancels", partial(normal_numbers, v_mean=0.0, v_std=1.0), cancels=True),
 }

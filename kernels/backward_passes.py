@@ -60,6 +60,7 @@ _PYTORCH_TILES = Block(queries=32, keys=512)
 _UNNORMALISED_CAST: Mapping[str, Any] = {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "FlashAttention-2's (P and dS in 16 bits)": _FLASH_2,
+    # Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: dk_expanded and dv_expanded
     f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": {**_FLASH_2, "sums": OUTPUT},
     # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
     f"{_PYTORCH})": {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT},
@@ -81,6 +82,8 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
         "sums": OUTPUT,
     },
     "autograd's of an unnormalised O (P and dP in 16 bits)": _UNNORMALISED,
+    # transformers, models/llama/modeling_llama.py, repeat_kv: K and V of a group expanded in their own format
+    f"autograd's of an unnormalised O (P and dP in 16 bits{_BY_HEAD})": {**_UNNORMALISED, "sums": OUTPUT},
     "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": {
         **_UNNORMALISED,
         "shift_attached": True,

@@ -537,6 +537,6 @@ class _Tape(_Tiled):
         o_bar = torch.zeros_like(self.operands.do)
         for rows in in_tiles(0, o_bar.shape[2], self.block.queries):
             for keys in in_tiles(0, self.operands.v.shape[2], self.block.keys):
-                p_bar = self.arithmetic.cast(self.p(rows, keys), self.plan.p_bar)
+                p_bar = self.operands.cast_p(self.p(rows, keys))
                 self.add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
         return o_bar

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.counter import random_bits
+from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, Tiles
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.quantization import Quantization, Scaling
@@ -187,7 +188,14 @@ class Operands:
 
     def p_bar(self, p: Tensor) -> Scaled:
         """P-bar of one tile as the product takes it."""
-        return _quantized(self.arithmetic.cast(p, self.plan.p_bar), self.plan.p8, self.arithmetic)
+        return _quantized(self.cast_p(p), self.plan.p8, self.arithmetic)
+
+    def cast_p(self, p: Tensor) -> Tensor:
+        """A tile of P-bar after its cast; of a stochastic one, by a hash of each number's place in the tile."""
+        cast, bits = self.plan.p_bar, None
+        if cast.rounding is Rounding.STOCHASTIC:
+            bits = random_bits(0, torch.arange(p.numel(), device=p.device).view(p.shape))
+        return self.arithmetic.cast(p, cast, bits)
 
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
         """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.

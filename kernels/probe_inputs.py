@@ -32,13 +32,13 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
     # What no query looks at is random, so that P K is not degenerate.
     k = torch.from_numpy(rng.standard_normal((batch, heads, _KEYS, _D), dtype=np.float32)).bfloat16().float()
     k[..., :3] = 0.0
-    k[:, :, 1:, :3] = torch.stack(_pieces(torch.log(ties).float() / _SCALE), -1)
+    k[:, :, 1:, :3] = torch.stack(pieces(torch.log(ties).float() / _SCALE), -1)
     v = 1.0 + torch.from_numpy(rng.random((batch, heads, _KEYS, _D), dtype=np.float32))
     v[:, :, 0] = 0.0
     return AttentionInputs(q, k, v.bfloat16().float(), torch.ones_like(q), Formats.of(BF16), noise_seed=noise_seed)
 
 
-def _pieces(x: Tensor) -> list[Tensor]:
+def pieces(x: Tensor) -> list[Tensor]:
     """Three bf16 numbers that add up to each fp32 number, whose 24 bits are three times 8."""
     first = x.bfloat16().float()
     second = (x - first).bfloat16().float()

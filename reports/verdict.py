@@ -248,6 +248,7 @@ class _Kernel:
             _listed("elsewhere", elsewhere),
             *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
+            Finding("ties", self._away()),
             Finding("checks", met),
             Finding("rounding", self._rounding()),
             Finding("backward", self._backward()),
@@ -259,14 +260,10 @@ class _Kernel:
 
     def _fix(self) -> str:
         """Return whether the shift that it follows, by its bits or as it declares, is a fix for ties, and fails."""
-        explained, declared, names = self.explanation, self.declared, tuple[str, ...]()
-        if declared and all(cell.met(records.PREDICTION) for cell in self.predicted):
-            names = (declared,)
-        elif explained is not None and explained.state != records.UNEXPLAINED:
-            names = explained.plans
-        plans = [self.run.plans[name] for name in names if name in self.run.plans]
+        plans = self._plans()
         if not plans:
-            return f"not known: it {f'is not what {declared} predicts' if declared else 'follows no known plan'}"
+            predicts = f"is not what {self.declared} predicts" if self.declared else "follows no known plan"
+            return f"not known: it {predicts}"
         rules = sorted({plan.rule for plan in plans})
         if not any(plan.fix for plan in plans):
             return "none for ties: each row is shifted by its maximum, also where the maximum repeats"
@@ -275,6 +272,21 @@ class _Kernel:
         failing = len(self.biased) + len(self.nonfinite)
         held = sum(cell.verdict is not None for cell in self.asked) - failing
         return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {held}"
+
+    def _plans(self) -> list[records.PlanRecord]:
+        """Return the plans that it follows, by its bits or as it declares."""
+        explained, names = self.explanation, tuple[str, ...]()
+        if self.declared and all(cell.met(records.PREDICTION) for cell in self.predicted):
+            names = (self.declared,)
+        elif explained is not None and explained.state != records.UNEXPLAINED:
+            names = explained.plans
+        return [self.run.plans[name] for name in names if name in self.run.plans]
+
+    def _away(self) -> str:
+        """Return where it rounds ties away from zero, as all plans that it may follow do."""
+        plans = self._plans()
+        points = [point for point in (plans[0].away if plans else ()) if all(point in plan.away for plan in plans)]
+        return f"of {', '.join(points)} go away from zero, not to even: a bias where they are many" if points else ""
 
     def _slip(self) -> str:
         """Return the usual mistake that explains the wrong outputs of most cells, then of most bits."""

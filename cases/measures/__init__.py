@@ -56,6 +56,7 @@ class Observed:
     #: Of each run, by dq, dk and dv: mean squared errors by head of the kernel and of the backward pass it is held to,
     #: each (heads,), less the errors that come of O, relative to the mean square of the gradient.
     backward_squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]] = ()
+    random: bool = False  # whether random bits enter the O of the plan that it is held to
 
     @cached_property
     def row_errors(self) -> Tensor:

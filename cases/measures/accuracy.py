@@ -22,7 +22,7 @@ number loses on average that is rounded in one direction.
 
 Where some heads alone are wrong, means over heads tell nothing: their interval is as wide as heads are apart. So no
 head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
-derives it.
+derives it. Random bits put their errors into other heads than an emulation's: there it is not asked.
 
 A cell falls if the whole interval lies beyond the limit. The interval's confidence leaves one false alarm in 10,000
 runs of 300 such questions, if the means over heads are normal. In the cells above the mean of (square - LIMIT times the
@@ -101,14 +101,15 @@ def _largest_ratio(ours: Tensor, theirs: Tensor, floor: float) -> float:
 
 
 def _worst_head(observed: Observed) -> Value:
-    if observed.held_to is None or not observed.normal:
+    if observed.held_to is None or not observed.normal or observed.random:
         return None
     ours, plans = observed.held_to
     return _largest_ratio(ours.head_square, plans.head_square, ROUNDED_ONCE)
 
 
 def _worst_gradient(observed: Observed) -> Value:
-    found = (_largest_ratio(*pair, 0.0) for squares in observed.backward_squares for pair in squares.values())
+    paired = () if observed.random else observed.backward_squares
+    found = (_largest_ratio(*pair, 0.0) for squares in paired for pair in squares.values())
     return max((ratio for ratio in found if not math.isnan(ratio)), default=None)
 
 

@@ -131,6 +131,7 @@ class PlanRecord(Data, frozen=True):
 
     rule: str  # by what a row's shift is chosen
     fix: bool = False  # whether that moves the shift away from a maximum that repeats; else it is the row's maximum
+    away: tuple[str, ...] = ()  # rounding points whose ties go away from zero
 
 
 class MeasureRecord(Data, frozen=True):

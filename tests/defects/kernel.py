@@ -316,7 +316,7 @@ class Attention:
         for keys in self.backward_tiles(request):
             p = torch.exp(self.recomputed(request, keys) - lse).masked_fill(lse == -torch.inf, 0.0)
             ds = p * (wide @ v[:, :, keys].mT - delta)
-            ds = (ds * self.slope(request, keys)).to(request.q.dtype).float()
+            ds = self.rounded_ds(ds * self.slope(request, keys), request)
             dv[:, :, keys] = p.to(request.q.dtype).float().mT @ wide
             dk[:, :, keys] = self.dk(request, ds)
             dq = self.dq(dq, request.factor * ds @ k[:, :, keys], request, keys)
@@ -344,6 +344,10 @@ class Attention:
         if not request.softcap:
             return 1.0
         return 1.0 - (self.capped(self.product(request, keys), request) / request.softcap).square()
+
+    def rounded_ds(self, ds: Tensor, request: Request) -> Tensor:
+        """A tile of dS as it enters the products with K and q."""
+        return ds.to(request.q.dtype).float()
 
     def dk(self, request: Request, ds: Tensor) -> Tensor:
         """A tile of dK."""
@@ -389,6 +393,21 @@ class Flash1(Attention):
 
     def normalised(self, sums: Sums) -> Tensor:
         return sums.o_bar
+
+
+class Dithered(Attention):
+    """Every row is shifted by its maximum and a share of ln 2 that its place alone decides."""
+
+    def largest(self, sums: Sums, s: Tensor, request: Request, keys: slice) -> Tensor:
+        rows = torch.arange(s.shape[:-1].numel()).view(*s.shape[:-1], 1)
+        return super().largest(sums, s + rows * 0.618034 % 1.0 * math.log(2.0), request, keys)
+
+
+class Repeated(Attention):
+    """K and V of a group are repeated in their own format, in which autograd then adds up what its heads give."""
+
+    def summed(self, gradient: Tensor, request: Request) -> Tensor:
+        return super().summed(gradient.to(request.q.dtype).float(), request)
 
 
 class AnyOrder(Attention):
@@ -459,6 +478,8 @@ SOUND: dict[str, type[Attention]] = {
     "tiled": Attention,
     "split": Split,
     "flash_1": Flash1,
+    "dithered": Dithered,
+    "repeated": Repeated,
     "any_order": AnyOrder,
     "batch_invariant": BatchInvariant,
     "cached": Cached,

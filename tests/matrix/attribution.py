@@ -13,7 +13,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.bits import EQUAL, equal_bits
-from tiebreak.matrix.candidates import accepted, nameless, on_device
+from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.sampling import Sample
 from tiebreak.matrix.workbench import Fit, SharedBatch
@@ -32,6 +32,7 @@ class HeldTo:
     plan: str  # as reports name it
     declaration: Declaration
     errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
+    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
 
 
 def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
@@ -47,7 +48,7 @@ def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
         if fit[known.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        plans = {name: plans[name] for name in known.on_normal_numbers}
+        plans = {name: {**plans, **BY_LAW}[name] for name in known.on_normal_numbers}
     return batch.fits(o, plans) if plans else {}
 
 
@@ -60,17 +61,20 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
-    plans = accepted(on_device(known.asked.backend))
+    plans = accepted(on_device(known.asked.backend), sample.bench.batch(0).inputs.formats)
+    plans = {**plans, **BY_LAW}
     bits = {name: fit.bits for name, fit in found.items() if name in plans}
     if not bits:
         return None
-    nearest = max(bits, key=bits.__getitem__)
-    names = (nearest,) if bits[nearest] >= FOLLOWED else known.on_normal_numbers
+    nearest, best = max(bits, key=bits.__getitem__), max(found, key=lambda name: found[name].bits)
+    refused = best if found[best].bits >= FOLLOWED > bits[nearest] else None
+    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else known.on_normal_numbers
     held = [
         HeldTo(
             name if len(names) == 1 else _LOOSEST,
             plans[name],
             (sample.batch_errors[0], sample.bench.emulated(0, plans[name])[1]),
+            refused,
         )
         for name in names
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tiebreak.cases.measures.accuracy import LIMIT
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
@@ -54,7 +55,7 @@ def backward_held_to(
     ours = few.parts(runs[0])
     name, agreeing = known.passes.get(forward, ("", 0))
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
-    if name in tried and tried[name].agreeing >= agreeing:
+    if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
         held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
         like = passes[name]
     else:
@@ -103,6 +104,11 @@ class _Comparison:
         """How many gradients have the bits of the backward pass."""
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
+    @property
+    def covers(self) -> bool:
+        """Whether the backward pass errs as much as the kernel in all three gradients, but for what is allowed."""
+        return self.size >= 1 / LIMIT
+
 
 def _chosen(
     known: Mapping[str, BackwardPass],
@@ -112,9 +118,11 @@ def _chosen(
 ) -> tuple[str, Mapping[str, str], BackwardPass]:
     """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
 
-    Autograd's are as many as there are ways to write attention: only those of flash attention are all known. The name
-    for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients, without a
-    rounding, errors are measured from.
+    Autograd's are as many as there are ways to write attention: only those of flash attention are all known. Where that
+    pass errs less than the kernel, one that errs as much in all three takes its place: the first of those that compute
+    delta alike, FlashAttention-2's, or one that has the bits of a gradient. dS in fp16 has two of fp32's gradients.
+    The name for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients,
+    without a rounding, errors are measured from.
     """
 
     def nearest(names: Iterable[str]) -> str:
@@ -127,6 +135,9 @@ def _chosen(
     elif tried[name].agreeing < _SHOWN:
         passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in _NAMES}
         return _LOOSEST, passes, _EXACT
+    if not tried[name].covers:
+        looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
+        name = min(looser, key=lambda each: tried[each].size, default=name)
     return name, dict.fromkeys(_NAMES, name), known[name]
 
 

@@ -9,7 +9,9 @@ from tiebreak.backends.probes import plan_changes
 from tiebreak.kernels.algorithms import FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.formats import BF16, Formats, Rounding
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
 
 _LATER = (ONE_TILE, Block(64, 64), Block(32, 32))  # tiles that are tried after the declared ones
@@ -99,9 +101,27 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     return {text: declarations[text] for text in first.values()}
 
 
-def accepted(plans: Mapping[str, Declaration]) -> Mapping[str, Declaration]:
-    """Those of them that kernels which people ship, or fixes, follow."""
-    return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted}
+def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
+    """Those of them that kernels which people ship, or fixes, follow in such formats without a word.
+
+    P in 8 bits beside q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
+    """
+    return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
+
+
+#: Known by the size of their errors alone, so no candidates: P cast at random, as by a hash of its place.
+BY_LAW = {
+    "flash@fused, P cast at random": replace(
+        parse_declaration("flash@fused"),
+        plan=replace(FUSED, name="fused_p_at_random", p_bar=replace(FUSED.p_bar, rounding=Rounding.STOCHASTIC)),
+    )
+}
+
+
+def _p_alone(declaration: Declaration, formats: Formats) -> bool:
+    """Whether P is in 8 bits and nothing else is."""
+    plan, fewest = declaration.plan, BF16.mantissa_bits
+    return plan.p_bar.fmt.mantissa_bits < fewest <= formats.v.mantissa_bits and not plan.quantizes
 
 
 @cache

@@ -10,7 +10,7 @@ from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
-from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.bits import EQUAL
@@ -103,7 +103,11 @@ def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanatio
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
     return {
-        name: PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain)
+        name: PlanRecord(
+            re.split("[@,]", declaration.label)[0],
+            not declaration.shift_rule.plain,
+            tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY),
+        )
         for name, declaration in named.items()
     }
 

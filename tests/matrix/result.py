@@ -43,6 +43,7 @@ class Result:
     agreement: Mapping[str, Answer] = field(default_factory=dict)  # of its calls with each other, by the check of it
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
+    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none
     repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
     failure: bool = False  # whether it is of an input on which rounding is known to fail

@@ -94,6 +94,12 @@ def with_o_bar_in_fp32(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tens
     return (p.to(q.dtype).float() @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
 
 
+def of_heads_in_16_bits(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """The same of keys that are repeated in their own format, as transformers' repeat_kv does."""
+    groups = q.shape[1] // k.shape[1]
+    return with_o_bar_in_fp32(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), scale=scale)
+
+
 def of_its_own(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """S in 16 bits, P not before it is normalised: autograd's of no kernel that is known."""
     s = (q @ k.mT).float() * scale
@@ -141,6 +147,10 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     through_the_maximum: ("random_odd", f"autograd's of an unnormalised O that is cast, through the maximum {CAST}"),
     past_the_maximum: ("random_odd", f"autograd's of an unnormalised O that is cast {CAST}"),
     with_o_bar_in_fp32: ("random_odd", "autograd's of an unnormalised O (P and dP in 16 bits)"),
+    of_heads_in_16_bits: (
+        "random_grouped",
+        "autograd's of an unnormalised O (P and dP in 16 bits, heads of a group added in 16 bits)",
+    ),
 }
 
 
@@ -160,6 +170,12 @@ def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
     assert max(bits, key=lambda name: sum(bits[name].values())) == expected
     assert sorted(bits[expected].values())[1] >= FOLLOWED_BACKWARD  # two show a backward pass
     assert record.met("gradients")
+
+
+def test_gradients_that_err_no_more_than_a_shipped_pass_are_not_held_to_a_finer_one() -> None:
+    """With dS in fp16, dQ and dK have the bits of fp32's and dV has FlashAttention-2's."""
+    finer = partial(Attention, rounded_ds=lambda _, ds, request: ds.half().float())
+    assert judged(users(finer, "finer"), "random").met("gradients")
 
 
 class LostUpdate(Attention):

@@ -65,6 +65,8 @@ def _accuracy(result: Result) -> Answer | None:
         why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
     if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
         why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
+    if why and result.refused:
+        why.insert(0, f"it follows {result.refused}, which is accepted only where it is declared")
     return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
 
 

@@ -31,7 +31,7 @@ from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, on_device
+from tiebreak.matrix.candidates import accepted, drawn, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
@@ -170,6 +170,7 @@ class Call(Experiment):
             case.normal,
             repeated.equal_gradients,
             backward.squares if backward else (),
+            held_to is not None and drawn(held_to.declaration),
         )
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
         verdict = None if sample.verdict is None else sample.verdict.value
@@ -184,6 +185,7 @@ class Call(Experiment):
             prediction=_prediction(sample),
             backward_error=outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
+            refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
             repeatable=repeated.same,
             failure=case.failure,
@@ -208,7 +210,7 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
         }
     no_rounding = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
     if cell.kernel.external and no_rounding:
-        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend)))
+        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
         evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits

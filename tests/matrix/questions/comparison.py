@@ -66,14 +66,17 @@ class Difference:
 
     @classmethod
     def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0) -> "Difference":
-        """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts."""
+        """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts.
+
+        No side is held to less than what one rounding may err by.
+        """
         wide = plain.double()
         size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
         return cls(
             1.0 - equal_bits(other, plain),
             _largest_finite((other.double() - wide) / ulp(size, fmt)),
             lost=int((torch.isfinite(plain) & ~torch.isfinite(other)).sum()),
-            worse=worst_head(other, exact) / max(level * worst_head(plain, exact), fmt.unit_roundoff**2 / 3),
+            worse=worst_head(other, exact) / max(level * worst_head(plain, exact), fmt.unit_roundoff**2),
         )
 
     @property
