@@ -26,8 +26,8 @@ _PLAIN = (
     "lazy@fused",
 )
 _UNTILED = ("standard", "standard,s=input", "standard,qk=input,s=input", "flash@fp32_inside")
-# Triton kernels that fold the scale and log2(e) into q; PyTorch's MultiheadAttention, timm and PyTorch's math path; MLX;
-# flax, whose softmax is in the inputs' format, divides q by a rounded sqrt(d).
+# Triton kernels that fold the scale and log2(e) into q; PyTorch's MultiheadAttention and timm; PyTorch's math path;
+# MLX; flax, whose softmax is in the inputs' format, divides q by a rounded sqrt(d).
 _SCALED_FIRST = (
     "flash@fused,q=input,base=2",
     "standard,q=input,s=input",
