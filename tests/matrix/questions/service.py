@@ -30,7 +30,7 @@ from tiebreak.matrix.questions.comparison import WithinError
 from tiebreak.matrix.questions.session import CallShape, Session
 
 _SIZES = (1, 2, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)  # rows and keys
-_LONG = (8_193, 32_771)  # keys
+_LONG = (9_001, 40_009)  # keys: so many beyond 2^13 and 2^15 that their loss shows
 _FEW = 3  # rows
 _SEQUENCE = 64  # keys of a call with parameters, or more
 _PAGE = 16

@@ -236,7 +236,7 @@ QUESTIONS = (
     Question("other_parameters", "calls of one shape that differ in a window, a table, a sink ...", other_parameters),
     Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
     Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
-    Question("long_keys", "8,193 and 32,771 keys", long_keys),
+    Question("long_keys", "9,001 and 40,009 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
     Question(
         "log_sum_exp", "the log-sum-exp that a kernel returns beside O, and its gradients", log_sum_exp, version=2
