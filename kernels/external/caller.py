@@ -20,7 +20,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, Convention, KernelOptions
-from tiebreak.kernels.features import LENGTHS, OBLONG_CAUSAL, PAGES, PLACED
+from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Whose
 
@@ -80,8 +80,8 @@ class Caller:
             return None
         if inputs.causal or inputs.window != (None, None):
             return f"its {word} ends a sequence, and so moves a causal mask or a window"
-        # Of packed K and V, as in vLLM, it is that of pages.
-        of_pages = {LENGTHS, PAGES} <= set(convention.values.values())
+        # Beside a table of pages it may be read for them alone.
+        of_pages = PAGES in convention.values.values()
         return f"its {word} counts keys in pages" if of_pages and not paged else None
 
     def undeclared(self, inputs: AttentionInputs) -> str | None:

@@ -351,7 +351,7 @@ FIRST = torch.arange(KEYS) < torch.tensor([[4], [11]])
         ("cache_seqlens=None", {}, None),
         ("cache_seqlens", {}, [KEYS, KEYS]),
         ("cache_seqlens=None, attn_mask=None", {"key_padding": FIRST}, None),
-        ("cache_seqlens=None, block_table=None", {"key_padding": FIRST}, [4, 11]),
+        ("cache_seqlens=None, block_table=None", {"key_padding": FIRST}, "its cache_seqlens counts keys in pages"),
         ("seqused_k=None, block_table=None, cu_seqlens_k=None", {"key_padding": FIRST}, "its seqused_k counts keys in"),
         ("cache_seqlens=None", {"key_padding": ~FIRST}, "its cache_seqlens counts the first keys, and others are seen"),
         ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True}, "moves a causal mask or a window"),
