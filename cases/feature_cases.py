@@ -208,8 +208,9 @@ _POISON = 3e4  # where no key lies: what a kernel that reads it must not add up
 
 
 def _grouped(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
-    """Two query heads to a key head."""
-    return replace(inputs, k=inputs.k[:, ::2], v=inputs.v[:, ::2])
+    """Two query heads to a key head; of an odd number all."""
+    step = inputs.q.shape[1] if inputs.q.shape[1] % 2 else 2
+    return replace(inputs, k=inputs.k[:, ::step], v=inputs.v[:, ::step])
 
 
 def _values_cut(inputs: AttentionInputs, _: Draw | None) -> AttentionInputs:
@@ -294,13 +295,13 @@ _VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = 
 }
 #: What kernels in service take together, those with gradients and those that read a cache.
 _TRAINED = (
-    *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window+sink", "window+softcap", "window+lengths"),
-    *("window+gqa", "window+bias", "sink+softcap", "sink+lengths", "sink+gqa", "softcap+lengths", "softcap+bias"),
-    *("softcap+gqa", "lengths+gqa", "lengths+value_dim", "bias+padding", "bias+gqa", "block_mask+gqa"),
+    *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window.sink", "window.softcap", "window.lengths"),
+    *("window.gqa", "window.bias", "sink.softcap", "sink.lengths", "sink.gqa", "softcap.lengths", "softcap.bias"),
+    *("softcap.gqa", "lengths.gqa", "lengths.value_dim", "bias.padding", "bias.gqa", "block_mask.gqa"),
 )
 _CACHED = (
-    *("pages", "pages+padding", "pages+padding+hidden_nan", "pages+gqa", "pages+softcap", "pages+sink", "pages+window"),
-    *("pages+descale", "descale", "descale+gqa"),
+    *("pages", "pages.padding", "pages.padding.hidden_nan", "pages.gqa", "pages.softcap", "pages.sink", "pages.window"),
+    *("pages.descale", "descale", "descale.gqa"),
 )
 
 
@@ -319,11 +320,11 @@ def _service(name: str, words: Sequence[str], about: str, shape: Shape, *, causa
     """A case for each of some features, joined, by its name."""
     cases, by_word = {}, {feature.taken: feature for feature in FEATURES}
     for joined in words:
-        needs = frozenset(by_word[word] for word in joined.split(JOINED))
+        needs = frozenset(by_word[word] for word in joined.split("."))
         trains = all(feature.trains for feature in needs)
         cases[f"{name}[{joined}]"] = Case(
             "",
-            f"{joined.replace(JOINED, ', ')}: {about}",
+            f"{joined.replace('.', ', ')}: {about}",
             OWN,
             partial(_in_service, needs=needs, shape=shape, causal=causal),
             gradients=trains,

@@ -373,7 +373,7 @@ _OF_USERS = (
          ("sink_tie", "gradients"), dk=lambda sound, request, ds: sound(request, ds) / request.factor),
     # Heads, columns and tiles.
     _row("heads_tiled", "key heads are tiled over the query heads, not repeated", "ekzhang/jax-js/pull/180",
-         ("random_grouped", "bound gradients"), slip="query head h reads key head h mod the number of key heads",
+         ("random_grouped", "accuracy bound gradients"), slip="query head h reads key head h mod the number of key heads",
          wide=lambda sound, x, request: _heads_in_turn(sound(x, request), -1, request.groups),
          summed=lambda sound, x, request: sound(_heads_in_turn(x, request.groups, -1), request)),
     _row("heads_wrap", "the index of a head, over all batch entries, is kept in 7 bits",
@@ -531,9 +531,9 @@ _OF_USERS = (
          "flashinfer-ai/flashinfer/issues/4893", ("served[window]", "accuracy bound gradients"),
          prepared=_asking(window_size=lambda request: (request.window_size[0], -1))),
     _row("window_of_whole_tiles", "a window hides whole tiles alone", "Dao-AILab/flash-attention/issues/1133",
-         ("served_causal[window+sink]", "accuracy bound gradients"), prepared=_asking(window_size=_whole_tiles)),
+         ("served_causal[window.sink]", "accuracy bound gradients"), prepared=_asking(window_size=_whole_tiles)),
     _row("length_of_the_longest", "all sequences are taken to be as long as the longest",
-         "Dao-AILab/flash-attention/pull/1455", ("cached[pages+padding]", "accuracy bound range"),
+         "Dao-AILab/flash-attention/pull/1455", ("cached[pages.padding]", "accuracy bound range"),
          slip="the mask is not applied",
          prepared=_asking(
              cache_seqlens=lambda request: _largest(request.cache_seqlens), attn_mask=lambda request: None)),

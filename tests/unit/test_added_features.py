@@ -136,7 +136,7 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, window_size: object = (-1, -1), si
     [
         (plain, set()),
         (masked, set()),  # one mask hides scores, whatever they are hidden for
-        (windowed, {"window", "sink", "window+sink", "window+gqa", "sink+gqa"}),
+        (windowed, {"window", "sink", "window.sink", "window.gqa", "sink.gqa"}),
     ],
 )
 def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(

@@ -48,12 +48,14 @@ def test_a_seed_gives_the_same_bits_again_and_another_others_all_on_the_formats_
     )
     for field in fields(AttentionInputs):
         before, after = getattr(first, field.name), getattr(again, field.name)
+        before, after = (torch.tensor(x) if isinstance(x, float) else x for x in (before, after))
         assert torch.equal(before.isnan(), after.isnan()) if isinstance(before, Tensor) else before == after, field.name
     assert all(_same_bits(x, _tensors(again)[name]) for name, x in _tensors(first).items())
     assert first.noise_seed != other.noise_seed
     for name in ("k", "v", "do"):
         # Numbers of 8 bits from a few binades meet by chance, and scripted keys share a dimension.
-        assert (_tensors(first)[name] == _tensors(other)[name]).double().mean() < 0.5, name
+        drawn = _tensors(first)[name]
+        assert (drawn == _tensors(other)[name])[drawn != 0.0].double().mean() < 0.5, name
     for fmt in (BF16, FP16):
         inputs = _made(case.name, fmt)
         assert inputs.formats == case.formats(fmt)

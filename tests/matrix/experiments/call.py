@@ -25,6 +25,7 @@ from tiebreak.cases.verdicts import Interval, Verdict
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
+from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import Declaration
@@ -75,6 +76,8 @@ class Call(Experiment):
 
     @property
     def tags(self) -> frozenset[str]:
+        if self.case.needs:
+            return frozenset()  # profiles are of kernels without features
         failing, backward = {"failure"} if self.case.failure else set(), {"backward"} if self.case.gradients else set()
         return frozenset({"call"} | failing | backward)
 
@@ -142,6 +145,8 @@ class Call(Experiment):
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
             return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
+        if HIDDEN_NAN in self.case.needs - cell.kernel.takes:
+            return f"takes no {HIDDEN_NAN.words}"
         return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(
             cell.backend, cell.kernel, inputs
         )
