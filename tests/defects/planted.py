@@ -373,7 +373,8 @@ _OF_USERS = (
          ("sink_tie", "gradients"), dk=lambda sound, request, ds: sound(request, ds) / request.factor),
     # Heads, columns and tiles.
     _row("heads_tiled", "key heads are tiled over the query heads, not repeated", "ekzhang/jax-js/pull/180",
-         ("random_grouped", "accuracy bound gradients"), slip="query head h reads key head h mod the number of key heads",
+         ("random_grouped", "accuracy bound gradients"),
+         slip="query head h reads key head h mod the number of key heads",
          wide=lambda sound, x, request: _heads_in_turn(sound(x, request), -1, request.groups),
          summed=lambda sound, x, request: sound(_heads_in_turn(x, request.groups, -1), request)),
     _row("heads_wrap", "the index of a head, over all batch entries, is kept in 7 bits",
