@@ -142,7 +142,8 @@ def restless(matrix: Pytest, pytester: pytest.Pytester) -> Pytest:
     """Runs one input with a kernel; if restless, its calls differ in one element's bits, which all bounds allow."""
 
     def run(*options: str, body: str = "", restless: bool = True, workers: int = 0) -> pytest.RunResult:
-        (pytester.path / "mine.py").write_text(KERNEL.format(body=body, turns=2 if restless else 1))
+        # Of another length: bytecode of the same second and length would be taken for it.
+        (pytester.path / "mine.py").write_text(KERNEL.format(body=body, turns=2 if restless else "1  "))
         words = ("--kernel", "mine.py:mine", "--cases", "random", "--heads", "16", "-n", str(workers))
         return matrix(*words, *options)
 
