@@ -77,7 +77,7 @@ def other_parameters(session: Session, found: WithinError) -> None:
             calls = [each.part(slice(1)) for each in calls]
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):
-                _compare(session, found, f"with another {feature.words}", inputs, session.answers(inputs))
+                _compare(session, found, f"a call after one with another {feature.name}", inputs, session.answers(inputs))
 
 
 def after_a_larger_call(session: Session, found: WithinError) -> None:
@@ -88,7 +88,7 @@ def after_a_larger_call(session: Session, found: WithinError) -> None:
         _compare(session, found, "a call after a larger one", inputs, session.answers(inputs))
 
 
-def _halves(inputs: AttentionInputs, share: int) -> torch.Tensor:
+def _first_keys(inputs: AttentionInputs, share: int) -> torch.Tensor:
     """(batch, keys): True for the first keys, one in `share` of them."""
     keys = inputs.k.shape[2]
     return (torch.arange(keys) < keys // share).expand(len(inputs.q), -1)
@@ -132,7 +132,7 @@ _PARAMETERS: Mapping[Feature, Callable[[AttentionInputs], tuple[dict[str, Any], 
         {"bias": (torch.arange(x.k.shape[2]) % 4 - 2.0)[None, None, None]},
         {"bias": (torch.arange(x.k.shape[2]) % 3 - 1.0)[None, None, None]},
     ),
-    KEY_PADDING: lambda x: ({"key_padding": _halves(x, 2)}, {"key_padding": _halves(x, 4)}),
+    KEY_PADDING: lambda x: ({"key_padding": _first_keys(x, 2)}, {"key_padding": _first_keys(x, 4)}),
     LENGTHS: lambda x: (_lengths(x, 2), _lengths(x, 4)),
     BLOCK_MASK: lambda x: (_blocks(x, True), _blocks(x, False)),
     PAGES: lambda x: (_pages(x, False), _pages(x, True)),
