@@ -75,9 +75,10 @@ def other_parameters(session: Session, found: WithinError) -> None:
         calls = [replace(plain, **each) for each in parameters(plain)]
         if feature is LENGTHS:
             calls = [each.part(slice(1)) for each in calls]
+        words = f"a call after one with another {feature.name}"
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):
-                _compare(session, found, f"a call after one with another {feature.name}", inputs, session.answers(inputs))
+                _compare(session, found, words, inputs, session.answers(inputs))
 
 
 def after_a_larger_call(session: Session, found: WithinError) -> None:
