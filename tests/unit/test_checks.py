@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def measured(**measures: Any) -> dict[str, Any]:
 BOUND, RANGE = "error_over_bound", "outside_values"
 LOST, LOST_LOSS = measured(**FINITE | {"nonfinite": 1.0}), measured(**STEPS | {"finite_steps": 2.0})
 WRONG_GRADIENTS = measured(gradients_nonfinite=3.0, gradient_error_over_bound=1.5)
+of_one_head = partial(measured, gradients_nonfinite=0.0, gradient_error_over_bound=1.0)
 SMALL = (claimed(True), claimed(None, "small"))
 UNTOLD = {"heads": 8, "remedy": "more"}
 NOT_SMALL = {"claims": (claimed(None), claimed(False, "small"))}
@@ -73,6 +75,10 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", WRONG_GRADIENTS, False, "^3 elements of dQ, .* Inf, the reference's are not; the largest error of .*"
                                           r" is 1\.5 times its bound$"),
     ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=math.nan), False, "^there is no number"),
+    ("gradients", of_one_head(worst_gradient=4.0), True, "^$"),
+    ("gradients", of_one_head(worst_gradient=5.0), False, "^mean square of one head 5 times that of .*, 4 is allowed$"),
+    ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=4.0), True, "^$"),
+    ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=5.0), False, "^mean square of one head 5 times"),
     ("repeatable", {"repeatable": True}, True, "^$"),
     ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
     ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
@@ -105,7 +111,7 @@ def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
 
 
 def test_those_that_are_looked_at_here_are_checks() -> None:
-    elsewhere = {RUNS, IN_TIME, "accuracy", "decided", "usage", "invariance"}
+    elsewhere = {RUNS, IN_TIME, "decided", "usage", "invariance"}
     assert set(checks()) == {name for name, *_ in ANSWERS} | elsewhere
     assert ask_all(result()) == {}
     assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tiebreak.cases.gradients import (
     row_units,
     ulps_of_rows,
 )
-from tiebreak.cases.measures.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
+from tiebreak.cases.measures.accuracy import LIMIT, MEASURES, ROUNDED_ONCE, WORSE, ratio_of_means
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import twin, users
@@ -210,6 +211,22 @@ def test_one_head_that_cancels_does_not_fall_and_a_share_of_all_heads_does() -> 
     assert all_heads is not None
     assert one.mean > LIMIT > one.low
     assert all_heads.low > LIMIT
+
+
+def test_one_head_that_errs_alone_is_the_worst_one() -> None:
+    measures = {measure.name: measure for measure in MEASURES}
+    plans = torch.linspace(0.1, 0.15, HEADS, dtype=torch.float64)
+    ours = plans.clone()
+    ours[3] *= WORSE + 1.0
+    observed: Any = SimpleNamespace(
+        held_to=(SimpleNamespace(head_square=ours), SimpleNamespace(head_square=plans)),
+        backward_squares=[{"dq": (plans, plans), "dk": (ours, plans)}],
+        normal=True,
+        random=False,
+    )
+    for name in ("worst_head", "worst_gradient"):
+        assert measures[name].of(observed) == pytest.approx(WORSE + 1.0)
+        assert measures[name].of(SimpleNamespace(**vars(observed) | {"random": True})) is None
 
 
 def test_errors_of_an_exact_plan_count_as_those_of_one_rounding() -> None:
