@@ -213,7 +213,7 @@ def _grouped(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
     return replace(inputs, k=inputs.k[:, ::step], v=inputs.v[:, ::step])
 
 
-def _values_cut(inputs: AttentionInputs, _: Draw | None) -> AttentionInputs:
+def _values_cut(inputs: AttentionInputs, _: object) -> AttentionInputs:
     """Half as many columns of V."""
     half = inputs.v.shape[3] // 2
     return replace(inputs, v=inputs.v[..., :half].contiguous(), do=inputs.do[..., :half].contiguous())
@@ -440,7 +440,7 @@ class _Added:
 _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (
-        _Added(VALUE_DIM, lambda inputs, _: _values_cut(inputs, None)),
+        _Added(VALUE_DIM, _values_cut),
         _Added(KEY_PADDING, _padding, claims_stay=False),  # which may hide a maximum
         _Added(LENGTHS, _lengths, claims_stay=False),  # of fewer heads
         _Added(WINDOW, _window, "keys before a row's own"),
