@@ -260,8 +260,8 @@ class Session:
         inputs, ours = self.inputs(), self.plain
         theirs, levels = self.emulated(inputs, gradients=len(ours) > 1), {}
         for part, x in ours.items():
-            errors = (worst_head(each, exact(inputs, part)) for each in (x, theirs[part]))
-            ratio = next(errors) / next(errors)
+            ours_squared, theirs_squared = (worst_head(each, exact(inputs, part)) for each in (x, theirs[part]))
+            ratio = ours_squared / theirs_squared if theirs_squared else 1.0
             levels[part] = min(1.0, ratio) if part == O else max(1.0, ratio) * _WAYS
         return levels
 
