@@ -224,9 +224,10 @@ def test_one_head_that_errs_alone_is_the_worst_one() -> None:
         normal=True,
         random=False,
     )
+    of_random_bits: Any = SimpleNamespace(**vars(observed) | {"random": True})
     for name in ("worst_head", "worst_gradient"):
         assert measures[name].of(observed) == pytest.approx(WORSE + 1.0)
-        assert measures[name].of(SimpleNamespace(**vars(observed) | {"random": True})) is None
+        assert measures[name].of(of_random_bits) is None
 
 
 def test_errors_of_an_exact_plan_count_as_those_of_one_rounding() -> None:
