@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
@@ -84,8 +85,11 @@ def noise_seed(seed: int, step: int, layer: int) -> int:
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
     """Causal attention, every head with its own kernel, of unrounded q, k and v: each (batch, heads, tokens, d), fp32.
 
-    O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does.
+    O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does. The queries
+    are of the last tokens, where keys are of more. Of a model in fp64 it is PyTorch's in fp64, whatever the kernels.
     """
+    if q.dtype == torch.float64:
+        return scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
     if kernels.count(kernels[0]) == len(kernels):  # hashing them takes longer than comparing what is mostly one object
         return _apply(q, k, v, kernels[0], tuple(range(len(kernels))), call)
     out = torch.zeros_like(q)
@@ -181,4 +185,5 @@ def _own_gradients(implementation: Kernel, computed: AttentionOutput) -> Gradien
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, do: Tensor, noise_seed: int, kernel: HeadKernel) -> AttentionInputs:
-    return AttentionInputs(q, k, v, do, Formats.of(kernel.inputs.fmt), causal=True, noise_seed=noise_seed)
+    causal = q.shape[2] > 1  # the last token sees all
+    return AttentionInputs(q, k, v, do, Formats.of(kernel.inputs.fmt), causal=causal, noise_seed=noise_seed)

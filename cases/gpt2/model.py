@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -95,6 +95,29 @@ class Gate(nn.Module):
         return o * _split(2 * torch.sigmoid(functional.linear(h, self.weight)), self._heads)
 
 
+@dataclass
+class Memory:
+    """What a model keeps of the tokens before those that it is given, and of what it computed; one is grown in place.
+
+    Calls that follow one another on parts of a sequence are a prefill in chunks, and of one token each a decode.
+    """
+
+    keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, (batch, heads, tokens, d)
+    values: dict[int, Tensor] = field(default_factory=dict)  # likewise
+    streams: list[Tensor] = field(default_factory=list)  # of the last call: the residual stream after each layer
+
+    def grown(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer with what stood there before."""
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
+        return self.keys[layer], self.values[layer]
+
+    @property
+    def tokens(self) -> int:
+        """How many it has seen."""
+        return max((k.shape[2] for k in self.keys.values()), default=0)
+
+
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each after a normalisation and added to the residual stream."""
 
@@ -110,13 +133,18 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call]) -> Tensor:
+    def forward(
+        self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call], memory: Memory | None = None
+    ) -> Tensor:
         """The residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
         q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        o = attend(q, k, v, kernels, call(h.detach()))
+        made = call(h.detach())
+        if memory is not None:
+            k, v = memory.grown(made.layer, k, v)
+        o = attend(q, k, v, kernels, made)
         if self.gate is not None:
             o = self.gate(o, h)
         x = x + self.wo(o.transpose(1, 2).flatten(2))
@@ -160,13 +188,20 @@ class GPT2(nn.Module):
         assert isinstance(module, Block)
         return module
 
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
-        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, step: int, memory: Memory | None = None) -> Tensor:
+        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
+
+        With a memory the tokens follow those that it has seen.
+        """
+        before = memory.tokens if memory else 0
+        x, streams = self.tokens(tokens) + self.positions.weight[before : before + tokens.shape[1]], list[Tensor]()
         for layer, kernels in enumerate(self.kernels):
             if kernels:
                 call = partial(Call, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
-                x = self.block(layer)(x, kernels, call)
+                x = self.block(layer)(x, kernels, call, memory)
+            streams.append(x)
+        if memory is not None:
+            memory.streams = streams
         logits: Tensor = self.head(self.norm(x))
         return logits
 

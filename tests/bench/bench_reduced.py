@@ -16,7 +16,7 @@ from torch.nn import functional
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, Block, Configuration, everywhere
+from tiebreak.cases.gpt2.model import GPT2, PRESETS, Block, Configuration, Memory, everywhere
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.reduced import parse_reduction, reduce_precision, reduced_gpt2
 
@@ -29,8 +29,8 @@ MASKS = ("unmasked", "E8M5", "E8M5:zero", "E5M2")
 class _Torchs(GPT2):
     """The same model with torch's own attention."""
 
-    def forward(self, tokens: Tensor, step: int) -> Tensor:
-        del step
+    def forward(self, tokens: Tensor, step: int, memory: Memory | None = None) -> Tensor:
+        del step, memory
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in range(self.configuration.layers):
             x = self._through(self.block(layer), x)

@@ -1,0 +1,152 @@
+"""A small language model that every machine makes alike, and what attention makes of its log-probabilities.
+
+It trains in fp64, where machines differ by 1e-15, and its weights are then rounded to bf16: they have the same bits
+everywhere, and their digest says so. Its tokens are its own samples, as those of a serving engine are; what is compared
+is the log-probability of each of them, in nats.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.random import Philox, SeedSequence
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax, softmax
+
+from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
+from tiebreak.cases.gpt2.data import Batches, corpus
+from tiebreak.cases.gpt2.model import GPT2, Configuration, Memory, everywhere
+from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
+from tiebreak.kernels.arithmetic import Arithmetic
+
+VERSION = 1  # raised when the recipe changes: log-probabilities of other versions are not comparable
+SEQUENCES, CONTEXT = 32, 128  # of the evaluation: 4,064 tokens have a log-probability, all but the first of a sequence
+CHUNK = 32  # tokens of a prefill in chunks
+CONFIGURATION = Configuration(3, 2, 64, CONTEXT, len(corpus().vocabulary))
+_SEED, _DATA_SEED, _SAMPLE_SEED = 1, 11, 12
+_STEPS, _BATCH = 200, 8
+_RATE = Schedule(_STEPS, 5e-3, 20)
+_EXACT = HeadKernel(FP32_ATTENTION)  # stands in the place of a kernel: in fp64 attention is PyTorch's
+_NO_ARITHMETIC = cast(Arithmetic, None)  # likewise
+
+
+class Way(Enum):
+    """How the tokens of a sequence go through the model."""
+
+    PREFILL = "one prefill"
+    CHUNKS = f"prefill in chunks of {CHUNK}"
+    DECODE = "decode with a cache"
+    ALONE = "one sequence at a time"
+
+    @property
+    def tokens(self) -> int:
+        """That one call takes."""
+        return {Way.CHUNKS: CHUNK, Way.DECODE: 1}.get(self, CONTEXT)
+
+    @property
+    def sequences(self) -> int:
+        """Likewise."""
+        return 1 if self is Way.ALONE else SEQUENCES
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """The model and the tokens."""
+
+    weights: Mapping[str, Tensor]  # by parameter, fp64, each a bf16 number
+    tokens: Tensor  # (SEQUENCES, CONTEXT), int64, sampled by the model with exact attention
+    digest: str  # of both
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a model made of the tokens."""
+
+    log_probabilities: Tensor  # (SEQUENCES, CONTEXT - 1), nats, fp64: of every token but the first
+    streams: tuple[Tensor, ...]  # after each layer, (SEQUENCES, CONTEXT, width), fp64
+
+
+@cache
+def fixture() -> Fixture:
+    """Train the model and sample: some seconds, once a process."""
+    model = _model(_EXACT, _NO_ARITHMETIC).double()
+    optimizer, batches = adamw(list(model.parameters())), Batches(corpus().tokens, _BATCH, CONTEXT, _DATA_SEED)
+    for step in range(_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = _RATE.at(step)
+        optimizer.zero_grad()
+        tokens, targets = batches.batch(step)
+        loss = nn.functional.cross_entropy(model(tokens, step).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    weights = {name: weight.detach().bfloat16().double() for name, weight in model.named_parameters()}
+    model.load_state_dict(weights)
+    sampled = _sampled(model)
+    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (*weights.values(), sampled))).hexdigest()[:16]
+    return Fixture(weights, sampled, digest)
+
+
+@cache
+def exact() -> Read:
+    """What attention in fp64 makes of the tokens: what errors of log-probabilities are measured from."""
+    model = _model(_EXACT, _NO_ARITHMETIC).double()
+    model.load_state_dict(dict(fixture().weights))
+    return _read(model, Way.PREFILL, 0)
+
+
+def read(head: HeadKernel, arithmetic: Arithmetic, device: str, way: Way = Way.PREFILL, draw: int = 0) -> Read:
+    """What a kernel makes of the tokens, in all heads of all layers; all else is in fp32 on the device.
+
+    Args:
+        head: the kernel, and the format of q, k and v.
+        arithmetic: the device's operations.
+        device: torch's name of it.
+        way: how the tokens go through the model.
+        draw: of the random bits of a kernel that has some.
+
+    Raises:
+        Exception: whatever the kernel raises.
+    """
+    model = _model(head, arithmetic)
+    model.load_state_dict({name: weight.float() for name, weight in fixture().weights.items()})
+    return _read(model.to(device), way, draw)
+
+
+def _model(head: HeadKernel, arithmetic: Arithmetic) -> GPT2:
+    return GPT2(CONFIGURATION, everywhere(head, CONFIGURATION), arithmetic, _SEED)
+
+
+@torch.no_grad()
+def _read(model: GPT2, way: Way, draw: int) -> Read:
+    tokens = fixture().tokens.to(next(model.parameters()).device)
+    logits, streams = list[Tensor](), list[list[Tensor]]()
+    for first in range(0, SEQUENCES, way.sequences):
+        memory, own = Memory(), tokens[first : first + way.sequences]
+        parts, after = list[Tensor](), list[list[Tensor]]()
+        for start in range(0, CONTEXT, way.tokens):
+            parts.append(model(own[:, start : start + way.tokens], draw, memory))
+            after.append(memory.streams)
+        logits.append(torch.cat(parts, 1))
+        streams.append([torch.cat(layer, 1) for layer in zip(*after, strict=True)])
+    whole = torch.cat(logits)[:, :-1].double().cpu()
+    chosen = log_softmax(whole, -1).gather(-1, fixture().tokens[:, 1:, None])[..., 0]
+    return Read(chosen, tuple(torch.cat(layer).double().cpu() for layer in zip(*streams, strict=True)))
+
+
+@torch.no_grad()
+def _sampled(model: GPT2) -> Tensor:
+    """Tokens that the model draws, the first of each sequence from the text."""
+    raw = Philox(SeedSequence([_SAMPLE_SEED])).random_raw(SEQUENCES * CONTEXT).reshape(CONTEXT, SEQUENCES)
+    uniform = torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    tokens, memory = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1], Memory()
+    for at in range(1, CONTEXT):
+        below = softmax(model(tokens[:, -1:], 0, memory)[:, -1], -1).cumsum(-1)
+        below /= below[:, -1:].clone()  # which rounding may leave below the largest draw
+        tokens = torch.cat([tokens, torch.searchsorted(below, uniform[at][:, None], right=True)], 1)
+    return tokens
