@@ -1,0 +1,1 @@
+"""Pairs: two kernels, or one on two machines, held against each other."""

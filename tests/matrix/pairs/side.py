@@ -1,0 +1,17 @@
+"""One of the two kernels of a pair."""
+
+from dataclasses import dataclass
+
+from tiebreak.backends.backend import Backend
+from tiebreak.kernels.kernel import Declaration, Kernel
+
+
+@dataclass(frozen=True)
+class Side:
+    """A kernel, where it runs, and the plan that it follows."""
+
+    name: str  # as it was asked for
+    backend: Backend
+    kernel: Kernel  # one that declares nothing declares nothing here either
+    plan: Declaration | None  # that it declares, or follows by its bits, or the nearest; None: nothing could be told
+    known: bool  # whether it follows that plan, and the plan is not merely the nearest
