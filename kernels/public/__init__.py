@@ -1,20 +1,28 @@
 """Does this attention kernel round fairly, on this device, and does the fix hold?
 
 For files with a kernel: ``tiebreak.kernel``, the decorator that declares what a kernel's signature does not show. For
-notebooks and harnesses: ``tiebreak.check(function)``, which returns a verdict (docs/your-kernel.md). To import
-``tiebreak`` imports nothing else; torch comes with the names.
+notebooks and harnesses: ``tiebreak.check(function)``, which returns a verdict. For a kernel's own tests:
+``tiebreak.inputs(case)``, a failure input with its exact answer, and ``tiebreak.assert_fair(o, exact)``
+(docs/your-kernel.md). To import ``tiebreak`` imports nothing else; torch comes with the names.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["check", "kernel"]
+__all__ = ["assert_fair", "check", "inputs", "kernel"]
 
-_HOMES = {"check": "tiebreak.programs.checking", "kernel": "tiebreak.kernels.external"}
+_HOMES = {
+    "assert_fair": "tiebreak.programs.assertions",
+    "check": "tiebreak.programs.checking",
+    "inputs": "tiebreak.programs.assertions",
+    "kernel": "tiebreak.kernels.external",
+}
 
 if TYPE_CHECKING:
     from tiebreak.kernels.external import kernel
 
+    assert_fair: Any  # (o, exact, *, groups=1) -> None
+    inputs: Any  # (case, *, heads=64, dtype=torch.bfloat16, ...) -> tiebreak.programs.assertions.ScriptedCall
     check: Any  # (function, *, in_process=False, workers="auto", **options) -> tiebreak.reports.verdict.Verdict
 else:
 

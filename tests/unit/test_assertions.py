@@ -1,0 +1,83 @@
+"""A kernel's own tests: `tiebreak.inputs` and `tiebreak.assert_fair`."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import tiebreak
+from tiebreak.kernels.formats import BF16, ulp
+
+
+def unfused(call: Any) -> Tensor:
+    """Attention whose O-bar is in the format of its inputs, as the paper's kernel has it."""
+    s = call.q.float() @ call.k.float().mT * call.scale
+    p_bar = (s - s.amax(-1, keepdim=True)).exp()
+    o_bar = (p_bar.to(call.v.dtype).float() @ call.v.float()).to(call.v.dtype)
+    o: Tensor = (o_bar.float() / p_bar.sum(-1, keepdim=True)).to(call.v.dtype)
+    return o
+
+
+def test_a_rounded_exact_answer_is_fair_and_an_unfused_kernels_is_not() -> None:
+    call = tiebreak.inputs("tied_maxima[k=2]")
+    tiebreak.assert_fair(call.exact.bfloat16(), call.exact)
+    o = unfused(call)
+    with pytest.raises(
+        AssertionError, match=r"bias \+0\.2\d+ \+- 0\.0\d+ ulp of torch.bfloat16 over 64 heads: O is .* away"
+    ):
+        tiebreak.assert_fair(o, call.exact)
+
+
+def test_a_causal_case_says_so_and_gives_its_own_answer() -> None:
+    call = tiebreak.inputs("random_causal", heads=8, dtype=torch.float32)
+    o = scaled_dot_product_attention(call.q, call.k, call.v, is_causal=call.causal, scale=call.scale)
+    assert call.causal
+    assert (o - call.exact).abs().max() < 1e-5 * call.exact.abs().max()
+
+
+def test_inputs_have_the_seed_and_the_heads_that_are_asked_for() -> None:
+    first, again, other = (tiebreak.inputs("sink_tie", heads=16, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.v, again.v)
+    assert not torch.equal(first.v, other.v)
+    assert first.q.shape[0] * first.q.shape[1] == 16
+
+
+def test_a_bias_towards_zero_nan_and_too_few_heads_are_no_pass() -> None:
+    call = tiebreak.inputs("random", heads=64)
+    rounded = call.exact.bfloat16()
+    lower = (rounded.double() - 0.2 * call.exact.sign() * ulp(call.exact, BF16)).float()  # in fp32: an ulp is smaller
+    with pytest.raises(AssertionError, match="towards zero"):
+        tiebreak.assert_fair(lower, call.exact)
+    broken = rounded.clone()
+    broken[0, 0, 0, 0] = torch.nan
+    with pytest.raises(AssertionError, match=r"NaN or Inf in 1 of"):
+        tiebreak.assert_fair(broken, call.exact)
+    with pytest.raises(AssertionError, match=r"over 2 heads: too few to tell; take \d+"):
+        tiebreak.assert_fair(rounded[:1, :2], call.exact[:1, :2])
+
+
+def test_heads_of_a_group_are_one_sample() -> None:
+    call = tiebreak.inputs("tied_maxima[k=2]", heads=64)
+    with pytest.raises(AssertionError, match="over 16 heads"):
+        tiebreak.assert_fair(unfused(call), call.exact, groups=4)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        ("tied_maxima[k=]", torch.bfloat16, r"unknown case 'tied_maxima\[k=\]': did you mean tied_maxima"),
+        ("padded", torch.bfloat16, "padded asks for .*: use tiebreak check"),
+        ("random", torch.float64, "dtype torch.float64: cases come in torch.bfloat16"),
+    ],
+)
+def test_what_can_not_be_made_is_one_line(case: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiebreak.inputs(case, dtype=dtype)
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    call = tiebreak.inputs("random", heads=16)
+    with pytest.raises(ValueError, match="expected"):
+        tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact)
