@@ -63,6 +63,7 @@ VERBS: Mapping[str, Verb | Group] = {
                       "a folder of records to hand in, held to a profile; --verify: whether one holds"),
     "schema": Verb("reports.schemas", "the JSON Schema of a kind of file that the others write"),
     "rules": Verb("programs.listing", "acceptance rules of other projects, and what they say of kept records", "rules"),
+    "findings": Verb("programs.findings", "which known findings in other people's software are in what is installed"),
     "levels": Verb("programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"),
     "shrink": Verb("programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"),
     "list": Group("what there is: cases, kernels, plans, vendors' plans", {

@@ -10,12 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,32 +22,27 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.questions.usage import QUESTIONS
+from tiebreak.programs.findings import KnownFinding, installed, known_findings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reports"
-REPORTS: dict[str, dict[str, Any]] = tomllib.loads((FOLDER / "reports.toml").read_text(encoding="utf-8"))
-CHANGED = sorted(name for name, report in REPORTS.items() if "changes" in report)
+REPORTS = {each.id: each for each in known_findings() if each.script}
+CHANGED = sorted(name for name, report in REPORTS.items() if report.changes)
 FINDINGS = (FOLDER.parent / "findings.md").read_text(encoding="utf-8")
 ARM = "arm-bf16-sums"
 WITHOUT_AVX2 = {"ATEN_CPU_CAPABILITY": "default"}
 COMMAND = re.compile(r"^(\d+)(?:,(\d+))?([ac])\n((?:.*\n)*?)\.\n", re.MULTILINE)  # of ed, as `diff -e` writes it
 
 
-def roots() -> Iterator[str]:
-    if sources := os.environ.get("TIEBREAK_SOURCES"):
-        yield from map(str, sorted(Path(sources).iterdir()))
-    yield from sys.path
-
-
 def root_and_version(package: str) -> tuple[str, str]:
     """Where a package is and which it is; the test is skipped where there is none."""
-    for root in roots():
-        for distribution in metadata.distributions(name=package, path=[root]):
-            return root, distribution.version.partition("+")[0]
-    pytest.skip(f"{package} is not installed: pip install --no-deps {package}")
+    found = next(installed(package), None)
+    if found is None:
+        pytest.skip(f"{package} is not installed: pip install --no-deps {package}")
+    return found
 
 
 def run(name: str, path: str, more: Mapping[str, str] = WITHOUT_AVX2) -> subprocess.CompletedProcess[str]:
-    script = FOLDER / name / REPORTS[name]["script"]
+    script = FOLDER / REPORTS[name].script
     environment = {**os.environ, **more, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
     if "pack_vnni2 is only supported" in done.stderr:
@@ -85,10 +77,10 @@ def shown(name: str) -> str:
     return block[1]
 
 
-def refuse_another_machine(report: Mapping[str, Any]) -> None:
-    if report.get("machine", platform.machine()) != platform.machine():
-        pytest.skip(f"it happens on {report['machine']}")
-    if report.get("compiles") and not os.environ.get("TIEBREAK_COMPILE"):
+def refuse_another_machine(report: KnownFinding) -> None:
+    if report.machine not in ("", platform.machine()):
+        pytest.skip(f"it happens on {report.machine}")
+    if report.compiles and not os.environ.get("TIEBREAK_COMPILE"):
         pytest.skip("it compiles C++: TIEBREAK_COMPILE=1 runs it")
 
 
@@ -98,11 +90,11 @@ def test_script_prints_what_its_report_says(name: str) -> None:
     refuse_another_machine(report)
     if name.startswith("pytorch-cpu") and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("it happens with AVX2 alone")
-    root, version = root_and_version(report["package"])
+    root, version = root_and_version(report.package)
     done = run(name, root, {})
-    if version != report["version"]:
+    if version != report.version:
         cured = "still does it" if done.returncode else "is cured: docs/findings.md should say so"
-        pytest.skip(f"the report is about {report['version']}; {report['package']} {version} {cured}")
+        pytest.skip(f"the report is about {report.version}; {report.package} {version} {cured}")
     if name == ARM:
         pytest.skip(f"its table is of emulated processors; on this one the script ends with {done.returncode}")
     assert done.returncode == 1, done.stdout
@@ -113,12 +105,12 @@ def test_script_prints_what_its_report_says(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGED)
 def test_change_of_a_few_lines_mends_it(name: str, tmp_path: Path) -> None:
     report = REPORTS[name]
-    root, version = root_and_version(report["package"])
-    if version != report["version"]:
-        pytest.skip(f"the change is one of {report['version']}, not of {version}")
-    top = next(iter(report["changes"])).partition("/")[0]
+    root, version = root_and_version(report.package)
+    if version != report.version:
+        pytest.skip(f"the change is one of {report.version}, not of {version}")
+    top = next(iter(report.changes)).partition("/")[0]
     shutil.copytree(Path(root, top), tmp_path / top, ignore=shutil.ignore_patterns("__pycache__"))
-    for file, change in report["changes"].items():
+    for file, change in report.changes.items():
         script = (FOLDER / name / change).read_text(encoding="utf-8")
         (tmp_path / file).write_text(mended((tmp_path / file).read_text(encoding="utf-8"), script), encoding="utf-8")
     done = run(name, f"{tmp_path}{os.pathsep}{root}", {})

@@ -1,0 +1,159 @@
+"""`tiebreak findings`: which of the known findings in other people's software the packages that are installed have.
+
+Each is asked by the small script of its report, in a process of its own.
+"""
+
+import os
+import platform
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import metadata
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from tiebreak.programs.processes import finished
+from tiebreak.reports import terminal
+from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import pick
+from tiebreak.reports.tables.run import counted
+
+_FILE = "findings.toml"
+_SOURCES = "TIEBREAK_SOURCES"  # a folder of unpacked wheels, whose packages count as installed
+_SECONDS = 120.0  # that a script may take; the longest, which compiles C++, takes 16
+
+
+@dataclass(frozen=True)
+class KnownFinding:
+    """A row of docs/findings.md, and how to ask for it."""
+
+    id: str  # how the command names it
+    section: str  # of the page
+    what: str  # it is and where, as Markdown
+    size: str = ""  # how large it is
+    hit: str = ""  # who is hit
+    shown: str = ""  # by what
+    guarded: str = ""  # the case or the check that shows it
+    mended: str = ""  # by what
+    package: str = ""  # whose it is, as pip names it
+    version: str = ""  # of the package, in which it was found
+    script: str = (
+        ""  # in docs/reports, ends with 1 where it is present and with 0 where it is not; empty: there is none
+    )
+    machine: str = ""  # it happens on no other, as Python names machines; empty: on all
+    compiles: bool = False  # whether the script needs a C++ compiler
+    changes: Mapping[str, str] = field(default_factory=dict)  # files of the package, and the ed script that mends each
+
+    @property
+    def title(self) -> str:
+        """What it is, without where: what is emphasised, or stands before a colon."""
+        return self.what.split("**")[1] if "**" in self.what else self.what.partition(": ")[0]
+
+
+class State(Enum):
+    """Whether the packages at hand have a finding."""
+
+    PRESENT = "present"
+    NOT_TOLD = "not told"
+    ABSENT = "absent"
+    NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of asking for one finding."""
+
+    finding: KnownFinding  # that was asked for
+    state: State  # what became of it
+    version: str = ""  # of the package that is installed
+    why: str = ""  # what the script printed last, or why there is no answer
+
+    @property
+    def package(self) -> str:
+        """The package with its version; where it was found in another one, with that too."""
+        found = self.finding.version if self.version not in ("", self.finding.version) else ""
+        return f"{self.finding.package} {self.version}".strip() + (f" (found in {found})" if found else "")
+
+
+def known_findings() -> list[KnownFinding]:
+    """All of them, in the order of the page."""
+    text = files("tiebreak.reports.known").joinpath(_FILE).read_text(encoding="utf-8")
+    return [KnownFinding(**each) for each in tomllib.loads(text)["finding"]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `findings`; see `tiebreak.reports.cli.main`."""
+    parser = Parser(
+        prog="tiebreak findings",
+        description="Known findings in other people's software: which of them the installed packages have. Each is"
+        " asked by its report's script, in a process of its own.",
+        epilog="exit codes: 0, 1 a finding of --fail-if-present is present or can't be told, 2 bad usage",
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="those to ask for; globs are allowed (default: all)")
+    failing = "end with exit code 1 where one of these is present; globs are allowed"
+    parser.add_argument("--fail-if-present", metavar="ID,...", default="", help=failing)
+    options = parser.parse_args(arguments)
+    rows = known_findings()
+    known = {each.id: each for each in rows if each.script}
+    asked = _picked("ID", ",".join(options.ids) or "*", known)
+    failing_ids = _picked("--fail-if-present", options.fail_if_present, known) if options.fail_if_present else []
+    told = []
+    for name in dict.fromkeys((*asked, *failing_ids)):
+        if sys.stderr.isatty():
+            print(f"\r{name:60}\r", end="", file=sys.stderr, flush=True)
+        told.append(asked_for(known[name]))
+    terminal.show("\n".join(_lines(told, len(rows) - len(known))))
+    bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.NOT_TOLD)]
+    if fell := [name for name in failing_ids if name in bad]:
+        terminal.show(f"FELL: {', '.join(fell)} by --fail-if-present")
+    return FELL if fell else HELD
+
+
+def _picked(flag: str, names: str, known: Mapping[str, KnownFinding]) -> list[str]:
+    try:
+        return pick("finding", names, known, "`tiebreak findings` names")
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def asked_for(finding: KnownFinding) -> Told:
+    """Ask for one finding that has a script."""
+    if finding.machine not in ("", platform.machine()):
+        return Told(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
+    root, version = next(installed(finding.package), ("", ""))
+    if not version:
+        return Told(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
+    with as_file(files("tiebreak.reports.known").joinpath(finding.script)) as script:
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        try:
+            done = finished([sys.executable, str(script)], {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
+        except UsageError as error:
+            return Told(finding, State.NOT_TOLD, version, str(error))
+    failed = done.returncode not in (HELD, FELL) or done.stderr.startswith("Traceback")
+    state = State.NOT_TOLD if failed else State.PRESENT if done.returncode else State.ABSENT
+    last = (done.stderr if failed else done.stdout).strip().splitlines()[-1:]
+    return Told(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
+
+
+def installed(package: str) -> Iterator[tuple[str, str]]:
+    """Yield where a package is, in the order of importing, and its version without a local part."""
+    sources = os.environ.get(_SOURCES)
+    unpacked = sorted(map(str, Path(sources).iterdir())) if sources else []
+    for root in (*unpacked, *sys.path):
+        for distribution in metadata.distributions(name=package, path=[root]):
+            yield root, distribution.version.partition("+")[0]
+
+
+def _lines(told: Sequence[Told], unchecked: int) -> Iterator[str]:
+    """Yield a line for each, the worst first, and below it why, or what its script printed last."""
+    package = max(len(each.package) for each in told)
+    for each in sorted(told, key=lambda each: list(State).index(each.state)):
+        yield f"{each.state.value:15}{each.finding.id:24}{each.package:{package + 2}}{each.finding.title}"
+        if each.why:
+            yield f"{'':15}{each.why}"
+        if each.state is State.PRESENT and each.finding.mended:
+            yield f"{'':15}mended by: {each.finding.mended}"
+    yield f"docs/findings.md has {counted(unchecked, 'more finding')}, which no script asks for."
