@@ -8,14 +8,19 @@ notebooks and harnesses: ``tiebreak.check(function)``, which returns a verdict (
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["check", "kernel"]
+__all__ = ["check", "kernel", "pair"]
 
-_HOMES = {"check": "tiebreak.programs.checking", "kernel": "tiebreak.kernels.external"}
+_HOMES = {
+    "check": "tiebreak.programs.checking",
+    "kernel": "tiebreak.kernels.external",
+    "pair": "tiebreak.programs.pair",
+}
 
 if TYPE_CHECKING:
     from tiebreak.kernels.external import kernel
 
     check: Any  # (function, *, in_process=False, workers="auto", **options) -> tiebreak.reports.verdict.Verdict
+    pair: Any  # (a, b, **options) -> tiebreak.reports.pairs.verdict.PairVerdict
 else:
 
     def __getattr__(name: str) -> Any:
