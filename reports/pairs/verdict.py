@@ -43,12 +43,11 @@ class SideRecord(Data, frozen=True, omit_defaults=False):
 
 
 class PointRecord(Data, frozen=True, omit_defaults=False):
-    """One point in which the two plans differ."""
+    """One point in which the two plans differ; several where one excludes what another is in A."""
 
-    point: str  # as --plan has it
-    a: str  # what it is in A, likewise
+    a: str  # what it is in A, as --plan has it
     b: str  # and in B
-    share: float | None  # of the mean square of the difference, that A loses with B's; None: it takes others with it
+    share: float  # of the mean square of the difference, that it takes away in its turn
 
 
 class GradientRecord(Data, frozen=True, omit_defaults=False):
@@ -108,20 +107,15 @@ class PairVerdict(FileData, frozen=True):
         yield from ((name, side.line) for name, side in zip(_SIDES, self.sides, strict=True))
         sure = "" if all(side.known for side in self.sides) else " (of the nearest plans: an assumption)"
         for each in self.separation:
-            share = "only together with others" if each.share is None else f"{percent_of(each.share)} of the difference"
-            yield "separated by", f"{each.point}={each.a} in {A}, {each.b} in {B}: {share}{sure}"
-        alone = [
-            f"{counted_names(names)} only {side}"
-            for side, names in ((A, self._only(True)), (B, self._only(False)))
-            if names
-        ]
-        if alone:
-            yield "invariant", f"{'; '.join(alone)}: the other's bits change"
+            yield "separated by", f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference{sure}"
+        for name, names in ((A, self._only(a=True)), (B, self._only(a=False))):
+            if names:
+                yield f"only {name} is", f"the same to the bit under {', '.join(names)}"
         skipped = sorted((call.why, call.case) for call in self.calls if call.severity is None)
         for why, alike in groupby(skipped, lambda each: each[0]):
             yield "not compared", f"{first_few([case for _, case in alike], _NAMED)}: {why}"
 
-    def _only(self, a: bool) -> list[str]:
+    def _only(self, *, a: bool) -> list[str]:
         """Return what leaves one side's bits alone as they are."""
         return [each.name for each in self.invariances if (each.a, each.b) == (a, not a)]
 
@@ -131,16 +125,6 @@ class PairVerdict(FileData, frozen=True):
 
 
 _HEADERS = ("case", "bits", "B - A", "rms", "predicted", "rms error A", "rms error B", "nearer", "dQ dK dV", "verdict")
-
-
-def counted_names(names: Sequence[str]) -> str:
-    """Return names in a list, those in brackets where all have them."""
-    return ", ".join(names)
-
-
-def percent_of(share: float) -> str:
-    """Return a share that may be negative, or above 1."""
-    return f"{100 * share:.0f} %"
 
 
 def difference_text(call: CallRecord) -> str:

@@ -25,27 +25,31 @@ def separation(
 ) -> tuple[PointRecord, ...]:
     """The points in which two plans differ, without those that change no bit on these inputs.
 
-    A point's share is 1 - ms(O of A with this point as in B, less O of B) / ms(O of A less O of B) on normal numbers,
-    in ulps, emulated. Points are not independent: shares need not add up to 1.
+    On the way from A's plan to B's the point comes next that takes most of what is left of the difference: its share is
+    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, on normal numbers, in
+    ulps, emulated. So the first has what it does alone, and all of them add up to 1.
     """
     mixtures = _Mixtures(a, b, fmt)
     points = list(mixtures.points)
     for point in mixtures.points:
         fewer = mixtures.made([each for each in points if each != point])
-        if fewer is not None and all(
-            torch.equal(batch.predicted(batch.clipped(fewer)), batch.predicted(batch.clipped(mixtures.b)))
-            for batch in (*normal, *others)
-        ):
+        if fewer is not None and not _square(fewer, mixtures.b, (*normal, *others)):
             points.remove(point)
     shown = next((batches for batches in (normal, others) if _square(mixtures.a, mixtures.b, batches)), ())
-    whole = _square(mixtures.a, mixtures.b, shown)
-
-    def share(point: str) -> float | None:
-        mixture = mixtures.made([point])
-        return None if mixture is None or not whole else 1.0 - _square(mixture, mixtures.b, shown) / whole
-
-    found = [PointRecord(point, *mixtures.text(point), share(point)) for point in points]
-    return tuple(sorted(found, key=lambda each: -(each.share or 0.0)))
+    whole = left = _square(mixtures.a, mixtures.b, shown)
+    taken, found = list[str](), list[PointRecord]()
+    while len(taken) < len(points) and whole:
+        ways = {each: mixtures.made([*taken, each]) for each in points if each not in taken}
+        squares = {each: _square(way, mixtures.b, shown) for each, way in ways.items() if way is not None}
+        # Where each of them excludes a point of A's, all that is left goes at once.
+        point = min(squares, key=squares.__getitem__) if squares else None
+        gone = [point] if point else list(ways)
+        after = squares[point] if point else 0.0
+        texts = [mixtures.text(each) for each in gone]
+        ours, theirs = (",".join(f"{key}={text[at]}" for key, text in zip(gone, texts, strict=True)) for at in range(2))
+        found.append(PointRecord(ours, theirs, (left - after) / whole))
+        taken, left = [*taken, *gone], after
+    return tuple(found)
 
 
 def _square(one: Declaration, other: Declaration, batches: Sequence[SharedBatch]) -> float:
@@ -83,10 +87,8 @@ class _Mixtures:
         if point in FORWARD and point != _BASE:
             one, other = self.a.plan, self.b.plan
             return values_apart(other, one)[point], values_apart(one, other)[point]
-        ours, theirs = (
-            _said(point, each, parts[point]) for each, parts in zip((self.a, self.b), self._parts, strict=True)
-        )
-        return ours, theirs
+        one, other = self._parts
+        return _said(point, self.a, one[point]), _said(point, self.b, other[point])
 
 
 def _filled(declaration: Declaration, other: Declaration) -> Declaration:
