@@ -1,12 +1,13 @@
 """How far apart two kernels are through a model, in nats: what the log-probabilities of its tokens differ by."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated
 
-from tiebreak.reports.page.svg import Figure
+from tiebreak.reports.page.svg import Figure, Series
 from tiebreak.reports.records.decode import Count, Data, Size, one_of
 from tiebreak.reports.records.record import FARTHER, MORE, Estimate, MeasureRecord, Value, number_of
-from tiebreak.reports.tables.grids import Part
+from tiebreak.reports.tables.grids import Grid, Part
 
 # What two readings are beside each other: the two kernels; one and exact attention; what trains and what samples; one
 # kernel twice, called in two ways or with other random bits.
@@ -86,27 +87,92 @@ class ModelRecord(Data, frozen=True):
     model: str  # what it is, in one line
     formats: tuple[FormatRecord, ...]  # each of them
 
-    def worst(self, measure: str) -> float | None:
-        """Return the number of a measure of the pair that is farthest from 0; None where a format has none."""
-        raise NotImplementedError
+    def farthest(self, measure: str) -> float | None:
+        """Return the number of one of `MEASURES` of the pair, farthest from 0; None where a format has none."""
+        numbers = [number(each.pair.difference, measure) for each in self.formats]
+        return None if None in numbers else max(filter(None, numbers), key=abs, default=0.0)
 
 
-def number(difference: Difference, measure: str) -> float | None:
-    """Return the number of one of `MEASURES`."""
-    value: Value = getattr(difference, measure)
+def number(difference: Difference | None, measure: str) -> float | None:
+    """Return the number of one of `MEASURES`; None where there is none."""
+    value: Value = None if difference is None else getattr(difference, measure)
     return number_of(value)
 
 
 def sentences(model: ModelRecord) -> list[str]:
-    """Return what there is to say, a sentence or two for each format."""
-    raise NotImplementedError
+    """Return what there is to say of the pair, a line or more for each format."""
+    return [f"Through {model.model}. A: {model.a}, B: {model.b}.", *chain(*map(_said, model.formats))]
+
+
+def _said(of: FormatRecord) -> Iterator[str]:
+    found, predicted = of.pair.difference, of.pair.predicted
+    if found is None:
+        yield f"{of.format}: not read, {of.pair.skipped}"
+        return
+    if found.equal == 1.0:
+        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities."
+        return
+    plans = "" if predicted is None else f" (their plans predict {predicted:.3g})"
+    yield (
+        f"{of.format}: B less A {_text(found, 'mean')} nats, rms {_text(found, 'rms')}{plans}, largest"
+        f" {_text(found, 'largest')}; by position {' '.join(map(_figure, found.by_position))}."
+    )
+    exact = [_text(each.difference, "rms") for each in of.compared if each.role == EXACT]
+    which = f"nearer is {of.nearer}" if of.nearer else "the data do not tell which is nearer"
+    yield f"{of.format}: beside exact attention rms of A {exact[0]}, of B {exact[1]}: {which}."
+    for layer in found.layers:
+        if layer.equal < 1.0:
+            equal = f"{100 * layer.equal:.3g} % of elements equal, relative rms {_figure(layer.relative_rms)}"
+            yield f"{of.format}: they first differ after {layer.layer} of {len(found.layers)} ({equal})."
+            return
 
 
 def parts(model: ModelRecord) -> list[Part]:
-    """Return sentences and grids: of all readings, and of the layers."""
-    raise NotImplementedError
+    """Return sentences, and a grid for each format: a row two readings."""
+    heads = ["first | second", *(f"{name} {MEASURES[name].unit}".strip() for name in _SHOWN), "predicted rms"]
+    told: list[Part] = ["\n".join(sentences(model))]
+    for of in model.formats:
+        rows = [
+            [
+                f"{each.first} | {each.second}",
+                *(
+                    [_text(each.difference, name) for name in _SHOWN]
+                    if each.difference
+                    else [f"skipped: {each.skipped}", *[None] * (len(_SHOWN) - 1)]
+                ),
+                each.predicted and _figure(each.predicted),
+            ]
+            for each in of.compared
+        ]
+        told.append(Grid(heads, rows, f"{of.format}: log-probabilities, second less first"))
+    return [*told, "\n".join(f"{name}: {about.about}" for name, about in MEASURES.items()) + "\n" + _KL]
+
+
+def _text(difference: Difference | None, measure: str) -> str:
+    """Return a number as a table has it: signed where it may have a sign, with its interval where there is one."""
+    value = None if difference is None else getattr(difference, measure)
+    if isinstance(value, Estimate):
+        return f"{_figure(value.mean, '+')} +- {_figure(value.half_width)}"
+    return _figure(value, "+" if MEASURES[measure].worse == FARTHER else "")
+
+
+def _figure(value: float | None, sign: str = "") -> str:
+    return "NaN" if value is None else f"{value:{sign}.3g}"
 
 
 def figures(model: ModelRecord) -> list[Figure]:
     """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
-    raise NotImplementedError
+    drawn = []
+    for of in model.formats:
+        lines = [(each, each.difference) for each in of.compared if each.role in (PAIR, EXACT)]
+        series = tuple(
+            Series(
+                f"{each.first} | {each.second}",
+                tuple((at + 1.0, rms) for at, rms in enumerate(found.by_position) if rms is not None),
+            )
+            for each, found in lines
+            if found is not None
+        )
+        title = f"{of.format}: how far log-probabilities are apart along the sequence"
+        drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", series))
+    return [each for each in drawn if each.series]
