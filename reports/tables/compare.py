@@ -1,8 +1,9 @@
 """`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,17 @@ from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import cases_of, grouped, kernel_places
-from tiebreak.reports.records.record import PASSING, REPLACED, SKIPPED, Estimate, Record, Run, record_id
+from tiebreak.reports.records.record import (
+    NUMBERS,
+    PASSING,
+    REPLACED,
+    SKIPPED,
+    Estimate,
+    NumbersRecord,
+    Record,
+    Run,
+    record_id,
+)
 from tiebreak.reports.tables import grids, texts
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
@@ -119,7 +130,35 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
-    return [*told, _LEGEND] if rows else told
+    return [*told, *_numbers(comparison), *([_LEGEND] if rows else [])]
+
+
+def _numbers(comparison: Comparison) -> Iterator[Part]:
+    """Yield a table of all cells that keep numbers of one kind: how far from the first run those of the others are."""
+    kept = [
+        (row, [record.evidence.get(NUMBERS) if record else None for record in row.records]) for row in comparison.rows
+    ]
+    titled = [(f"{found[0].about}, {found[0].unit}", row, own) for row, own in kept if (found := [*filter(None, own)])]
+    for title, group in grouped(titled, lambda each: each[0]).items():
+        lines = [
+            [f"{row.record.kernel}, {row.record.backend}, {row.record.format}", *_apart(own)] for _, row, own in group
+        ]
+        yield Grid(["kernel", *comparison.labels], lines, title)
+        yield "First their rms; of each other run the rms of the difference to that, and its mean with the sign."
+
+
+def _apart(kept: Sequence[NumbersRecord | None]) -> Iterator[str]:
+    """Yield a text a run; what the others are compared with is the first that has numbers."""
+    first = next(filter(None, kept))
+    before = [math.nan if value is None else value for value in first.values]
+    for own in kept:
+        if own is None or own.inputs != first.inputs:
+            yield "missing" if own is None else "other inputs"
+        else:
+            apart = [math.nan if value is None else value - at for value, at in zip(own.values, before, strict=True)]
+            shown = before if own is first else apart
+            rms = math.sqrt(sum(value**2 for value in shown) / len(shown))
+            yield f"{rms:.3g}" if own is first else f"{rms:.2g} ({sum(apart) / len(apart):+.1g})"
 
 
 def summary(comparison: Comparison) -> str:
