@@ -1,12 +1,11 @@
 """What separates two plans: the fewest changes that make the one the other, and each one's share of the difference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tiebreak.cases.errors import in_units
 from tiebreak.kernels.declarations import FORWARD, values_apart
@@ -25,95 +24,89 @@ def separation(
 ) -> tuple[PointRecord, ...]:
     """The points in which two plans differ, without those that change no bit on these inputs.
 
-    On the way from A's plan to B's the point comes next that takes most of what is left of the difference: its share is
+    On the way from A's plan to B's the point comes next that takes most of what is left of the difference. Its share is
     how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, on normal numbers, in
     ulps, emulated. So the first has what it does alone, and all of them add up to 1.
     """
-    mixtures = _Mixtures(a, b, fmt)
-    points = list(mixtures.points)
-    for point in mixtures.points:
-        fewer = mixtures.made([each for each in points if each != point])
-        if fewer is not None and not _square(fewer, mixtures.b, (*normal, *others)):
+    one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
+    between = _Between(_filled(one, other), _filled(other, one))
+    points = between.points()
+    for point in list(points):
+        fewer = between.made([each for each in points if each != point])
+        if fewer is not None and not between.left(fewer, [*normal, *others]):
             points.remove(point)
-    shown = next((batches for batches in (normal, others) if _square(mixtures.a, mixtures.b, batches)), ())
-    whole = left = _square(mixtures.a, mixtures.b, shown)
+    shown = normal if between.left(between.a, normal) else others
+    whole = left = between.left(between.a, shown)
     taken, found = list[str](), list[PointRecord]()
-    while len(taken) < len(points) and whole:
-        ways = {each: mixtures.made([*taken, each]) for each in points if each not in taken}
-        squares = {each: _square(way, mixtures.b, shown) for each, way in ways.items() if way is not None}
-        # Where each of them excludes a point of A's, all that is left goes at once.
-        point = min(squares, key=squares.__getitem__) if squares else None
-        gone = [point] if point else list(ways)
-        after = squares[point] if point else 0.0
-        texts = [mixtures.text(each) for each in gone]
-        ours, theirs = (",".join(f"{key}={text[at]}" for key, text in zip(gone, texts, strict=True)) for at in range(2))
-        found.append(PointRecord(ours, theirs, (left - after) / whole))
-        taken, left = [*taken, *gone], after
+    while whole and len(taken) < len(points):
+        ways = {each: between.made([*taken, each]) for each in points if each not in taken}
+        after = {each: between.left(way, shown) for each, way in ways.items() if way is not None}
+        # Where each of them excludes a point of A's, all that are left go at once.
+        gone = [min(after, key=after.__getitem__)] if after else list(ways)
+        now = min(after.values(), default=0.0)
+        ours, theirs = zip(*map(between.texts, gone), strict=True)
+        found.append(PointRecord(",".join(ours), ",".join(theirs), (left - now) / whole))
+        taken, left = [*taken, *gone], now
     return tuple(found)
 
 
-def _square(one: Declaration, other: Declaration, batches: Sequence[SharedBatch]) -> float:
-    """Mean square of the difference of two plans, in ulps."""
-    squares = [_apart(batch, one, other).square().nanmean() for batch in batches]
-    return torch.stack(squares).mean().item() if squares else 0.0
-
-
-def _apart(batch: SharedBatch, one: Declaration, other: Declaration) -> Tensor:
-    ours, theirs = (batch.predicted(batch.clipped(each)).double() for each in (one, other))
-    return in_units(ours - theirs, batch.units)
-
-
-class _Mixtures:
-    """Plans between two: the one's, and the other's in some points."""
-
-    def __init__(self, a: Declaration, b: Declaration, fmt: Format) -> None:
-        """Of what both do forward; what one makes nothing of is in it as in the other."""
-        one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
-        self.a, self.b = _filled(one, other), _filled(other, one)
-        self._parts = _parts(self.a), _parts(self.b)
-        self.points = [key for key, part in self._parts[0].items() if part != self._parts[1][key]]
-
-    def made(self, points: Sequence[str]) -> Declaration | None:
-        """A with these points as in B; None where they exclude one of A's."""
-        parts = self._parts[0] | {point: self._parts[1][point] for point in points}
-        with suppress(ValueError):
-            plan = replace(self.a.plan, **{field: parts[key] for key, field in FORWARD.items()})
-            tile, splits, order = (parts[key] for key in (space.TILE, space.SPLITS, space.ORDER))
-            return Declaration(parts[space.ALGORITHM], plan, parts[space.RULE], Block(tile, tile, splits, order))
-        return None
-
-    def text(self, point: str) -> tuple[str, str]:
-        """What a point is in A and in B, as --plan has it."""
-        if point in FORWARD and point != _BASE:
-            one, other = self.a.plan, self.b.plan
-            return values_apart(other, one)[point], values_apart(one, other)[point]
-        one, other = self._parts
-        return _said(point, self.a, one[point]), _said(point, self.b, other[point])
-
-
 def _filled(declaration: Declaration, other: Declaration) -> Declaration:
+    """A declaration with the other's values where it makes nothing of them."""
     unused = {field: getattr(other.plan, field) for field in declaration.algorithm.unused}
     block = declaration.block if declaration.algorithm.tiled else other.block
     return replace(declaration, plan=replace(declaration.plan, **unused), block=block)
 
 
-def _parts(declaration: Declaration) -> Mapping[str, Any]:
-    block = declaration.block
-    return {
-        space.ALGORITHM: declaration.algorithm,
-        space.RULE: declaration.shift_rule,
-        space.TILE: block.keys,
-        space.SPLITS: block.splits,
-        space.ORDER: block.order,
-        **{key: getattr(declaration.plan, field) for key, field in FORWARD.items()},
-    }
+def _parts(declaration: Declaration) -> dict[str, Any]:
+    block, plan = declaration.block, {key: getattr(declaration.plan, field) for key, field in FORWARD.items()}
+    blocks = {space.TILE: block.keys, space.SPLITS: block.splits, space.ORDER: block.order}
+    return {space.ALGORITHM: declaration.algorithm, space.RULE: declaration.shift_rule, **blocks, **plan}
 
 
-def _said(point: str, declaration: Declaration, part: Any) -> str:
+@dataclass(frozen=True)
+class _Between:
+    """Plans on the way from one to another."""
+
+    a: Declaration
+    b: Declaration
+
+    def points(self) -> list[str]:
+        """In which they differ."""
+        theirs = _parts(self.b)
+        return [key for key, part in _parts(self.a).items() if part != theirs[key]]
+
+    def made(self, points: Sequence[str]) -> Declaration | None:
+        """A with these points as in B; None where one excludes what another is in A."""
+        theirs = _parts(self.b)
+        parts = _parts(self.a) | {point: theirs[point] for point in points}
+        block = Block(parts[space.TILE], parts[space.TILE], parts[space.SPLITS], parts[space.ORDER])
+        with suppress(ValueError):
+            plan = replace(self.a.plan, **{field: parts[key] for key, field in FORWARD.items()})
+            return Declaration(parts[space.ALGORITHM], plan, parts[space.RULE], block)
+        return None
+
+    def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
+        """Mean square of what is left of the difference from B, in ulps."""
+        apart = [
+            in_units(x.double() - y.double(), batch.units)
+            for batch in batches
+            for x, y in [[batch.predicted(batch.clipped(each)) for each in (way, self.b)]]
+        ]
+        return torch.stack([each.square().nanmean() for each in apart]).mean().item() if apart else 0.0
+
+    def texts(self, point: str) -> tuple[str, str]:
+        """What a point is in A and in B, as --plan has it."""
+        if point in FORWARD and point != _BASE:
+            a, b = (values_apart(*plans)[point] for plans in ((self.b.plan, self.a.plan), (self.a.plan, self.b.plan)))
+        else:
+            a, b = (_said(point, each) for each in (self.a, self.b))
+        return f"{point}={a}", f"{point}={b}"
+
+
+def _said(point: str, declaration: Declaration) -> str:
+    part = _parts(declaration)[point]
     if point == space.RULE:
         return space.named(declaration).shift_rule.name
-    if point == space.ALGORITHM:
-        return str(part.name)
     if point == _BASE:
-        return f"{'2' if part.base_two else 'e'}{', fast' if part.correction else ''}"
-    return str(getattr(part, "value", part))
+        return f"{'2' if part.base_two else 'e'}{' (fast)' if part.correction else ''}"
+    return str(getattr(part, "name" if point == space.ALGORITHM else "value", part))
