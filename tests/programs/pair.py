@@ -191,8 +191,8 @@ def _limit(text: str) -> tuple[str, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tiebreak pair",
-        description="Two attention kernels on the same inputs: equal bits, the signed difference, which is nearer to the"
-        " exact answer, what separates their rounding plans, log-probabilities through a small language model;"
+        description="Two attention kernels on the same inputs: equal bits, the signed difference, which is nearer to"
+        " the exact answer, what separates their rounding plans, log-probabilities through a small language model;"
         " and a verdict: the same bits, two roundings of one thing, or apart.",
         epilog="exit codes: 0 the same bits or two roundings of one thing, 1 apart, not told or beyond a limit,"
         " 2 bad usage",
