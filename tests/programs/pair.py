@@ -185,7 +185,10 @@ def _side(name: str, known: KnownPlans) -> Side:
 
 def _limit(text: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
-    return name, float(number)
+    try:
+        return name, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=NUMBER") from None
 
 
 def _parser() -> argparse.ArgumentParser:

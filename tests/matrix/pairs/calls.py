@@ -134,8 +134,8 @@ class PairedCall:
             merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
             for at, side in enumerate(self.sides)
         ]
-        gradients, faults = self._gradients()
-        faults += filter(None, map(self._fault, SIDES, self.sides, self.outputs[0], errors))
+        gradients, of_gradients = self._gradients()
+        faults = [*filter(None, map(self._fault, SIDES, self.sides, self.outputs[0], errors)), *of_gradients]
         (severity, why), apart = self._verdict(), self._difference()
         if severity != SAME or any(each.bits < 1.0 for each in gradients.values()):
             if severity == SAME:
@@ -162,13 +162,15 @@ class PairedCall:
 
     def _fault(self, letter: str, side: Side, o: Tensor, errors: Errors) -> str | None:
         """Why a side is another function, with the usual mistake that explains it; None: it is none."""
-        share = max(errors.error_over_bound, errors.outside_values)
-        if share <= 1.0 and not errors.nonfinite and not errors.missed:
+        share, lost = max(errors.error_over_bound, errors.outside_values), errors.nonfinite + errors.missed
+        if share <= 1.0 and not lost:
             return None
         batch = self.bench.batch(0)
         slips = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
-        what = f"its largest error is {share:.3g} times its bound" if share > 1.0 else "of NaN or Inf"
-        return f"{letter} is another function: {'; '.join(slips) or what}"
+        if share <= 1.0:
+            return f"{letter} differs from the exact answer in what is NaN or Inf, in {lost} elements"
+        named = " or ".join(sorted(slips, key=slips.__getitem__, reverse=True))  # more than one may have the bits here
+        return f"{letter} is another function: {named or f'its largest error is {share:.3g} times its bound'}"
 
     def _plan_bits(self, at: int) -> float | None:
         """Share of bits of O that a side's plan has; None where bits tell nothing."""

@@ -63,9 +63,8 @@ def judged(
             if calls[-1].bits is not None and call.case.bits_tell:
                 (normal if call.case.normal else others).append(bench.batch(0).first_heads)
         if all(call.severity is None for call in calls):
-            raise UsageError(
-                f"nothing to compare: {'; '.join(dict.fromkeys(each.why for each in calls)) or 'no calls'}"
-            )
+            why = "; ".join(dict.fromkeys(call.why for call in calls)) or "--cases names no call"
+            raise UsageError(f"nothing can be compared: {why}")
         tell("looking for what separates their plans")
         a, b = (side.plan for side in sides)
         points = () if a is None or b is None else separation(a, b, fmt, normal, others)
