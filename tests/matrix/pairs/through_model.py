@@ -120,7 +120,9 @@ def own_model(target: str) -> OwnModel:
             f"--model {target}: {first_line(error)}{place_of(error)}; it has to return (module, tokens)"
         ) from error
     if not fits:
-        raise UsageError(f"--model {target}: tokens are whole numbers, (batch, 2 or more), not {tuple(tokens.shape)}")
+        raise UsageError(
+            f"--model {target}: tokens are whole numbers, (batch, 2 or more), not {tokens.dtype} {tuple(tokens.shape)}"
+        )
     return OwnModel(target, module, tokens, tuple(fmt for fmt in (BF16, FP16) if TORCH_DTYPES[fmt] in used))
 
 
@@ -217,7 +219,8 @@ class _Readings:
             except Exception as error:  # the kernel is not ours: whatever it raises
                 if side is None or side.backend.poisoned():
                     raise
-                self.made[reading] = raised(error, side.kernel)
+                refused = isinstance(error, CannotRunError)
+                self.made[reading] = first_line(error) if refused else raised(error, side.kernel)
         return self.made[reading]
 
 
