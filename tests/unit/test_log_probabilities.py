@@ -236,7 +236,7 @@ def bare():
     [
         ("three", "cannot unpack non-iterable int object; it has to return \\(module, tokens\\)$"),
         ("raising", "no weights \\(models.py, line 11\\); it has to return \\(module, tokens\\)$"),
-        ("floats", "tokens are whole numbers, \\(batch, 2 or more\\), not torch.float32 \\(2, 4\\)$"),
+        ("floats", "tokens are torch.float32 \\(2, 4\\), not whole numbers \\(batch, 2 or more\\); it has to return"),
         ("nothing", "has no function 'nothing'"),
     ],
 )
@@ -260,6 +260,8 @@ def test_a_model_says_its_format_and_one_whose_attention_is_not_seen_is_refused(
         through_model(one, one, [BF16], model)
     with pytest.raises(UsageError, match="kernels here take no calls with dropout"):
         through_model(one, one, [BF16], OwnModel("m", Bare(dropout=0.1), TOKENS))
+    with pytest.raises(UsageError, match=r"^--model m: IndexError: index out of range in self"):
+        through_model(one, one, [BF16], OwnModel("m", Bare(), TOKENS + VOCABULARY))
     logits = nn.Sequential(Bare(), nn.Flatten())
     with pytest.raises(UsageError, match="returns no logits"):
         through_model(one, one, [BF16], OwnModel("m", logits, TOKENS))

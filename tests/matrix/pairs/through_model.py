@@ -22,17 +22,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.matrix.pairs.side import Side
 from tiebreak.matrix.trial import first_line, raised
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.pairs.log_probabilities import (
-    EIGHTHS,
-    EXACT,
-    FLOOR,
-    PAIR,
-    WAYS,
-    Compared,
-    Difference,
-    FormatRecord,
-    ModelRecord,
-)
+from tiebreak.reports.pairs import log_probabilities as records
 from tiebreak.reports.records.record import Estimate, finite
 
 _EXACT, _PLAN_OF = "exact", "plan of "  # what stands beside A and B: exact attention, and a side's plan, emulated
@@ -113,16 +103,12 @@ def own_model(target: str) -> OwnModel:
     """
     try:
         module, tokens = load(target)()
-        fits = tokens.dim() == 2 and tokens.shape[1] > 1 and not tokens.is_floating_point()
         used = {weight.dtype for weight in module.eval().parameters()}
+        if tokens.dim() != 2 or tokens.shape[1] < 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}, not whole numbers (batch, 2 or more)")
     except Exception as error:  # whatever a user's function raises
-        raise UsageError(
-            f"--model {target}: {first_line(error)}{place_of(error)}; it has to return (module, tokens)"
-        ) from error
-    if not fits:
-        raise UsageError(
-            f"--model {target}: tokens are whole numbers, (batch, 2 or more), not {tokens.dtype} {tuple(tokens.shape)}"
-        )
+        why = f"{first_line(error)}{place_of(error)}; it has to return (module, tokens)"
+        raise UsageError(f"--model {target}: {why}") from error
     return OwnModel(target, module, tokens, tuple(fmt for fmt in (BF16, FP16) if TORCH_DTYPES[fmt] in used))
 
 
@@ -132,7 +118,7 @@ def through_model(
     formats: Sequence[Format] = (BF16, FP16),
     model: SuiteModel | OwnModel | None = None,
     told: Callable[[str], None] = lambda _: None,
-) -> ModelRecord:
+) -> records.ModelRecord:
     """Each of two kernels in the place of all attention of a model: the suite's, or a user's (`own_model`).
 
     `told` hears what is read. A model in 16 bits is read in its own format alone.
@@ -146,7 +132,7 @@ def through_model(
             sides[_PLAN_OF + letter] = replace(side, backend=EMULATION, kernel=composed(side.plan.label, side.plan))
     with own_randomness(_SEED):
         read = tuple(_Readings(sides, model, fmt, told).record() for fmt in model.formats or formats)
-    return ModelRecord(a.name, b.name, model.name, read)
+    return records.ModelRecord(a.name, b.name, model.name, read)
 
 
 _Reading = tuple[str, Way, int]  # whose, how it was called, and the number of the draw
@@ -162,22 +148,25 @@ class _Readings:
     told: Callable[[str], None]
     made: dict[_Reading, Read | str] = field(default_factory=dict)  # or why not
 
-    def record(self) -> FormatRecord:
+    def record(self) -> records.FormatRecord:
         way, *others = self.model.ways
         exact, a, b = ((letter, way, 0) for letter in (_EXACT, "A", "B"))
-        rows = [self._compared(*row, plans=True) for row in ((PAIR, a, b), (EXACT, exact, a), (EXACT, exact, b))]
-        rows += [self._compared(WAYS, a, ("B", other, 0)) for other in others]
+        rows = [
+            self._compared(*row, plans=True)
+            for row in ((records.PAIR, a, b), (records.EXACT, exact, a), (records.EXACT, exact, b))
+        ]
+        rows += [self._compared(records.WAYS, a, ("B", other, 0)) for other in others]
         for one in (a, b):
-            rows += [self._compared(FLOOR, one, (one[0], other, 0)) for other in others]
-            drawn = self._compared(FLOOR, one, (one[0], way, 1))
+            rows += [self._compared(records.FLOOR, one, (one[0], other, 0)) for other in others]
+            drawn = self._compared(records.FLOOR, one, (one[0], way, 1))
             rows += [drawn] if drawn.difference and drawn.difference.equal < 1.0 else []  # else it has no random bits
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
         more = interval(squares[-1] - squares[0]) if len(squares) == 2 else None  # of B's mean square than of A's
         nearer = None if more is None or not more.beyond(0.0) else "A" if more.mean > 0 else "B"
-        return FormatRecord(self.fmt.name, tuple(rows), nearer)
+        return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
-    def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> Compared:
+    def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> records.Compared:
         one, other = (
             ", ".join([letter, way.value, *["other random bits"] * draw]) for letter, way, draw in (first, second)
         )
@@ -186,8 +175,10 @@ class _Readings:
             self._apart(self._plan(first), self._plan(second)) if plans else "",
         )
         if isinstance(found, str):
-            return Compared(one, other, role, skipped=found)
-        return Compared(one, other, role, found, predicted=of_plans.rms if isinstance(of_plans, Difference) else None)
+            return records.Compared(one, other, role, skipped=found)
+        return records.Compared(
+            one, other, role, found, predicted=of_plans.rms if isinstance(of_plans, records.Difference) else None
+        )
 
     def _plan(self, reading: _Reading) -> _Reading:
         """The plan's; random bits of two kernels are as good as independent, unless they are the suite's own."""
@@ -198,7 +189,7 @@ class _Readings:
             int(reading[0] == "B" and side is not None and not side.kernel.composed),
         )
 
-    def _apart(self, first: _Reading, second: _Reading) -> Difference | str:
+    def _apart(self, first: _Reading, second: _Reading) -> records.Difference | str:
         before, after = self._read(first), self._read(second)
         if isinstance(before, str):
             return before
@@ -217,18 +208,22 @@ class _Readings:
             except UsageError:
                 raise
             except Exception as error:  # the kernel is not ours: whatever it raises
-                if side is None or side.backend.poisoned():
+                if side is None:
+                    raise UsageError(
+                        f"--model {self.model.name}: {type(error).__name__}: {first_line(error)}{place_of(error)}"
+                    ) from error
+                if side.backend.poisoned():
                     raise
                 refused = isinstance(error, CannotRunError)
                 self.made[reading] = first_line(error) if refused else raised(error, side.kernel)
         return self.made[reading]
 
 
-def difference(first: Read, second: Read) -> Difference:
+def difference(first: Read, second: Read) -> records.Difference:
     """What the second reading has more than the first."""
     d = second.log_probabilities - first.log_probabilities
     off, streams = d.expm1(), list(zip(first.streams, second.streams, strict=True))  # off: what ratios are more than 1
-    return Difference(
+    return records.Difference(
         tokens=d.numel(),
         equal=_share(d == 0),
         mean=Estimate.of(*vars(interval(d.mean(1))).values()),
@@ -238,7 +233,7 @@ def difference(first: Read, second: Read) -> Difference:
         k3=finite((off - d).mean().item()),
         beyond_1_percent=_share(~(off.abs() <= 0.01)),  # NaN too
         beyond_20_percent=_share(~(off.abs() <= 0.2)),
-        by_position=tuple(map(_rms, d.tensor_split(EIGHTHS, 1))),
+        by_position=tuple(map(_rms, d.tensor_split(records.EIGHTHS, 1))),
         by_layer=tuple(finite(((y - x).norm() / x.norm()).item()) for x, y in streams),
         equal_by_layer=tuple(_share(x == y) for x, y in streams),
     )
