@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +136,15 @@ def through_model(
     return records.ModelRecord(a.name, b.name, model.name, read)
 
 
-_Reading = tuple[str, Way, int]  # whose, how it was called, and the number of the draw
+class _Reading(NamedTuple):
+    """Who reads, and how."""
+
+    whose: str  # letter of the side
+    way: Way  # in which it is called
+    draw: int = 0  # of random bits
+
+    def __str__(self) -> str:
+        return ", ".join([self.whose, self.way.value, *["other random bits"] * self.draw])
 
 
 @dataclass(frozen=True)
@@ -150,15 +159,13 @@ class _Readings:
 
     def record(self) -> records.FormatRecord:
         way, *others = self.model.ways
-        exact, a, b = ((letter, way, 0) for letter in (_EXACT, "A", "B"))
-        rows = [
-            self._compared(*row, plans=True)
-            for row in ((records.PAIR, a, b), (records.EXACT, exact, a), (records.EXACT, exact, b))
-        ]
-        rows += [self._compared(records.WAYS, a, ("B", other, 0)) for other in others]
+        exact, a, b = (_Reading(letter, way) for letter in (_EXACT, "A", "B"))
+        rows = [self._compared(records.PAIR, a, b, plans=True)]
+        rows += [self._compared(records.EXACT, exact, one, plans=True) for one in (a, b)]
+        rows += [self._compared(records.WAYS, a, _Reading("B", other)) for other in others]
         for one in (a, b):
-            rows += [self._compared(records.FLOOR, one, (one[0], other, 0)) for other in others]
-            drawn = self._compared(records.FLOOR, one, (one[0], way, 1))
+            rows += [self._compared(records.FLOOR, one, one._replace(way=other)) for other in others]
+            drawn = self._compared(records.FLOOR, one, one._replace(draw=1))
             rows += [drawn] if drawn.difference and drawn.difference.equal < 1.0 else []  # else it has no random bits
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
@@ -167,27 +174,18 @@ class _Readings:
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
     def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> records.Compared:
-        one, other = (
-            ", ".join([letter, way.value, *["other random bits"] * draw]) for letter, way, draw in (first, second)
-        )
-        found, of_plans = (
-            self._apart(first, second),
-            self._apart(self._plan(first), self._plan(second)) if plans else "",
-        )
+        found = self._apart(first, second)
         if isinstance(found, str):
-            return records.Compared(one, other, role, skipped=found)
-        return records.Compared(
-            one, other, role, found, predicted=of_plans.rms if isinstance(of_plans, records.Difference) else None
-        )
+            return records.Compared(str(first), str(second), role, skipped=found)
+        of_plans = self._apart(self._plan(first), self._plan(second)) if plans else None
+        predicted = of_plans.rms if isinstance(of_plans, records.Difference) else None
+        return records.Compared(str(first), str(second), role, found, predicted=predicted)
 
     def _plan(self, reading: _Reading) -> _Reading:
-        """The plan's; random bits of two kernels are as good as independent, unless they are the suite's own."""
-        side = self.sides[reading[0]]
-        return (
-            _PLAN_OF + reading[0],
-            reading[1],
-            int(reading[0] == "B" and side is not None and not side.kernel.composed),
-        )
+        """Of its plan. Random bits of two kernels are as good as independent, unless they are the suite's own."""
+        side = self.sides[reading.whose]
+        apart = reading.whose == "B" and side is not None and not side.kernel.composed
+        return reading._replace(whose=_PLAN_OF + reading.whose, draw=int(apart))
 
     def _apart(self, first: _Reading, second: _Reading) -> records.Difference | str:
         before, after = self._read(first), self._read(second)
@@ -197,23 +195,18 @@ class _Readings:
 
     def _read(self, reading: _Reading) -> Read | str:
         """What is read; or in one line what is not known, or what the kernel refuses or raises."""
-        letter, way, draw = reading
-        if letter not in self.sides:
-            return f"no {letter} is known"
+        if reading.whose not in self.sides:
+            return f"no {reading.whose} is known"
         if reading not in self.made:
-            side = self.sides[letter]
-            self.told(f"{self.fmt.name}: {letter}, {way.value}")
+            side = self.sides[reading.whose]
+            self.told(f"{self.fmt.name}: {reading}")
             try:
-                self.made[reading] = self.model.read(side, self.fmt, way, draw)
-            except UsageError:
-                raise
-            except Exception as error:  # the kernel is not ours: whatever it raises
-                if side is None:
-                    raise UsageError(
-                        f"--model {self.model.name}: {type(error).__name__}: {first_line(error)}{place_of(error)}"
-                    ) from error
-                if side.backend.poisoned():
+                self.made[reading] = self.model.read(side, self.fmt, reading.way, reading.draw)
+            except Exception as error:  # the kernel is not ours, nor a model: whatever they raise
+                if isinstance(error, UsageError) or (side is not None and side.backend.poisoned()):
                     raise
+                if side is None:
+                    raise UsageError(f"--model {self.model.name}: {first_line(error)}{place_of(error)}") from error
                 refused = isinstance(error, CannotRunError)
                 self.made[reading] = first_line(error) if refused else raised(error, side.kernel)
         return self.made[reading]
