@@ -1,7 +1,6 @@
 """How far apart two kernels are through a model, in nats: what the log-probabilities of its tokens differ by."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Annotated
 
 from tiebreak.reports.page.svg import Figure, Series
@@ -24,46 +23,37 @@ MEASURES: Mapping[str, MeasureRecord] = {
     "beyond_20_percent": MeasureRecord("share of tokens whose ratio of probabilities leaves 1 +- 0.2", "", MORE),
 }
 EIGHTHS = 8  # of the context, by which positions are grouped
-_SHOWN = ("mean", "rms", "largest", "k3", "beyond_1_percent", "beyond_20_percent")  # k1 is the mean with the other sign
-_KL = (
-    "KL: J. Schulman's estimators (2020). Tokens are samples of the exact model, and of neither kernel: of two kernels"
-    " they estimate the divergence as far as these stay close to it."
-)
-
-
-class LayerDifference(Data, frozen=True):
-    """What two models differ by after one layer."""
-
-    layer: str  # its number from 0, or the module that called attention
-    relative_rms: Size | None  # root mean square of the difference over that of the first
-    equal: Size  # share of elements with the same bits
+_SHOWN = [name for name in MEASURES if name != "k1"]  # which is the mean with the other sign
+_LEGEND = """second less first; predicted: rms by both plans, emulated in the same model. KL: J. Schulman's estimators.
+Tokens are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
 
 
 class Difference(Data, frozen=True):
     """Log-probabilities of the same tokens by two models, the second less the first; null: NaN or infinite."""
 
     tokens: Count  # that have a log-probability
+    equal: Size  # share of them with the same bits
     mean: Estimate  # nats, with its sign; the samples are sequences, at 99.9 %
     rms: Size | None  # nats
     largest: Size | None  # nats
     k1: float | None  # nats
-    k3: Size | None  # nats
-    beyond_1_percent: Size | None  # share of tokens
-    beyond_20_percent: Size | None  # share of tokens; the clip of PPO
-    equal: Size  # share of log-probabilities with the same bits
+    k3: float | None  # nats
+    beyond_1_percent: Size  # share of tokens, those without a number too
+    beyond_20_percent: Size  # likewise
     by_position: tuple[Size | None, ...]  # rms in nats, by eighths of the context
-    layers: tuple[LayerDifference, ...] = ()  # in the model's order
+    by_layer: tuple[Size | None, ...]  # relative rms of what follows each layer, or each call of attention
+    equal_by_layer: tuple[Size, ...]  # share of its elements with the same bits
 
 
 class Compared(Data, frozen=True):
     """Two readings of the same tokens beside each other."""
 
-    first: str  # which and how it was called: A, by decode with a cache
+    first: str  # which, and how it was called: A, decode with a cache
     second: str  # likewise
     role: Annotated[str, one_of(ROLES)]  # what for
     difference: Difference | None = None  # None: one could not be made
     skipped: str | None = None  # why not
-    predicted: Size | None = None  # rms that their plans, emulated in the same model, make; None: not known
+    predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
 
 
 class FormatRecord(Data, frozen=True):
@@ -95,84 +85,67 @@ class ModelRecord(Data, frozen=True):
 
 def number(difference: Difference | None, measure: str) -> float | None:
     """Return the number of one of `MEASURES`; None where there is none."""
-    value: Value = None if difference is None else getattr(difference, measure)
+    value: Value = getattr(difference, measure, None)
     return number_of(value)
 
 
-def sentences(model: ModelRecord) -> list[str]:
-    """Return what there is to say of the pair, a line or more for each format."""
-    return [f"Through {model.model}. A: {model.a}, B: {model.b}.", *chain(*map(_said, model.formats))]
-
-
-def _said(of: FormatRecord) -> Iterator[str]:
-    found, predicted = of.pair.difference, of.pair.predicted
+def sentences(of: FormatRecord) -> Iterator[str]:
+    """Yield what there is to say of the pair in one format."""
+    found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
     if found is None:
-        yield f"{of.format}: not read, {of.pair.skipped}"
-        return
-    if found.equal == 1.0:
-        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities."
-        return
-    plans = "" if predicted is None else f" (their plans predict {predicted:.3g})"
-    yield (
-        f"{of.format}: B less A {_text(found, 'mean')} nats, rms {_text(found, 'rms')}{plans}, largest"
-        f" {_text(found, 'largest')}; by position {' '.join(map(_figure, found.by_position))}."
-    )
-    exact = [_text(each.difference, "rms") for each in of.compared if each.role == EXACT]
-    which = f"nearer is {of.nearer}" if of.nearer else "the data do not tell which is nearer"
-    yield f"{of.format}: beside exact attention rms of A {exact[0]}, of B {exact[1]}: {which}."
-    for layer in found.layers:
-        if layer.equal < 1.0:
-            equal = f"{100 * layer.equal:.3g} % of elements equal, relative rms {_figure(layer.relative_rms)}"
-            yield f"{of.format}: they first differ after {layer.layer} of {len(found.layers)} ({equal})."
-            return
+        yield f"{of.format}: not read: {of.pair.skipped}"
+    elif found.equal == 1.0:
+        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities"
+    else:
+        nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
+        yield f"{of.format}: to exact attention A has rms {exact[0]}, B {exact[1]}: {nearer}"
+        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, found.by_position))}"
+        first = next((at for at, share in enumerate(found.equal_by_layer) if share < 1.0), 0)
+        yield (
+            f"{of.format}: they first differ after layer {first + 1} of {len(found.by_layer)}, where"
+            f" {found.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
+            f" {' '.join(map(_figure, found.by_layer))}"
+        )
 
 
 def parts(model: ModelRecord) -> list[Part]:
-    """Return sentences, and a grid for each format: a row two readings."""
-    heads = ["first | second", *(f"{name} {MEASURES[name].unit}".strip() for name in _SHOWN), "predicted rms"]
-    told: list[Part] = ["\n".join(sentences(model))]
+    """Return what there is to say, and a grid for each format with a row for two readings."""
+    told: list[Part] = [f"Through {model.model}. A: {model.a}, B: {model.b}."]
+    heads = ["first | second", *(" ".join([name, MEASURES[name].unit]).strip() for name in _SHOWN), "predicted"]
     for of in model.formats:
-        rows = [
-            [
-                f"{each.first} | {each.second}",
-                *(
-                    [_text(each.difference, name) for name in _SHOWN]
-                    if each.difference
-                    else [f"skipped: {each.skipped}", *[None] * (len(_SHOWN) - 1)]
-                ),
-                each.predicted and _figure(each.predicted),
-            ]
-            for each in of.compared
+        lines = [[_text(each, name) for name in _SHOWN] for each in of.compared]
+        ends = ["" if each.predicted is None else _figure(each.predicted) for each in of.compared]
+        names = [f"{each.first} | {each.second}" for each in of.compared]
+        rows = [[name, *line, end] for name, line, end in zip(names, lines, ends, strict=True)]
+        refused = {each.skipped: None for each in of.compared if each.skipped}
+        told += [
+            Grid(heads, rows, f"log-probabilities in {of.format}"),
+            "\n".join([*sentences(of), *(f"skipped: {why}" for why in refused)]),
         ]
-        told.append(Grid(heads, rows, f"{of.format}: log-probabilities, second less first"))
-    return [*told, "\n".join(f"{name}: {about.about}" for name, about in MEASURES.items()) + "\n" + _KL]
-
-
-def _text(difference: Difference | None, measure: str) -> str:
-    """Return a number as a table has it: signed where it may have a sign, with its interval where there is one."""
-    value = None if difference is None else getattr(difference, measure)
-    if isinstance(value, Estimate):
-        return f"{_figure(value.mean, '+')} +- {_figure(value.half_width)}"
-    return _figure(value, "+" if MEASURES[measure].worse == FARTHER else "")
-
-
-def _figure(value: float | None, sign: str = "") -> str:
-    return "NaN" if value is None else f"{value:{sign}.3g}"
+    return [*told, _LEGEND]
 
 
 def figures(model: ModelRecord) -> list[Figure]:
     """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
     drawn = []
     for of in model.formats:
-        lines = [(each, each.difference) for each in of.compared if each.role in (PAIR, EXACT)]
-        series = tuple(
-            Series(
-                f"{each.first} | {each.second}",
-                tuple((at + 1.0, rms) for at, rms in enumerate(found.by_position) if rms is not None),
-            )
-            for each, found in lines
-            if found is not None
+        lines = {f"{each.first} | {each.second}": each.difference for each in of.compared if each.role in (PAIR, EXACT)}
+        known = {name: enumerate(found.by_position, 1) for name, found in lines.items() if found is not None}
+        series = (
+            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in known.items()
         )
         title = f"{of.format}: how far log-probabilities are apart along the sequence"
-        drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", series))
-    return [each for each in drawn if each.series]
+        drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", tuple(series)))
+    return drawn
+
+
+def _text(compared: Compared, measure: str) -> str:
+    """Return a number as a table has it, with its interval where there is one."""
+    if compared.difference is None:
+        return "skipped"
+    value = getattr(compared.difference, measure)
+    return f"{_figure(value.mean)} +- {_figure(value.half_width)}" if isinstance(value, Estimate) else _figure(value)
+
+
+def _figure(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.2g}"
