@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(f"--{flag} {file}: there is no folder {Path(file).parent}")
     if files["figure"] is not None and options["model"] == _NONE:
         raise UsageError("--figure: it is of the model's log-probabilities, and --model none leaves them out")
-    options["limits"] = dict(options["limits"])
     verdict = pair(**options, tell=lambda line: progress("pair", line))
     verdict = replace(verdict, command=shlex.join(["tiebreak", "pair", *arguments]))
     if files["json"] == _STDOUT:
@@ -67,62 +66,50 @@ def main(arguments: Sequence[str]) -> int:
     return HELD if verdict.ok else FELL
 
 
-def pair(
-    a: Target,
-    b: Target,
-    *,
-    backend: str | None = None,
-    card: str | None = None,
-    declare: Sequence[str] = (),
-    cases: str | None = None,
-    dtype: str | None = None,
-    heads: int = _HEADS,
-    seed: int = 1,
-    model: str | None = None,
-    limits: Mapping[str, float] | None = None,
-    tell: Tell = lambda line: None,
-) -> PairVerdict:
+def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
     """Hold two attention kernels against each other, as `tiebreak pair` does, in this process.
 
     Args:
         a, b: functions, or targets as of `tiebreak check`, plans as of `--plan`, or kernels of a backend by name.
-        backend: where they run, one name for both or one each; a plan without one is emulated.
-        card, declare, cases, dtype, heads, seed, model, limits: as of the command; `card` as `--as`.
         tell: is told how far it is.
+        options: those of the command: backend, card (`--as`), declare, cases, dtype, heads, seed, model, limits (a
+            mapping).
 
     Returns:
         What there is to say of them: ok, headline, severity, calls... Printed, it is what the command prints first.
 
     Raises:
-        tiebreak.reports.errors.UsageError: an option has no such value, or a side can't be found or asked.
+        tiebreak.reports.errors.UsageError: an option that there is not, or of no such value; a side that can't be
+            found or asked.
     """
-    limits, fmt = limits or {}, FORMATS.get(dtype or BF16.name)
+    asked = _parser().parse_args(["a", "b"])
+    if unknown := options.keys() - vars(asked).keys():
+        raise UsageError(f"tiebreak.pair has no {', '.join(sorted(unknown))}; it has {', '.join(vars(asked))}")
+    vars(asked).update(options)
+    limits, fmt = dict(asked.limits), FORMATS.get(asked.dtype or BF16.name)
     if fmt is None:
-        raise UsageError(f"--dtype {dtype}: expected {' or '.join(FORMATS)}")
-    if unknown := [name for name in limits if name not in MEASURES or model == _NONE]:
-        raise UsageError(f"--limit {unknown[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
+        raise UsageError(f"--dtype {asked.dtype}: expected {' or '.join(FORMATS)}")
+    if wrong := [name for name in limits if name not in MEASURES or asked.model == _NONE]:
+        raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
     plans = [_plan(a), _plan(b)]
-    names = (backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
-    found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=card))}
+    names = (asked.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
+    found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=asked.card))}
     if len(names) > len(plans) or not found.keys() >= set(names):
-        raise UsageError(f"--backend {backend}: expected one name for both, or one each")
+        raise UsageError(f"--backend {asked.backend}: expected one name for both, or one each")
     slow = any(each.call_steps > Backend.call_steps for each in found.values())
-    chosen, own = _cases(cases, slow), None if model in (None, _NONE) else own_model(str(model))
-    sides = list[Side]()
-    for target, plan, name in ((a, plans[0], names[0]), (b, plans[1], names[-1])):
-        kernel = _kernel(target, plan, found[name], declare)
-        if (target, name) == (a, names[0]) and sides:  # one kernel is asked once
-            sides.append(sides[0])
-        else:
-            sides.append(_side(_name(target), KnownPlans(Asked(found[name], kernel, fmt), seed, tell)))
-    ours, theirs = sides
-    formats = tuple(FORMATS.values()) if dtype is None else (fmt,)
-    through = (
-        None
-        if model == _NONE or (slow and own is None)
-        else partial(through_model, ours, theirs, formats, own, lambda line: tell(f"through a model, {line}"))
-    )
-    return limited(judged((ours, theirs), fmt, chosen, Settings(seed, heads), tell, through), limits)
+    cases, own = _cases(asked.cases, slow), None if asked.model in (None, _NONE) else own_model(asked.model)
+    formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
+    through = partial(through_model, formats=formats, model=own, told=tell)
+    kernels = [
+        Asked(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
+        for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
+    ]
+    first = _side(_name(a), KnownPlans(kernels[0], asked.seed, tell))
+    same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
+    sides = first, first if same else _side(_name(b), KnownPlans(kernels[1], asked.seed, tell))
+    left_out = asked.model == _NONE or (slow and own is None)
+    verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if left_out else through)
+    return limited(verdict, limits)
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:

@@ -47,29 +47,29 @@ def judged(
     cases: Sequence[str],
     settings: Settings,
     tell: Tell,
-    through: Callable[[], ModelRecord] | None,
+    through: Callable[[Side, Side], ModelRecord] | None,
 ) -> PairVerdict:
     """Hold two kernels against each other, perhaps through a model; a `UsageError` where no case can be compared."""
-    (a, b), records = (side.plan for side in sides), sides
-    if a is not None and b is not None and a.plan.accumulator is b.plan.accumulator:
-        sides = summed_exactly(sides[0]), summed_exactly(sides[1])  # what both do tells nothing
+    a, b = (side.plan for side in sides)
+    alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
+    light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
     calls, normal, others = list[CallRecord](), list[SharedBatch](), list[SharedBatch]()
     asked = [KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
         for call in (each for each in asked if isinstance(each, Call)):
             tell(f"calling both on {call.name}")
             bench = CaseBench(call.case, fmt, settings)
-            calls.append(PairedCall(bench, sides).record())
+            calls.append(PairedCall(bench, light).record())
             if calls[-1].bits is not None and call.case.bits_tell:
                 (normal if call.case.normal else others).append(bench.batch(0).first_heads)
         if all(call.severity is None for call in calls):
             why = "; ".join(dict.fromkeys(call.why for call in calls)) or "--cases names no call"
             raise UsageError(f"nothing can be compared: {why}")
         tell("looking for what separates their plans")
-        a, b = (side.plan for side in sides)
+        a, b = (side.plan for side in light)
         points = () if a is None or b is None else separation(a, b, fmt, normal, others)
     invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
-    model = through() if through is not None else None
+    model = None if through is None else through(*map(summed_exactly, sides))
     severity, sentence = statement(calls, model)
     names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
     return PairVerdict(
@@ -77,7 +77,7 @@ def judged(
         headline=f"{' and '.join(names)} [{fmt.name}]: {sentence}",
         severity=severity,
         ok=severity in (ROUNDINGS, SAME),
-        sides=(_record(records[0], 0, calls), _record(records[1], 1, calls)),
+        sides=(_record(sides[0], 0, calls), _record(sides[1], 1, calls)),
         format=fmt.name,
         seed=settings.seed,
         calls=tuple(calls),
