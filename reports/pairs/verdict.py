@@ -60,6 +60,7 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
     severity: SeverityName | None  # None: it was not compared
     why: str  # for that, in words
     wrong: bool = False  # whether a side is another function, or NaN where the other is not
+    slips: tuple[str, ...] = ()  # usual mistakes that explain the outputs of a side that is wrong
     heads: Count = 0  # that were drawn
     bits: Size | None = None  # share of elements of O that are equal
     difference: Estimate | None = None  # of B less A in ulps, away from zero

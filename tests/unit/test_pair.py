@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from msgspec import structs
+from msgspec import convert, structs
 
 import tiebreak
 from tiebreak.backends.backend import CPU, EMULATION
@@ -105,6 +105,11 @@ def test_another_function_is_apart_and_named(defect: str, case: str, said: str) 
     assert DEFECTS[defect].slip in found.headline
 
 
+def test_the_first_line_names_a_mistake_where_one_input_shows_it() -> None:
+    found = _judged(_sound(), _native(DEFECTS["causal_upper_left"].kernel), "random_causal_chunk", "window_cuts_tie")
+    assert "APART on 2 of 2 inputs (random_causal_chunk: B is another function: the causal mask is" in found.headline
+
+
 def test_a_bias_has_its_sign_and_what_makes_it_is_named() -> None:
     """l in bf16 rounds 2 + 1e-6 to 2: what the last tokens add no longer breaks the tie, and O is too large again."""
     found = _judged(_emulated("flash@fused"), _emulated("flash@fused,l=input"))
@@ -197,8 +202,9 @@ def test_a_change_that_one_side_alone_withstands_is_named() -> None:
 
 def _model(equal: float, **numbers: float | None) -> ModelRecord:
     none = dict.fromkeys(("largest", "k1", "k3", "beyond_1_percent", "beyond_20_percent"), 0.0)
-    parts = {"rms": 0.03, **none, **numbers}
-    apart = Difference(tokens=9, mean=Estimate(0.0, 0.0), equal=equal, by_position=(), **parts)  # type: ignore[arg-type]
+    empty = dict.fromkeys(("by_position", "by_layer", "equal_by_layer"), ())
+    plain = {"tokens": 9, "equal": equal, "mean": Estimate(0.0, 0.0), "rms": 0.03, **none, **empty, **numbers}
+    apart = convert(plain, Difference)
     return ModelRecord("a", "b", "m", (FormatRecord("bf16", (Compared("A", "B", "pair", apart),)),))
 
 

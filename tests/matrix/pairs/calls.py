@@ -1,6 +1,6 @@
 """Calls: the same inputs through both kernels of a pair, case by case, and what tells the two outputs apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,7 +135,8 @@ class PairedCall:
             for at, side in enumerate(self.sides)
         ]
         gradients, of_gradients = self._gradients()
-        faults = [*filter(None, map(self._fault, SIDES, self.sides, self.outputs[0], errors)), *of_gradients]
+        slips = [*map(self._slips, self.sides, self.outputs[0], errors)]
+        faults = [*filter(None, map(_fault, SIDES, errors, slips)), *of_gradients]
         (severity, why), apart = self._verdict(), self._difference()
         if severity != SAME or any(each.bits < 1.0 for each in gradients.values()):
             if severity == SAME:
@@ -148,6 +149,7 @@ class PairedCall:
             severity,
             why,
             wrong=bool(faults),
+            slips=(*slips[0], *slips[1]) if faults else (),
             heads=self._drawn,
             bits=sum(equal_bits(a, b) for a, b in self.outputs) / len(batches),
             difference=Estimate.of(apart.mean, apart.half_width),
@@ -160,17 +162,13 @@ class PairedCall:
             plan_bits=(self._plan_bits(0), self._plan_bits(1)),
         )
 
-    def _fault(self, letter: str, side: Side, o: Tensor, errors: Errors) -> str | None:
-        """Why a side is another function, with the usual mistake that explains it; None: it is none."""
-        share, lost = max(errors.error_over_bound, errors.outside_values), errors.nonfinite + errors.missed
-        if share <= 1.0 and not lost:
-            return None
+    def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
+        """The usual mistakes that explain what is outside of its bounds; several may have the bits of one input."""
+        if _over_bound(errors) <= 1.0:
+            return ()
         batch = self.bench.batch(0)
-        slips = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
-        if share <= 1.0:
-            return f"{letter} differs from the exact answer in what is NaN or Inf, in {lost} elements"
-        named = " or ".join(sorted(slips, key=slips.__getitem__, reverse=True))  # more than one may have the bits here
-        return f"{letter} is another function: {named or f'its largest error is {share:.3g} times its bound'}"
+        found = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        return sorted(found, key=found.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:
         """Share of bits of O that a side's plan has; None where bits tell nothing."""
@@ -199,6 +197,19 @@ class PairedCall:
             rms = ((b.double() - a.double()).square().mean() / exact.square().mean()).sqrt().item()
             records[name] = GradientRecord(equal_bits(a, b), finite(rms))
         return records, faults
+
+
+def _over_bound(errors: Errors) -> float:
+    return max(errors.error_over_bound, errors.outside_values)
+
+
+def _fault(letter: str, errors: Errors, slips: Sequence[str]) -> str | None:
+    """Why a side is another function; None: it is none."""
+    if (share := _over_bound(errors)) > 1.0:
+        named = " or ".join(slips) or f"its largest error is {share:.3g} times its bound"
+        return f"{letter} is another function: {named}"
+    lost = errors.nonfinite + errors.missed
+    return f"{letter} differs from the exact answer in what is NaN or Inf, in {lost} elements" if lost else None
 
 
 def _rms(squares: Tensor) -> float | None:

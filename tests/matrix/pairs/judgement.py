@@ -31,10 +31,11 @@ from tiebreak.reports.tables.texts import percent
 Tell = Callable[[str], None]
 QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
 KNOWN: Mapping[str, Experiment] = {case.name: Call(case) for case in SCRIPTED} | QUESTIONS
-#: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two.
+#: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
+#: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
 CASES = (
     *(case.name for case in GROUPS["normal numbers"]),
-    *(*FAILING, "tied_maxima_positive_v", "equal_keys"),
+    *(name for name in (*FAILING, "tied_maxima_positive_v", "equal_keys") if "near_tie" not in name),
     *("padded", "sink_at_maximum", "window_cuts_tie", "served[sink]"),
     *(f"invariance[{name}]" for name in ("batch", "split", "padding", "memory", "decode")),
 )
