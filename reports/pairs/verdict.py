@@ -129,9 +129,7 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     inputs, severity = counted(len(compared), "input"), min((str(c.severity) for c in compared), key=SEVERITIES.index)
     worst = [call for call in compared if call.severity == severity]
     if severity in (APART, NOT_TOLD):
-        first = max(
-            worst, key=lambda c: (c.wrong, c.verdict == BIASED, abs((c.difference and c.difference.mean) or 0.0))
-        )
+        first = max(worst, key=lambda call: (call.wrong, call.slips != (), call.verdict == BIASED, call.rms or 0.0))
         return severity, f"{severity.upper()} on {len(worst)} of {inputs} ({first.case}: {first.why})"
     if severity == SAME:
         pairs = [each.pair for each in model.formats] if model else []
