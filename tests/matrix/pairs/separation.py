@@ -30,7 +30,8 @@ def separation(
     """
     one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
     between = _Between(_filled(one, other), _filled(other, one))
-    points = between.points()
+    ours, theirs = _parts(between.a), _parts(between.b)
+    points = [point for point, part in ours.items() if part != theirs[point]]
     for point in list(points):
         fewer = between.made([each for each in points if each != point])
         if fewer is not None and not between.left(fewer, [*normal, *others]):
@@ -44,8 +45,8 @@ def separation(
         # Where each of them excludes a point of A's, all that are left go at once.
         gone = [min(after, key=after.__getitem__)] if after else list(ways)
         now = min(after.values(), default=0.0)
-        ours, theirs = zip(*map(between.texts, gone), strict=True)
-        found.append(PointRecord(",".join(ours), ",".join(theirs), (left - now) / whole))
+        here, there = (",".join(between.text(each, of) for each in gone) for of in (between.a, between.b))
+        found.append(PointRecord(here, there, (left - now) / whole))
         taken, left = [*taken, *gone], now
     return tuple(found)
 
@@ -70,11 +71,6 @@ class _Between:
     a: Declaration
     b: Declaration
 
-    def points(self) -> list[str]:
-        """In which they differ."""
-        theirs = _parts(self.b)
-        return [key for key, part in _parts(self.a).items() if part != theirs[key]]
-
     def made(self, points: Sequence[str]) -> Declaration | None:
         """A with these points as in B; None where one excludes what another is in A."""
         theirs = _parts(self.b)
@@ -87,26 +83,21 @@ class _Between:
 
     def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
         """Mean square of what is left of the difference from B, in ulps."""
-        apart = [
-            in_units(x.double() - y.double(), batch.units)
-            for batch in batches
-            for x, y in [[batch.predicted(batch.clipped(each)) for each in (way, self.b)]]
-        ]
-        return torch.stack([each.square().nanmean() for each in apart]).mean().item() if apart else 0.0
+        squares = []
+        for batch in batches:
+            ours, theirs = (batch.predicted(batch.clipped(each)).double() for each in (way, self.b))
+            squares.append(in_units(ours - theirs, batch.units).square().nanmean())
+        return torch.stack(squares).mean().item() if squares else 0.0
 
-    def texts(self, point: str) -> tuple[str, str]:
-        """What a point is in A and in B, as --plan has it."""
-        if point in FORWARD and point != _BASE:
-            a, b = (values_apart(*plans)[point] for plans in ((self.b.plan, self.a.plan), (self.a.plan, self.b.plan)))
+    def text(self, point: str, of: Declaration) -> str:
+        """What a point is in one of them, as --plan has it."""
+        part = _parts(of)[point]
+        if point == space.RULE:
+            value = space.named(of).shift_rule.name
+        elif point == _BASE:
+            value = f"{'2' if part.base_two else 'e'}{' (fast)' if part.correction else ''}"
+        elif point in FORWARD:
+            value = values_apart((self.b if of is self.a else self.a).plan, of.plan)[point]
         else:
-            a, b = (_said(point, each) for each in (self.a, self.b))
-        return f"{point}={a}", f"{point}={b}"
-
-
-def _said(point: str, declaration: Declaration) -> str:
-    part = _parts(declaration)[point]
-    if point == space.RULE:
-        return space.named(declaration).shift_rule.name
-    if point == _BASE:
-        return f"{'2' if part.base_two else 'e'}{' (fast)' if part.correction else ''}"
-    return str(getattr(part, "name" if point == space.ALGORITHM else "value", part))
+            value = str(getattr(part, "name" if point == space.ALGORITHM else "value", part))
+        return f"{point}={value}"
