@@ -54,6 +54,7 @@ class Group(NamedTuple):
 VERBS: Mapping[str, Verb | Group] = {
     "check": Verb("programs.check", "a kernel of your own: the verdict, and what it rests on"),
     "identify": Verb("programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
+    "pair": Verb("programs.pair", "two kernels: the same bits, two roundings of one thing, or apart"),
     "show": Verb("reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
     "compare": Verb("reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"),
     "gate": Verb("reports.gate.report", "fail if a run is worse than a baseline"),

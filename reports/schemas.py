@@ -10,6 +10,7 @@ import msgspec
 
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.pairs.verdict import PairVerdict
 from tiebreak.reports.records.decode import SCHEMA, Data
 from tiebreak.reports.records.record import EVIDENCE, Record, Run
 from tiebreak.reports.statement import Statement
@@ -23,6 +24,7 @@ FILES: Mapping[str, type[msgspec.Struct]] = {
     "sweep": Settings,
     "sweep-run": SweepRun,
     "verdicts": Verdicts,
+    "pair": PairVerdict,
 }
 _FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 

@@ -120,6 +120,8 @@ class _Attention(torch.autograd.Function):
         noise = int(random_bits(call.noise_seed, heads[0]))
         # dO is not known yet; the forward pass does not look at it.
         inputs, ctx.started = _inputs(q, k, v, q, noise, kernel), None
+        if isinstance(kernel.implementation, Kernel) and (reason := kernel.implementation.refusal(inputs)):
+            raise CannotRunError(reason)
         if isinstance(kernel.implementation, UserKernel) and kernel.own_backward:
             # As frameworks call it: other layers' forward passes lie between this one and its backward pass.
             ctx.started = kernel.implementation.caller.started(inputs, gradients=True)

@@ -9,13 +9,14 @@ notebooks and harnesses: ``tiebreak.check(function)``, which returns a verdict. 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["assert_fair", "check", "inputs", "kernel"]
+__all__ = ["assert_fair", "check", "inputs", "kernel", "pair"]
 
 _HOMES = {
     "assert_fair": "tiebreak.programs.assertions",
     "check": "tiebreak.programs.checking",
     "inputs": "tiebreak.programs.assertions",
     "kernel": "tiebreak.kernels.external",
+    "pair": "tiebreak.programs.pair",
 }
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     assert_fair: Any  # (o, exact, *, groups=1) -> None
     inputs: Any  # (case, *, heads=64, dtype=torch.bfloat16, ...) -> tiebreak.programs.assertions.ScriptedCall
     check: Any  # (function, *, in_process=False, workers="auto", **options) -> tiebreak.reports.verdict.Verdict
+    pair: Any  # (a, b, **options) -> tiebreak.reports.pairs.verdict.PairVerdict
 else:
 
     def __getattr__(name: str) -> Any:

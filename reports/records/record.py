@@ -245,7 +245,17 @@ class RuleAnswer(Data, frozen=True):
     needs: str = ""  # what it lacks
 
 
+class NumbersRecord(Data, frozen=True):
+    """Numbers that the same inputs have on every machine but for rounding."""
+
+    about: str  # what they are
+    unit: str  # of them
+    inputs: str  # digest of the inputs: numbers of others are not comparable
+    values: tuple[float | None, ...]  # one a place; null: NaN or infinite
+
+
 IDENTITY = "identity"  # evidence: what a search for a kernel's plan came to
+NUMBERS = "numbers"  # evidence: what comparisons of machines take differences of
 
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
 EVIDENCE: Mapping[str, Any] = {
@@ -259,6 +269,7 @@ EVIDENCE: Mapping[str, Any] = {
     "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
     "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
     "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules
+    NUMBERS: NumbersRecord,
     "paper": str,  # what the paper says of training with the kernel: stable, fails
 }
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone

@@ -1,10 +1,12 @@
 """`tiebreak compare FILE FILE...`: platforms across, kernels and cases down; what differs is marked."""
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -12,7 +14,7 @@ from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import cases_of, grouped, kernel_places
-from tiebreak.reports.records.record import PASSING, REPLACED, SKIPPED, Estimate, Record, Run, record_id
+from tiebreak.reports.records.record import NUMBERS, PASSING, REPLACED, SKIPPED, Estimate, Record, Run, record_id
 from tiebreak.reports.tables import grids, texts
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.run import counted
@@ -119,7 +121,30 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
-    return [*told, _LEGEND] if rows else told
+    return [*told, *_numbers(comparison), *([_LEGEND] if rows else [])]
+
+
+def _numbers(comparison: Comparison) -> Iterator[Part]:
+    """Yield a table of all cells that keep numbers of one kind: how far from the first run those of the others are."""
+    kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
+    rows = [(row, own, next(filter(None, own))) for row, own in kept if any(own)]
+    for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():
+        names = (f"{row.record.kernel}, {row.record.backend}, {row.record.format}" for row, *_ in group)
+        lines = [[name, *_apart(own, first)] for name, (_, own, first) in zip(names, group, strict=True)]
+        yield Grid(["kernel", *comparison.labels], lines, title)
+        yield "First their rms; of each other run the rms of the difference to that, and its mean with the sign."
+
+
+def _apart(kept: Sequence[Any], first: Any) -> Iterator[str]:
+    """Yield a text a run."""
+    for own in kept:
+        if own is None or own.inputs != first.inputs:
+            yield "other inputs" if own else "missing"
+            continue
+        pairs = zip(own.values, first.values, strict=True)
+        values = [math.nan if None in pair else pair[0] - (pair[1] if own is not first else 0.0) for pair in pairs]
+        rms = math.sqrt(sum(value**2 for value in values) / len(values))
+        yield f"{rms:.3g}" if own is first else f"{rms:.2g} ({sum(values) / len(values):+.1g})"
 
 
 def summary(comparison: Comparison) -> str:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(str(error)) from error
     for backend in backends:
         for kernel in kernels:
-            tell = partial(_progress, kernel.name)
+            tell = partial(progress, kernel.name)
             try:
                 identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
             except Exception as error:  # whatever the kernel raises
@@ -85,7 +85,7 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
     return backends
 
 
-def _progress(kernel: str, line: str) -> None:
+def progress(kernel: str, line: str) -> None:
     """Say on a terminal how far it is, in the place of what was said before."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{kernel}: {line:80.80}\r")

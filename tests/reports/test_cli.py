@@ -43,8 +43,8 @@ def test_help_says_what_there_is(name: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "tiebreak: a verb is missing: known are check, identify, show, compare, gate, page"),
-        ("shew", "tiebreak: unknown verb 'shew': known are check, identify, show"),
+        ("", "tiebreak: a verb is missing: known are check, identify, pair, show, compare, gate, page"),
+        ("shew", "tiebreak: unknown verb 'shew': known are check, identify, pair, show"),
         ("list case", "tiebreak list: unknown verb 'case': known are cases, kernels, plans"),
         ("show", "tiebreak show: the following arguments are required: FILE"),
         ("show none.json", "tiebreak show: none.json: No such file or directory"),

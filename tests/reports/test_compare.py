@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tiebreak.defects.made_up import Call, record, run, skip
 from tiebreak.reports.records.order import cases_of, kernel_places
-from tiebreak.reports.records.record import CaseRecord, Estimate, PlanRecord, Record
+from tiebreak.reports.records.record import NUMBERS, CaseRecord, Estimate, NumbersRecord, PlanRecord, Record
 from tiebreak.reports.tables.compare import Agreement, Row, cell_texts, compare, platform_labels
 
 
@@ -164,3 +164,20 @@ def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(tiebreak: C
     message = "--match kernel: file 2 has theirs, yours; expected one kernel of its own in each file"
     assert refused == (2, "", f"tiebreak compare: {message}\n")
     assert tiebreak("compare", *files, "--match", "kernel", "--kernels", "mine,theirs").code == 0
+
+
+def test_numbers_that_records_keep_are_told_apart_in_their_unit(tiebreak: Call) -> None:
+    def kept(*values: float | None, inputs: str = "i") -> Record:
+        return record(
+            evidence={NUMBERS: NumbersRecord("errors of something", "nats", inputs, values)}, digest=f"{values}"
+        )
+
+    first, apart = kept(3.0, 4.0), kept(3.1, 4.3)
+    others = [kept(3.0, 4.0), apart, kept(None, 4.0), kept(3.0, 4.0, inputs="j"), record(case="other")]
+    out = tiebreak("compare", *(run(each) for each in (first, *others)), "--format", "github").out
+    (line,) = (line for line in out.splitlines() if line.startswith("| flash@paper, "))
+    # rms of 3 and 4, and of 0.1 and 0.3, whose mean is 0.2.
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["3.54", "0 (+0)", "0.22 (+0.2)", "nan (+nan)",
+                                                                "other inputs", "missing"]  # fmt: skip
+    assert "errors of something, nats" in out
+    assert "nats" not in tiebreak("compare", run(record()), run(record())).out

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Estimate, Run, Value
+from tiebreak.reports.records.record import NUMBERS, Estimate, Run, Value
 from tiebreak.reports.tables.compare import Agreement, compare
 from tiebreak.studies.pages import PageTable, table
 
@@ -63,7 +63,9 @@ def compact(run: Run) -> Run:
     names |= {case.headline for case in run.cases.values() if case.headline}
     records = tuple(
         replace(
-            each, measures={name: _short(value) for name, value in each.measures.items() if name in names}, evidence={}
+            each,
+            measures={name: _short(value) for name, value in each.measures.items() if name in names},
+            evidence={name: what for name, what in each.evidence.items() if name == NUMBERS},
         )
         for each in run.records
     )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tiebreak.defects import made_up
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Estimate, Record, Run, Shown
+from tiebreak.reports.records.record import NUMBERS, Estimate, NumbersRecord, Record, Run, Shown, TraceRecord
 from tiebreak.studies import gallery
 
 
@@ -24,11 +24,13 @@ def run_of(*records: Record, level: str = "native", **fields: object) -> Run:
 
 
 def test_compact_form_keeps_what_tables_and_comparisons_read() -> None:
-    whole = run_of(record("flash", 0.12, "biased", "aa"))
+    numbers = {NUMBERS: NumbersRecord("errors", "nats", "inputs", (0.125,))}
+    drawn = {"trace": TraceRecord((0.5,), ())}
+    whole = run_of(replace(record("flash", 0.12, "biased", "aa"), evidence=numbers | drawn))
     kept = gallery.compact(whole)
     (one,) = kept.records
     assert one.measures["bias"] == Estimate(0.12346, 0.01)
-    assert (one.evidence, kept.seconds) == ({}, {})
+    assert (one.evidence, kept.seconds) == (numbers, {})
     assert "hidden" not in one.measures.keys() | kept.measures.keys()
 
 

@@ -136,6 +136,13 @@ LOSS = _limit(
     ["finite_steps", "steps"],
     lambda finite, steps: {f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}": finite != steps},
 )
+LOG_PROBABILITIES = _limit(
+    "log_probabilities",
+    "a language model's log-probabilities are numbers with the kernel in the place of its attention",
+    "log-probabilities that are numbers",
+    ["nats_rms"],
+    lambda rms: {"log-probabilities are infinite": math.isinf(rms)},
+)
 ACCURACY = Check(
     "accuracy",
     "the errors of O are no larger than those of the plan that it declares, or follows",

@@ -1,0 +1,151 @@
+"""How far apart two kernels are through a model, in nats: what the log-probabilities of its tokens differ by."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from tiebreak.reports.page.svg import Figure, Series
+from tiebreak.reports.records.decode import Count, Data, Size, one_of
+from tiebreak.reports.records.record import FARTHER, MORE, Estimate, MeasureRecord, Value, number_of
+from tiebreak.reports.tables.grids import Grid, Part
+
+# What two readings are beside each other: the two kernels; one and exact attention; what trains and what samples; one
+# kernel twice, called in two ways or with other random bits.
+PAIR, EXACT, WAYS, FLOOR = "pair", "exact", "ways", "floor"
+ROLES = (PAIR, EXACT, WAYS, FLOOR)
+#: What a difference has a number of, once for all: `--limit NAME=NUMBER` takes these names.
+MEASURES: Mapping[str, MeasureRecord] = {
+    "mean": MeasureRecord("mean difference of the log-probabilities", "nats", FARTHER),
+    "rms": MeasureRecord("root mean square of the difference", "nats", MORE),
+    "largest": MeasureRecord("largest size of a difference", "nats", MORE),
+    "k1": MeasureRecord("mean of log(first / second): estimates the KL divergence, may be below 0", "nats", FARTHER),
+    "k3": MeasureRecord("mean of r - 1 - log r, r = second / first: estimates it too, never below 0", "nats", MORE),
+    "beyond_1_percent": MeasureRecord("share of tokens whose ratio of probabilities leaves 1 +- 0.01", "", MORE),
+    "beyond_20_percent": MeasureRecord("share of tokens whose ratio of probabilities leaves 1 +- 0.2", "", MORE),
+}
+EIGHTHS = 8  # of the context, by which positions are grouped
+_SHOWN = [name for name in MEASURES if name != "k1"]  # which is the mean with the other sign
+_LEGEND = """second less first; predicted: rms by both plans, emulated in the same model. KL: J. Schulman's estimators.
+Tokens are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
+
+
+class Difference(Data, frozen=True):
+    """Log-probabilities of the same tokens by two models, the second less the first; null: NaN or infinite."""
+
+    tokens: Count  # that have a log-probability
+    equal: Size  # share of them with the same bits
+    mean: Estimate  # nats, with its sign; the samples are sequences, at 99.9 %
+    rms: Size | None  # nats
+    largest: Size | None  # nats
+    k1: float | None  # nats
+    k3: float | None  # nats
+    beyond_1_percent: Size  # share of tokens, those without a number too
+    beyond_20_percent: Size  # likewise
+    by_position: tuple[Size | None, ...]  # rms in nats, by eighths of the context
+    by_layer: tuple[Size | None, ...]  # relative rms of what follows each layer, or each call of attention
+    equal_by_layer: tuple[Size, ...]  # share of its elements with the same bits
+
+
+class Compared(Data, frozen=True):
+    """Two readings of the same tokens beside each other."""
+
+    first: str  # which, and how it was called: A, decode with a cache
+    second: str  # likewise
+    role: Annotated[str, one_of(ROLES)]  # what for
+    difference: Difference | None = None  # None: one could not be made
+    skipped: str | None = None  # why not
+    predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
+
+
+class FormatRecord(Data, frozen=True):
+    """All readings in one format."""
+
+    format: str  # of q, k, v and O
+    compared: tuple[Compared, ...]  # the pair, called alike, first
+    nearer: Annotated[str, one_of(("A", "B"))] | None = None  # to exact attention; None: the data do not tell
+
+    @property
+    def pair(self) -> Compared:
+        """The two kernels, called alike."""
+        return self.compared[0]
+
+
+class ModelRecord(Data, frozen=True):
+    """A pair through a model."""
+
+    a: str  # the first kernel
+    b: str  # the second
+    model: str  # what it is, in one line
+    formats: tuple[FormatRecord, ...]  # each of them
+
+    def farthest(self, measure: str) -> float | None:
+        """Return the number of one of `MEASURES` of the pair, farthest from 0; None where a format has none."""
+        numbers = [number(each.pair.difference, measure) for each in self.formats]
+        return None if None in numbers else max(filter(None, numbers), key=abs, default=0.0)
+
+
+def number(difference: Difference | None, measure: str) -> float | None:
+    """Return the number of one of `MEASURES`; None where there is none."""
+    value: Value = getattr(difference, measure, None)
+    return number_of(value)
+
+
+def sentences(of: FormatRecord) -> Iterator[str]:
+    """Yield what there is to say of the pair in one format."""
+    found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
+    if found is None:
+        yield f"{of.format}: not read: {of.pair.skipped}"
+    elif found.equal == 1.0:
+        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities"
+    else:
+        nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
+        yield f"{of.format}: to exact attention A has rms {exact[0]}, B {exact[1]}: {nearer}"
+        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, found.by_position))}"
+        first = next((at for at, share in enumerate(found.equal_by_layer) if share < 1.0), 0)
+        yield (
+            f"{of.format}: they first differ after layer {first + 1} of {len(found.by_layer)}, where"
+            f" {found.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
+            f" {' '.join(map(_figure, found.by_layer))}"
+        )
+
+
+def parts(model: ModelRecord) -> list[Part]:
+    """Return what there is to say, and a grid for each format with a row for two readings."""
+    told: list[Part] = [f"Through {model.model}. A: {model.a}, B: {model.b}."]
+    heads = ["first | second", *(" ".join([name, MEASURES[name].unit]).strip() for name in _SHOWN), "predicted"]
+    for of in model.formats:
+        lines = [[_text(each, name) for name in _SHOWN] for each in of.compared]
+        ends = ["" if each.predicted is None else _figure(each.predicted) for each in of.compared]
+        names = [f"{each.first} | {each.second}" for each in of.compared]
+        rows = [[name, *line, end] for name, line, end in zip(names, lines, ends, strict=True)]
+        refused = {each.skipped: None for each in of.compared if each.skipped}
+        told += [
+            Grid(heads, rows, f"log-probabilities in {of.format}"),
+            "\n".join([*sentences(of), *(f"skipped: {why}" for why in refused)]),
+        ]
+    return [*told, _LEGEND]
+
+
+def figures(model: ModelRecord) -> list[Figure]:
+    """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
+    drawn = []
+    for of in model.formats:
+        lines = {f"{each.first} | {each.second}": each.difference for each in of.compared if each.role in (PAIR, EXACT)}
+        known = {name: enumerate(found.by_position, 1) for name, found in lines.items() if found is not None}
+        series = (
+            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in known.items()
+        )
+        title = f"{of.format}: how far log-probabilities are apart along the sequence"
+        drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", tuple(series)))
+    return drawn
+
+
+def _text(compared: Compared, measure: str) -> str:
+    """Return a number as a table has it, with its interval where there is one."""
+    if compared.difference is None:
+        return "skipped"
+    value = getattr(compared.difference, measure)
+    return f"{_figure(value.mean)} +- {_figure(value.half_width)}" if isinstance(value, Estimate) else _figure(value)
+
+
+def _figure(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.2g}"

@@ -1,0 +1,141 @@
+"""What there is to say of a pair of kernels: an object, of which the command's lines, tables and JSON are made."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+from tiebreak.reports.names import first_few
+from tiebreak.reports.pairs import log_probabilities
+from tiebreak.reports.pairs.log_probabilities import ModelRecord
+from tiebreak.reports.records.decode import Count, Data, FileData, Schema, Size, one_of
+from tiebreak.reports.records.record import BIASED, UNDECIDED, Estimate
+from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import percent
+
+# What there is to say of two kernels, the worst first. A pair falls with either of the first two.
+APART, NOT_TOLD, ROUNDINGS, SAME = "apart", "not told", "two roundings of one thing", "the same bits"
+SEVERITIES = (APART, NOT_TOLD, ROUNDINGS, SAME)
+SeverityName = Annotated[str, one_of(SEVERITIES)]
+A, B = SIDES = ("A", "B")
+_WIDTH, _NAMED = 12, 6  # of the names of findings; cases in a list
+_HEADERS = ("case", "bits", "B - A", "rms", "predicted", "rms error A", "rms error B", "nearer", "dQ dK dV", "verdict")
+_MARKS = {BIASED: " B", UNDECIDED: " ?"}
+_LEGEND = (
+    "bits: share of elements of O with equal bits. B - A: mean difference in ulps, + away from zero, at 99.9 %; B:"
+    " biased, ?: not\nknown. rms: of the difference, of both plans' by emulation, and of each side's error, in ulps."
+    " nearer: to the exact answer, -: the\nheads do not tell. dQ dK dV: equal bits, rms of the difference as a share of"
+    " the gradient's own."
+)
+
+
+class SideRecord(Data, frozen=True, omit_defaults=False):
+    """One of the two kernels."""
+
+    name: str  # as it was asked for
+    backend: str  # where it runs
+    plan: str | None  # that it declares, or follows, or the nearest; None: nothing can be told
+    known: bool  # whether it follows that plan
+    rests_on: str  # what that rests on, in words
+
+
+class PointRecord(Data, frozen=True, omit_defaults=False):
+    """One point in which the two plans differ; several where one excludes what another is in A."""
+
+    a: str  # what it is in A, as --plan has it
+    b: str  # and in B
+    share: float  # of the mean square of the difference, that it takes away in its turn
+
+
+class GradientRecord(Data, frozen=True, omit_defaults=False):
+    """What the two make of one gradient."""
+
+    bits: Size  # share of elements that are equal
+    rms: float | None  # of the difference, as a share of that of the exact gradient
+
+
+class CallRecord(Data, frozen=True, omit_defaults=False):
+    """One case, the same inputs through both; what is not known is None."""
+
+    case: str
+    severity: SeverityName | None  # None: it was not compared
+    why: str  # for that, in words
+    wrong: bool = False  # whether a side is another function, or NaN where the other is not
+    slips: tuple[str, ...] = ()  # usual mistakes that explain the outputs of a side that is wrong
+    heads: Count = 0  # that were drawn
+    bits: Size | None = None  # share of elements of O that are equal
+    difference: Estimate | None = None  # of B less A in ulps, away from zero
+    verdict: str | None = None  # on that, as of a bias
+    rms: Size | None = None  # of the difference, in ulps
+    predicted: Size | None = None  # the same of both plans, emulated
+    errors: tuple[float | None, float | None] = (None, None)  # rms errors of A and of B, in ulps
+    nearer: str | None = None  # which of them is nearer to the exact answer; None: the heads do not tell
+    gradients: Mapping[str, GradientRecord] = {}  # by name
+    plan_bits: tuple[float | None, float | None] = (None, None)  # share of bits of O that the plans of A and B have
+
+
+class PairVerdict(FileData, frozen=True):
+    """What `tiebreak pair` says of two kernels."""
+
+    schema: Schema  # version of this layout
+    headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
+    severity: SeverityName  # of it
+    ok: bool  # as the exit code
+    sides: tuple[SideRecord, SideRecord]  # A and B
+    format: str  # of q, k, v and O
+    seed: Count  # of all inputs
+    calls: tuple[CallRecord, ...]  # one a case
+    separation: tuple[PointRecord, ...] = ()  # the fewest changes of A's plan that make it B's
+    invariant: Mapping[str, tuple[bool | None, bool | None]] = {}  # changes of a call: whether A and B keep their bits
+    model: ModelRecord | None = None  # log-probabilities; None: not asked
+    command: str = ""  # runs all of it again
+
+    def __str__(self) -> str:
+        """As the command prints it first: the headline, and a line for each finding."""
+        return "\n".join([self.headline, *(f"  {name:{_WIDTH}} {text}" for name, text in self._findings())])
+
+    def _findings(self) -> Iterator[tuple[str, str]]:
+        for name, side in zip(SIDES, self.sides, strict=True):
+            yield name, f"{side.name} on {side.backend}: {side.plan or 'no plan'} ({side.rests_on})"
+        sure = "" if all(side.known for side in self.sides) else ", if these were the plans: one is not known"
+        for each in self.separation:
+            yield "separated by", f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference{sure}"
+        for name, kept in ((A, (True, False)), (B, (False, True))):
+            if names := [question for question, both in self.invariant.items() if both == kept]:
+                yield f"only {name}", f"keeps its bits: {', '.join(names)}"
+        skipped = [call for call in self.calls if call.severity is None]
+        for why in dict.fromkeys(call.why for call in skipped):
+            yield "not compared", f"{first_few([call.case for call in skipped if call.why == why], _NAMED)}: {why}"
+
+    def parts(self) -> list[Part]:
+        """Return all that the command prints."""
+        rows = [_row(call) for call in self.calls if call.severity is not None]
+        told = [] if self.model is None else log_probabilities.parts(self.model)
+        return [str(self), Grid(_HEADERS, rows), _LEGEND, *told]
+
+
+def _row(call: CallRecord) -> list[str]:
+    mean = call.difference or Estimate(None, None)
+    apart = "" if mean.mean is None else f"{mean.mean:+.3f} +- {mean.half_width or 0.0:.3f}"
+    numbers = ("" if each is None else f"{each:.3f}" for each in (call.rms, call.predicted, *call.errors))
+    gradients = (f"{percent(x.bits)} {'NaN' if x.rms is None else f'{x.rms:.1e}'}" for x in call.gradients.values())
+    bits, said = "" if call.bits is None else percent(call.bits), call.severity or ""
+    mark = _MARKS.get(call.verdict or "", "")
+    return [call.case, bits, f"{apart}{mark}", *numbers, call.nearer or "-", " / ".join(gradients), said]
+
+
+def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[str, str]:
+    """Return the worst severity of all calls, one of which was compared, and the sentence that says it."""
+    compared = [call for call in calls if call.severity is not None]
+    inputs, severity = counted(len(compared), "input"), min((str(c.severity) for c in compared), key=SEVERITIES.index)
+    worst = [call for call in compared if call.severity == severity]
+    if severity in (APART, NOT_TOLD):
+        first = max(worst, key=lambda call: (call.wrong, call.slips != (), call.verdict == BIASED, call.rms or 0.0))
+        return severity, f"{severity.upper()} on {len(worst)} of {inputs} ({first.case}: {first.why})"
+    if severity == SAME:
+        pairs = [each.pair for each in model.formats] if model else []
+        if any(each.difference is None or each.difference.equal < 1.0 for each in pairs):
+            return NOT_TOLD, f"NOT TOLD: {SAME} on {inputs}, and not through the model, which calls otherwise"
+        return SAME, f"{SAME} on {inputs}{' and through the model' if pairs else ''}"
+    farthest = max(compared, key=lambda call: call.rms or 0.0)
+    detail = f"no bias; rms of the difference up to {farthest.rms or 0.0:.3g} ulp, in {farthest.case}"
+    return ROUNDINGS, f"{ROUNDINGS} on {inputs} ({detail})"

@@ -1,0 +1,214 @@
+"""Calls: the same inputs through both kernels of a pair, case by case, and what tells the two outputs apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tiebreak.cases.bounds import UNDECLARED
+from tiebreak.cases.errors import Errors, by_key_head, in_units, merge
+from tiebreak.cases.measures.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
+from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, heads_to_tell, interval, judge
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.attribution import slip_bits
+from tiebreak.matrix.bits import equal_bits
+from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.trial import raised
+from tiebreak.matrix.workbench import CaseBench
+from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, SIDES, A, B, CallRecord, GradientRecord
+from tiebreak.reports.records.record import Estimate, finite
+
+_GRADIENTS = {"dQ": "dq", "dK": "dk", "dV": "dv"}
+
+
+class _LeftOutError(Exception):
+    """A side has no answer: the severity of that, if it says anything of a kernel, and why."""
+
+
+def _bound(side: Side) -> Declaration:
+    """Whose rounding-error bounds it is held to, in the smallest tiles that it may work in."""
+    return tilings(side.plan)[-1] if side.plan and side.known else UNDECLARED
+
+
+@dataclass
+class PairedCall:
+    """One case through both, on as many heads as have been drawn."""
+
+    bench: CaseBench
+    sides: tuple[Side, Side]
+    outputs: list[list[Tensor]] = field(default_factory=list)  # O of A and of B, fp32, a batch
+
+    def record(self) -> CallRecord:
+        """Draw ever more heads until all is told; what a kernel refuses or raises is in the record."""
+        try:
+            for look in range(LOOKS):
+                for index in range(2**look // 2, 2**look):
+                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
+                if self._verdict()[0] != NOT_TOLD:
+                    break
+            return self._told()
+        except _LeftOutError as left:
+            severity, why = left.args
+            return CallRecord(self.bench.case.name, severity, why)
+
+    def _o(self, letter: str, side: Side) -> Tensor:
+        """O of one side on the next batch."""
+        asked, name = Asked(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+        try:
+            answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
+        except Exception as error:  # whatever the kernel raises
+            if side.backend.poisoned():
+                raise
+            raise _LeftOutError(NOT_TOLD, f"{letter} raised {raised(error, side.kernel)}") from error
+        if answer is None:
+            raise _LeftOutError(None, f"{letter}: {asked.refused[name]}")
+        return answer.o
+
+    def _heads(self, of: Callable[[int], Tensor]) -> Tensor:
+        """Means by key head, of all batches."""
+        groups = self.bench.batch(0).inputs.groups
+        return torch.cat([by_key_head(of(index), groups) for index in range(len(self.outputs))])
+
+    def _apart(self, index: int) -> Tensor:
+        """B less A of one batch, in ulps away from zero."""
+        a, b = self.outputs[index]
+        return in_units(b.double() - a.double(), self.bench.batch(index).units)
+
+    def _plans_apart(self, index: int) -> Tensor:
+        a, b = (self.bench.emulated(index, side.plan)[0].o.double() for side in self.sides if side.plan)
+        return in_units(b - a, self.bench.batch(index).units)
+
+    def _emulated(self, side: Side) -> Errors | None:
+        """Errors of a side's plan; None where it has none, or the bits of no plan can be told."""
+        if side.plan is None or not self.bench.case.bits_tell:
+            return None
+        return merge([self.bench.emulated(index, side.plan)[1] for index in range(len(self.outputs))])
+
+    def _ratio(self) -> Interval | None:
+        """Mean square of the difference over what both plans' errors add up to, as where they are independent.
+
+        A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums: so is that of both.
+        """
+        a, b = map(self._emulated, self.sides)
+        if a is None or b is None:
+            return None
+        squares = self._heads(lambda index: self._apart(index).square())
+        return ratio_of_means(squares, a.head_square + b.head_square, 2 * ROUNDED_ONCE)
+
+    def _difference(self) -> Interval:
+        samples = self._heads(self._apart)
+        return interval(samples[samples.isfinite()])
+
+    def _verdict(self) -> tuple[str, str]:
+        """The severity of what all heads say of O alone, and why."""
+        if all(equal_bits(a, b) == 1.0 for a, b in self.outputs):
+            return SAME, ""
+        return self._of_difference(self._difference(), self._ratio())
+
+    def _of_difference(self, apart: Interval, ratio: Interval | None) -> tuple[str, str]:
+        if self.bench.case.bits_tell and (verdict := judge(apart)) is Verdict.BIASED:
+            return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
+        if ratio is None:
+            return NOT_TOLD, "of no two plans is known how far they differ here"
+        if ratio.low > LIMIT:
+            least = f"at least {ratio.low:.3g}, {LIMIT} is allowed"
+            return APART, f"mean square {ratio.mean:.3g} times what both plans' errors add up to ({least})"
+        if verdict is Verdict.UNBIASED and ratio.high <= LIMIT:
+            return ROUNDINGS, ""
+        heads = self._drawn
+        return NOT_TOLD, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"
+
+    @property
+    def _drawn(self) -> int:
+        return sum(a.shape[0] * a.shape[1] for a, _ in self.outputs)
+
+    def _told(self) -> CallRecord:
+        batches, known = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
+        errors = [
+            merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
+            for at, side in enumerate(self.sides)
+        ]
+        gradients, of_gradients = self._gradients()
+        slips = [*map(self._slips, self.sides, self.outputs[0], errors)]
+        faults = [*filter(None, map(_fault, SIDES, errors, slips)), *of_gradients]
+        (severity, why), apart = self._verdict(), self._difference()
+        if severity != SAME or any(each.bits < 1.0 for each in gradients.values()):
+            if severity == SAME:
+                severity, why = ROUNDINGS, "gradients differ"
+            severity, why = (APART, "; ".join(faults)) if faults else (severity, why)
+        gain = errors[1].head_square - errors[0].head_square
+        nearer = interval(gain[gain.isfinite()])
+        return CallRecord(
+            self.bench.case.name,
+            severity,
+            why,
+            wrong=bool(faults),
+            slips=(*slips[0], *slips[1]) if faults else (),
+            heads=self._drawn,
+            bits=sum(equal_bits(a, b) for a, b in self.outputs) / len(batches),
+            difference=Estimate.of(apart.mean, apart.half_width),
+            verdict=None if self.bench.case.cancels else judge(apart).value,
+            rms=_rms(self._heads(lambda index: self._apart(index).square())),
+            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if known else None,
+            errors=(finite(errors[0].rms_ulps), finite(errors[1].rms_ulps)),
+            nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,
+            gradients=gradients,
+            plan_bits=(self._plan_bits(0), self._plan_bits(1)),
+        )
+
+    def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
+        """The usual mistakes that explain what is outside of its bounds; several may have the bits of one input."""
+        if _over_bound(errors) <= 1.0:
+            return ()
+        batch = self.bench.batch(0)
+        found = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        return sorted(found, key=found.__getitem__, reverse=True)
+
+    def _plan_bits(self, at: int) -> float | None:
+        """Share of bits of O that a side's plan has; None where bits tell nothing."""
+        plan = self.sides[at].plan
+        if plan is None or drawn(plan) or not self.bench.case.bits_tell:
+            return None
+        return equal_bits(self.outputs[0][at], self.bench.emulated(0, plan)[0].o)
+
+    def _gradients(self) -> tuple[dict[str, GradientRecord], list[str]]:
+        """What both make of gradients of the first batch, and what is wrong with them."""
+        batch, made, faults = self.bench.batch(0), list[Gradients](), list[str]()
+        if not self.bench.case.gradients or not all(side.kernel.has_backward for side in self.sides):
+            return {}, []
+        for letter, side in zip(SIDES, self.sides, strict=True):
+            output = side.backend.run(side.kernel, batch.inputs, gradients=True)
+            if output.gradients is None:
+                return {}, [f"{letter}: its backward pass {output.backward_error}"] if output.backward_error else []
+            made.append(output.gradients)
+            bounds = batch.gradient_bounds.of(batch.clipped(_bound(side)))
+            found = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
+            if found.nonfinite or found.over_bound > 1.0:
+                faults.append(f"gradients of {letter} are wrong, by {found.over_bound:.3g} times their bound")
+        records = {}
+        for (name, key), exact in zip(_GRADIENTS.items(), batch.gradients.gradients, strict=True):
+            a, b = (getattr(each, key) for each in made)
+            rms = ((b.double() - a.double()).square().mean() / exact.square().mean()).sqrt().item()
+            records[name] = GradientRecord(equal_bits(a, b), finite(rms))
+        return records, faults
+
+
+def _over_bound(errors: Errors) -> float:
+    return max(errors.error_over_bound, errors.outside_values)
+
+
+def _fault(letter: str, errors: Errors, slips: Sequence[str]) -> str | None:
+    """Why a side is another function; None: it is none."""
+    if (share := _over_bound(errors)) > 1.0:
+        named = " or ".join(slips) or f"its largest error is {share:.3g} times its bound"
+        return f"{letter} is another function: {named}"
+    lost = errors.nonfinite + errors.missed
+    return f"{letter} differs from the exact answer in what is NaN or Inf, in {lost} elements" if lost else None
+
+
+def _rms(squares: Tensor) -> float | None:
+    return finite(squares.nanmean().sqrt().item())

@@ -1,0 +1,128 @@
+"""The verdict on a pair: its calls, what separates its plans, what one alone withstands, and a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from msgspec import structs
+
+from tiebreak.cases.scripted import GROUPS, SCRIPTED
+from tiebreak.kernels.external.isolation import own_randomness
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.plans import Accumulator
+from tiebreak.matrix.experiment import Cell, Experiment
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.questions import INVARIANCE
+from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.identification.identity import FAILING
+from tiebreak.matrix.pairs.calls import PairedCall
+from tiebreak.matrix.pairs.separation import separation
+from tiebreak.matrix.pairs.side import DECLARED, Side
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.pairs.log_probabilities import ModelRecord
+from tiebreak.reports.pairs.verdict import ROUNDINGS, SAME, CallRecord, PairVerdict, SideRecord, statement
+from tiebreak.reports.records.decode import SCHEMA
+from tiebreak.reports.records.record import FELL, FOLLOWED, HELD, MEASURED
+from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import percent
+
+Tell = Callable[[str], None]
+QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
+KNOWN: Mapping[str, Experiment] = {case.name: Call(case) for case in SCRIPTED} | QUESTIONS
+#: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
+#: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
+CASES = (
+    *(case.name for case in GROUPS["normal numbers"]),
+    *(name for name in (*FAILING, "tied_maxima_positive_v", "equal_keys") if "near_tie" not in name),
+    *("padded", "sink_at_maximum", "window_cuts_tie", "served[sink]"),
+    *(f"invariance[{name}]" for name in ("batch", "split", "padding", "memory", "decode")),
+)
+_TOLD = {HELD: True, MEASURED: False, FELL: False}  # of a question: whether no bit changed
+
+
+def judged(
+    sides: tuple[Side, Side],
+    fmt: Format,
+    cases: Sequence[str],
+    settings: Settings,
+    tell: Tell,
+    through: Callable[[Side, Side], ModelRecord] | None,
+) -> PairVerdict:
+    """Hold two kernels against each other, perhaps through a model; a `UsageError` where no case can be compared."""
+    a, b = (side.plan for side in sides)
+    alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
+    light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
+    calls, normal, others = list[CallRecord](), list[SharedBatch](), list[SharedBatch]()
+    asked = [KNOWN[name] for name in cases]
+    with threads(1), own_randomness(settings.seed):
+        for call in (each for each in asked if isinstance(each, Call)):
+            tell(f"calling both on {call.name}")
+            bench = CaseBench(call.case, fmt, settings)
+            calls.append(PairedCall(bench, light).record())
+            if calls[-1].bits is not None and call.case.bits_tell:
+                (normal if call.case.normal else others).append(bench.batch(0).first_heads)
+        if all(call.severity is None for call in calls):
+            why = "; ".join(dict.fromkeys(call.why for call in calls)) or "--cases names no call"
+            raise UsageError(f"nothing can be compared: {why}")
+        tell("looking for what separates their plans")
+        a, b = (side.plan for side in light)
+        points = () if a is None or b is None else separation(a, b, fmt, normal, others)
+    invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
+    model = None if through is None else through(*map(summed_exactly, sides))
+    severity, sentence = statement(calls, model)
+    names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
+    return PairVerdict(
+        SCHEMA,
+        headline=f"{' and '.join(names)} [{fmt.name}]: {sentence}",
+        severity=severity,
+        ok=severity in (ROUNDINGS, SAME),
+        sides=(_record(sides[0], 0, calls), _record(sides[1], 1, calls)),
+        format=fmt.name,
+        seed=settings.seed,
+        calls=tuple(calls),
+        separation=points,
+        invariant=invariant,
+        model=model,
+    )
+
+
+def summed_exactly(side: Side) -> Side:
+    """A side whose plan is emulated in a tenth of the time; sums of 8 bits, which lose more than fp32's, stay."""
+    if side.plan is None or side.plan.plan.quantizes:
+        return side
+    return replace(side, plan=replace(side.plan, plan=replace(side.plan.plan, accumulator=Accumulator.EXACT)))
+
+
+def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
+    """A verdict that falls where log-probabilities are farther apart than allowed, or there are none."""
+    numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
+    beyond = [
+        f"{name} is {'not known' if number is None else f'{number:.3g}'}, {limits[name]:g} is allowed"
+        for name, number in numbers.items()
+        if number is None or not abs(number) <= limits[name]
+    ]
+    if not beyond:
+        return verdict
+    return structs.replace(verdict, ok=False, headline=f"{verdict.headline}; BEYOND A LIMIT: {'; '.join(beyond)}")
+
+
+def _invariant(
+    sides: tuple[Side, Side], question: Experiment, fmt: Format, settings: Settings, tell: Tell
+) -> tuple[bool | None, bool | None]:
+    """Whether a change of a call leaves each side's bits as they are; None: it can't be asked, or is not told."""
+    tell(f"asking both {question.name}")
+    cells = (Cell(side.backend, side.kernel, question, fmt) for side in sides)
+    a, b = (_TOLD.get(run_cell(cell, Workbench(settings)).outcome) for cell in cells)
+    return a, b
+
+
+def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
+    """A side with what its plan rests on: one that is declared is held to its bits here."""
+    known, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
+    if rests_on == DECLARED and shares and not side.backend.predicts:
+        known = min(shares) >= FOLLOWED
+        rests_on = f"{DECLARED}, {percent(sum(shares) / len(shares))} of bits on {counted(len(shares), 'input')}"
+        rests_on += "" if known else ", which is not followed"
+    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, known, rests_on)

@@ -1,0 +1,103 @@
+"""What separates two plans: the fewest changes that make the one the other, and each one's share of the difference."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tiebreak.cases.errors import in_units
+from tiebreak.kernels.declarations import FORWARD, values_apart
+from tiebreak.kernels.flash import Block
+from tiebreak.kernels.formats import Format
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.identification import space
+from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.reports.pairs.verdict import PointRecord
+
+_BASE = "base"  # the key of the exponential, which is more than its base
+
+
+def separation(
+    a: Declaration, b: Declaration, fmt: Format, normal: Sequence[SharedBatch], others: Sequence[SharedBatch]
+) -> tuple[PointRecord, ...]:
+    """The points in which two plans differ, without those that change no bit on these inputs.
+
+    On the way from A's plan to B's the point comes next that takes most of what is left of the difference. Its share is
+    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, on normal numbers, in
+    ulps, emulated. So the first has what it does alone, and all of them add up to 1.
+    """
+    one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
+    between = _Between(_filled(one, other), _filled(other, one))
+    ours, theirs = _parts(between.a), _parts(between.b)
+    points = [point for point, part in ours.items() if part != theirs[point]]
+    for point in list(points):
+        fewer = between.made([each for each in points if each != point])
+        if fewer is not None and not between.left(fewer, [*normal, *others]):
+            points.remove(point)
+    shown = normal if between.left(between.a, normal) else others
+    whole = left = between.left(between.a, shown)
+    taken, found = list[str](), list[PointRecord]()
+    while whole and len(taken) < len(points):
+        ways = {each: between.made([*taken, each]) for each in points if each not in taken}
+        after = {each: between.left(way, shown) for each, way in ways.items() if way is not None}
+        # Where each of them excludes a point of A's, all that are left go at once.
+        gone = [min(after, key=after.__getitem__)] if after else list(ways)
+        now = min(after.values(), default=0.0)
+        here, there = (",".join(between.text(each, of) for each in gone) for of in (between.a, between.b))
+        found.append(PointRecord(here, there, (left - now) / whole))
+        taken, left = [*taken, *gone], now
+    return tuple(found)
+
+
+def _filled(declaration: Declaration, other: Declaration) -> Declaration:
+    """A declaration with the other's values where it makes nothing of them."""
+    unused = {field: getattr(other.plan, field) for field in declaration.algorithm.unused}
+    block = declaration.block if declaration.algorithm.tiled else other.block
+    return replace(declaration, plan=replace(declaration.plan, **unused), block=block)
+
+
+def _parts(declaration: Declaration) -> dict[str, Any]:
+    block, plan = declaration.block, {key: getattr(declaration.plan, field) for key, field in FORWARD.items()}
+    blocks = {space.TILE: block.keys, space.SPLITS: block.splits, space.ORDER: block.order}
+    return {space.ALGORITHM: declaration.algorithm, space.RULE: declaration.shift_rule, **blocks, **plan}
+
+
+@dataclass(frozen=True)
+class _Between:
+    """Plans on the way from one to another."""
+
+    a: Declaration
+    b: Declaration
+
+    def made(self, points: Sequence[str]) -> Declaration | None:
+        """A with these points as in B; None where one excludes what another is in A."""
+        theirs = _parts(self.b)
+        parts = _parts(self.a) | {point: theirs[point] for point in points}
+        block = Block(parts[space.TILE], parts[space.TILE], parts[space.SPLITS], parts[space.ORDER])
+        with suppress(ValueError):
+            plan = replace(self.a.plan, **{field: parts[key] for key, field in FORWARD.items()})
+            return Declaration(parts[space.ALGORITHM], plan, parts[space.RULE], block)
+        return None
+
+    def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
+        """Mean square of what is left of the difference from B, in ulps."""
+        squares = []
+        for batch in batches:
+            ours, theirs = (batch.predicted(batch.clipped(each)).double() for each in (way, self.b))
+            squares.append(in_units(ours - theirs, batch.units).square().nanmean())
+        return torch.stack(squares).mean().item() if squares else 0.0
+
+    def text(self, point: str, of: Declaration) -> str:
+        """What a point is in one of them, as --plan has it."""
+        part = _parts(of)[point]
+        if point == space.RULE:
+            value = space.named(of).shift_rule.name
+        elif point == _BASE:
+            value = f"{'2' if part.base_two else 'e'}{' (fast)' if part.correction else ''}"
+        elif point in FORWARD:
+            value = values_apart((self.b if of is self.a else self.a).plan, of.plan)[point]
+        else:
+            value = str(getattr(part, "name" if point == space.ALGORITHM else "value", part))
+        return f"{point}={value}"

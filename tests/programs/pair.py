@@ -1,0 +1,211 @@
+"""`tiebreak pair A B`: two kernels, or one in two places, on the same inputs; and `tiebreak.pair(a, b)`."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.external.kernels import external_kernel, users_kernel
+from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.kernels.external.options import LoadError, declared_options
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
+from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
+from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.pairs.through_model import own_model, through_model
+from tiebreak.matrix.selection import Selection, matching_backends
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.trial import raised
+from tiebreak.programs.identify import FORMATS, progress
+from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import pick
+from tiebreak.reports.page.svg import as_file, draw
+from tiebreak.reports.pairs.log_probabilities import MEASURES, figures
+from tiebreak.reports.pairs.verdict import PairVerdict
+from tiebreak.reports.records.store import as_text, write_text
+from tiebreak.reports.tables import grids
+from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.texts import percent
+
+_STDOUT, _NONE = "-", "none"  # in the place of a file; of a model
+_HEADS = 64  # of a case at first
+Target = str | Callable[..., Any]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The verb `pair`; see `tiebreak.reports.cli.main`."""
+    options = vars(_parser().parse_args(arguments))
+    files = {flag: options.pop(flag) for flag in ("json", "markdown", "figure")}
+    for flag, file in files.items():
+        if file not in (None, _STDOUT) and not Path(file).parent.is_dir():
+            raise UsageError(f"--{flag} {file}: there is no folder {Path(file).parent}")
+    if files["figure"] is not None and options["model"] == _NONE:
+        raise UsageError("--figure: it is of the model's log-probabilities, and --model none leaves them out")
+    verdict = pair(**options, tell=lambda line: progress("pair", line))
+    verdict = replace(verdict, command=shlex.join(["tiebreak", "pair", *arguments]))
+    if files["json"] == _STDOUT:
+        sys.stdout.write(as_text(verdict))
+    else:
+        grids.show(verdict.parts())
+    drawn = as_file(*map(draw, figures(verdict.model))) if verdict.model else ""
+    texts = as_text(verdict), f"{grids.text(verdict.parts(), 'github')}\n", drawn
+    for file, text in zip(files.values(), texts, strict=True):
+        if file not in (None, _STDOUT):
+            write_text(text, Path(file))
+    return HELD if verdict.ok else FELL
+
+
+def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
+    """Hold two attention kernels against each other, as `tiebreak pair` does, in this process.
+
+    Args:
+        a, b: functions, or targets as of `tiebreak check`, plans as of `--plan`, or kernels of a backend by name.
+        tell: is told how far it is.
+        options: those of the command: backend, card (`--as`), declare, cases, dtype, heads, seed, model, limits (a
+            mapping).
+
+    Returns:
+        What there is to say of them: ok, headline, severity, calls... Printed, it is what the command prints first.
+
+    Raises:
+        tiebreak.reports.errors.UsageError: an option that there is not, or of no such value; a side that can't be
+            found or asked.
+    """
+    asked = _parser().parse_args(["a", "b"])
+    if unknown := options.keys() - vars(asked).keys():
+        raise UsageError(f"tiebreak.pair has no {', '.join(sorted(unknown))}; it has {', '.join(vars(asked))}")
+    vars(asked).update(options)
+    limits, fmt = dict(asked.limits), FORMATS.get(asked.dtype or BF16.name)
+    if fmt is None:
+        raise UsageError(f"--dtype {asked.dtype}: expected {' or '.join(FORMATS)}")
+    if wrong := [name for name in limits if name not in MEASURES or asked.model == _NONE]:
+        raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
+    plans = [_plan(a), _plan(b)]
+    names = (asked.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
+    found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=asked.card))}
+    if len(names) > len(plans) or not found.keys() >= set(names):
+        raise UsageError(f"--backend {asked.backend}: expected one name for both, or one each")
+    slow = any(each.call_steps > Backend.call_steps for each in found.values())
+    cases, own = _cases(asked.cases, slow), None if asked.model in (None, _NONE) else own_model(asked.model)
+    formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
+    through = partial(through_model, formats=formats, model=own, told=tell)
+    kernels = [
+        Asked(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
+        for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
+    ]
+    first = _side(_name(a), KnownPlans(kernels[0], asked.seed, tell))
+    same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
+    sides = first, first if same else _side(_name(b), KnownPlans(kernels[1], asked.seed, tell))
+    left_out = asked.model == _NONE or (slow and own is None)
+    verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if left_out else through)
+    return limited(verdict, limits)
+
+
+def _cases(names: str | None, slow: bool) -> Sequence[str]:
+    """The cases and questions of these names; the usual ones, where calls are slow without the questions."""
+    if names is None:
+        return [name for name in CASES if not (slow and name in QUESTIONS)]
+    try:
+        return pick("case", names, KNOWN, "`tiebreak list cases` names")
+    except ValueError as error:
+        raise UsageError(f"--cases: {error}") from None
+
+
+def _name(target: Target) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+
+
+def _plan(target: Target) -> Declaration | None:
+    """The plan that a text names; None: it names another thing."""
+    try:
+        return parse_declaration(target) if isinstance(target, str) else None
+    except ValueError as error:
+        if "@" in str(target) and ".py" not in str(target):
+            raise UsageError(f"{target}: {error}") from error
+        return None
+
+
+def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
+    """A plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there."""
+    vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
+    elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None
+    elsewhere = f"a plan runs on {EMULATION.name}, {CPU.name}" if plan and not backend.composed else elsewhere
+    if (why := elsewhere or backend.unavailable()) is not None:
+        raise UsageError(f"--backend {backend.name}: {why}")
+    backend.set_up()
+    if plan is not None:
+        return composed(plan.label, plan)
+    try:
+        if not isinstance(target, str):
+            return users_kernel(_name(target), target, declared_options(target, declare))
+        return vendors[target] if target in vendors else external_kernel(target, flags=declare)
+    except LoadError as error:
+        raise UsageError(str(error).removeprefix("--kernel ")) from error
+
+
+def _side(name: str, known: KnownPlans) -> Side:
+    """A side with the plan that its kernel declares, or that the whole search of `tiebreak identify` comes to."""
+    backend, kernel = known.asked.backend, known.asked.kernel
+    if kernel.declaration is not None:
+        return Side(name, backend, kernel, kernel.declaration, known=True)
+    try:
+        identity = identify(known)
+    except UnidentifiedError as error:
+        return Side(name, backend, kernel, None, known=False, rests_on=str(error))
+    except Exception as error:  # whatever the kernel raises
+        raise UsageError(f"{name}: it raised {raised(error, kernel)}") from error
+    followed, inputs = identity.plan is not None, counted(len(identity.held_out), "input")
+    rests_on = f"{'' if followed else 'nearest, none is known: '}{percent(identity.share)} of bits on {inputs}"
+    return Side(name, backend, kernel, parse_declaration(identity.nearest), followed, rests_on)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=NUMBER") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="tiebreak pair",
+        description="Two attention kernels on the same inputs: equal bits, the signed difference, which is nearer to"
+        " the exact answer, what separates their rounding plans, log-probabilities through a small language model;"
+        " and a verdict: the same bits, two roundings of one thing, or apart.",
+        epilog="exit codes: 0 the same bits or two roundings of one thing, 1 apart, not told or beyond a limit,"
+        " 2 bad usage",
+    )
+    what = f"{EXPECTED.removeprefix('expected ')}; a plan as --plan takes it; or a backend's kernel by name"
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help=what)
+    add = parser.add_argument
+    add("--backend", metavar="NAME[,NAME]", help="of both, or of each (default: cpu; of a plan: emulation)")
+    add("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
+    add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
+    add("--cases", metavar="NAMES", help="inputs, and questions of invariance (default: two dozen)")
+    add("--dtype", choices=FORMATS, help="of q, k and v (default: bf16; through the model fp16 too)")
+    add("--heads", type=positive, default=_HEADS, metavar="N", help="at first; up to 8 times as many (default: 64)")
+    add("--seed", type=count, default=1, metavar="N", help="of all inputs (default: 1)")
+    add(
+        "--model",
+        metavar="TARGET",
+        help="a function that returns your own (module, tokens), or none (default: a GPT-2)",
+    )
+    add("--limit", dest="limits", type=_limit, action="append", default=[], metavar="NAME=NUMBER",
+        help=f"fail beyond it: {', '.join(MEASURES)} of the model's log-probabilities")  # fmt: skip
+    add("--json", metavar="FILE", help="write all as JSON too; -: to the terminal, and nothing else")
+    add("--markdown", metavar="FILE", help="write it as Markdown too, for a pull request")
+    add("--figure", metavar="FILE.svg", help="draw log-probabilities by position")
+    return parser
