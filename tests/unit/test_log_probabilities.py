@@ -35,6 +35,21 @@ from tiebreak.reports.tables import grids
 VOCABULARY = 5
 
 
+TOKENS = torch.arange(2 * 9).view(2, 9) % VOCABULARY
+
+
+class Bare(nn.Module):
+    """Logits that are attention's O."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(VOCABULARY, VOCABULARY, dtype=dtype), dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)[:, None]
+        return scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=self.dropout)[:, 0]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite's model as its seed has it, and a few tokens: training it takes too long for a test."""
@@ -120,7 +135,7 @@ def test_plans_predict_the_difference_and_a_plan_called_in_another_way_has_none(
     floors = [each.difference.rms for each in low.compared if each.role == FLOOR and each.difference]
     assert max(filter(None, floors)) < pair / 4
     assert model.farthest("rms") == pair > number(high.pair.difference, "rms") * 4  # type: ignore[operator]
-    assert told.count("bf16: A, decode with a cache") == 1
+    assert told.count("bf16: A, one prefill") == 1, "what is read stays read"
     text = grids.text(parts(model), "github")
     assert "A, one prefill \\| B, decode with a cache" in text
     assert "which is nearer" in text
@@ -164,21 +179,8 @@ def test_a_way_that_a_kernel_refuses_or_raises_in_is_skipped_with_its_reason() -
     assert model.formats[0].pair.skipped == "flash@fused takes no causal mask"
     assert model.farthest("rms") is None
     assert "skipped: flash@fused takes no causal mask" in grids.text(parts(model))
-
-
-class Bare(nn.Module):
-    """Logits that are attention's O."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding, self.dropout = nn.Embedding(VOCABULARY, VOCABULARY, dtype=dtype), dropout
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)[:, None]
-        return scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=self.dropout)[:, 0]
-
-
-TOKENS = torch.arange(2 * 9).view(2, 9) % VOCABULARY
+    own = through_model(side("flash@fused"), untaking, [BF16], OwnModel("mine", Bare(), TOKENS))
+    assert own.formats[0].pair.skipped == "flash@fused takes no causal mask"
 
 
 def test_a_kernel_takes_the_place_of_every_call_of_a_users_model() -> None:
