@@ -43,6 +43,7 @@ from tiebreak.kernels.features import (
     HIDDEN_NAN,
     KEY_PADDING,
     LENGTHS,
+    OWN_ENDS,
     OWN_SCALE,
     PAGES,
     SINK,
@@ -245,6 +246,13 @@ def _other_keys(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     return replace(inputs, key_padding=torch.arange(inputs.k.shape[2]) < lengths[:, None])
 
 
+def _own_ends(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """Causal rows that are the last of every sequence, which has as many keys at least."""
+    assert inputs.key_padding is not None
+    rows = torch.arange(inputs.k.shape[2]) < inputs.q.shape[2]
+    return replace(inputs, causal=True, own_ends=True, key_padding=inputs.key_padding | rows)
+
+
 def _both_sides(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """A window whose edges cross every tile, and which has a right side where no causal mask is."""
     more = 8 * (draw.batch % 2)
@@ -297,6 +305,7 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     DESCALE: _other_factors,
     LENGTHS: _other_lengths,
     KEY_PADDING: _other_keys,
+    OWN_ENDS: _own_ends,
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
     BIAS: _other_bias,
@@ -313,7 +322,7 @@ _TRAINED = (
 )
 _CACHED = (
     *("pages", "pages.padding", "pages.padding.hidden_nan", "pages.gqa", "pages.softcap", "pages.sink", "pages.window"),
-    *("pages.descale", "descale", "descale.gqa"),
+    *("pages.descale", "descale", "descale.gqa", "padding.own_ends", "pages.padding.own_ends"),
 )
 
 

@@ -17,7 +17,7 @@ from tiebreak.cases.feature_cases import added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, KEY_PADDING, LENGTHS, WINDOW
+from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, KEY_PADDING, LENGTHS, OBLONG_CAUSAL, WINDOW
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
@@ -156,7 +156,8 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.needs], ids=lambda case: case.name)
 def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Case) -> None:
     inputs = case.make(1, 0, 64, BF16)
-    assert set(inputs.asks()) | {HIDDEN_NAN, CAUSAL} == case.needs | {HIDDEN_NAN, CAUSAL}
+    unsaid = {HIDDEN_NAN, CAUSAL, OBLONG_CAUSAL}
+    assert set(inputs.asks()) | unsaid == case.needs | unsaid
     batch, heads = inputs.q.shape[:2]
     if inputs.sink is not None:
         assert len(set(inputs.sink.tolist())) > heads // 2
