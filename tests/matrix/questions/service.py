@@ -18,7 +18,7 @@ _LONG = (9_001, 40_009)  # keys: so many beyond 2^13 and 2^15 that their loss sh
 _FEW = 3  # rows
 _SEQUENCE = 128  # rows of a call with parameters, or after a larger one
 _PLAIN = 2  # the index of numbers that have no parameter, behind those of the two that do
-_UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
+UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
 
 
 def sizes(session: Session, found: WithinError) -> None:
@@ -55,7 +55,7 @@ def other_parameters(session: Session, found: WithinError) -> None:
     size = session.multiple(_SEQUENCE)
     plain = session.draw_small(CallShape(size, size, session.shape.d), _PLAIN)
     for feature, vary in VARIED.items():
-        if feature not in session.kernel.takes - _UNSAID:
+        if feature not in session.kernel.takes - UNSAID:
             continue
         calls = [vary(plain, session.small_draw(index)) for index in range(_PLAIN)]
         if feature is WINDOW:  # a `sliding_window` has no right side
