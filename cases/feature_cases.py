@@ -36,12 +36,15 @@ from tiebreak.cases.case import (
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
+    CAUSAL,
     DESCALE,
     FEATURES,
     GROUPED,
     HIDDEN_NAN,
     KEY_PADDING,
     LENGTHS,
+    OWN_ENDS,
+    OWN_SCALE,
     PAGES,
     SINK,
     SOFTCAP,
@@ -207,6 +210,12 @@ _SEQUENCES = (1, 37, 65)  # keys: one, a prime, and one more than a tile; the la
 _POISON = 3e4  # where no key lies: what a kernel that reads it must not add up
 
 
+def _lengths_of(last: int, draw: Draw) -> list[int]:
+    """Of four sequences, the last one's given; a batch begins with another of them."""
+    lengths, first = [*_SEQUENCES, last], draw.batch % 4
+    return lengths[first:] + lengths[:first]
+
+
 def _grouped(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
     """Two query heads to a key head; of an odd number all."""
     step = inputs.q.shape[1] if inputs.q.shape[1] % 2 else 2
@@ -224,22 +233,30 @@ def _other_factors(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     return _held(inputs, *(draw.uniform(low, 3 * low, *inputs.k.shape[:2]) for low in (0.01, 0.003)))
 
 
-def _other_lengths(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+def _other_lengths(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """Sequences of other lengths, packed, whose heads are those of all entries of the batch."""
     q, k, v, do = (x.flatten(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
-    begins = (0, *accumulate(_SEQUENCES), q.shape[2])
+    begins = (0, *accumulate(_lengths_of(q.shape[2] - sum(_SEQUENCES), draw)))
     return replace(inputs, q=q, k=k, v=v, do=do, lengths=(begins, begins))
 
 
-def _other_keys(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+def _other_keys(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """Keys behind the end of every sequence, each of another length."""
-    lengths = torch.tensor([*_SEQUENCES, inputs.k.shape[2]])[-len(inputs.k) :]
+    lengths = torch.tensor(_lengths_of(inputs.k.shape[2], draw)[-len(inputs.k) :])
     return replace(inputs, key_padding=torch.arange(inputs.k.shape[2]) < lengths[:, None])
 
 
-def _both_sides(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+def _own_ends(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+    """Causal rows that are the last of every sequence, which has as many keys at least."""
+    assert inputs.key_padding is not None
+    rows = torch.arange(inputs.k.shape[2]) < inputs.q.shape[2]
+    return replace(inputs, causal=True, own_ends=True, key_padding=inputs.key_padding | rows)
+
+
+def _both_sides(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """A window whose edges cross every tile, and which has a right side where no causal mask is."""
-    return replace(inputs, window=(37, 0) if inputs.causal else (23, 9))
+    more = 8 * (draw.batch % 2)
+    return replace(inputs, window=(37 + more, 0) if inputs.causal else (23 + more, 9))
 
 
 def _other_blocks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
@@ -254,9 +271,9 @@ def _other_bias(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     return replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2])))
 
 
-def _low_cap(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
+def _low_cap(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """A cap that scores of about 1 feel, and their gradients more."""
-    return replace(inputs, softcap=2.0)
+    return replace(inputs, softcap=2.0 / (1 + draw.batch % 2))
 
 
 def _other_sinks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
@@ -278,13 +295,17 @@ def _hidden_nan(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
     return replace(inputs, poison=torch.nan)
 
 
-#: How a feature comes into a call of kernels in service, in the order in which it does.
-_VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
+#: How a feature comes into a call of kernels in service, in the order in which it does; what is not drawn differs by
+#: the batch: two draws of batches 0 and 1 never ask for the same.
+VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     GROUPED: _grouped,
     VALUE_DIM: _values_cut,
+    CAUSAL: lambda inputs, draw: replace(inputs, causal=draw.batch % 2 > 0),
+    OWN_SCALE: lambda inputs, draw: replace(inputs, softmax_scale=0.25 / 4 ** (draw.batch % 2)),
     DESCALE: _other_factors,
     LENGTHS: _other_lengths,
     KEY_PADDING: _other_keys,
+    OWN_ENDS: _own_ends,
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
     BIAS: _other_bias,
@@ -301,7 +322,7 @@ _TRAINED = (
 )
 _CACHED = (
     *("pages", "pages.padding", "pages.padding.hidden_nan", "pages.gqa", "pages.softcap", "pages.sink", "pages.window"),
-    *("pages.descale", "descale", "descale.gqa"),
+    *("pages.descale", "descale", "descale.gqa", "padding.own_ends", "pages.padding.own_ends"),
 )
 
 
@@ -311,7 +332,7 @@ def _in_service(draw: Draw, needs: frozenset[Feature], shape: Shape, causal: boo
     if draw.heads == HEADS_PER_BATCH:
         q, k, v, do = (x.reshape(4, -1, *x.shape[2:]) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         inputs = replace(inputs, q=q, k=k, v=v, do=do)
-    for feature, vary in _VARIED.items():
+    for feature, vary in VARIED.items():
         inputs = vary(inputs, draw) if feature in needs else inputs
     return inputs
 
@@ -331,6 +352,7 @@ def _service(name: str, words: Sequence[str], about: str, shape: Shape, *, causa
             normal=True,
             most_heads=HEADS_PER_BATCH,
             needs=needs,
+            revision=2,
         )
     return cases
 

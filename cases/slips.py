@@ -78,8 +78,9 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
         "the causal mask is aligned to the upper left": 1,
         "the causal mask hides a row's own key": keys - queries,
         "the causal mask shows a row the key behind its own": keys - queries + 2,
+        "the causal mask ends with the last keys, not a sequence's own": keys - queries + 1,
     }.items():
-        if diagonal != keys - queries + 1:
+        if diagonal != keys - queries + 1 or inputs.own_ends:
             yield Slip(about, _masked(inputs, ahead.triu(diagonal) | rest))
     yield Slip("the causal mask is not applied", _masked(inputs, rest))
 

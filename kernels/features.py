@@ -21,6 +21,7 @@ GROUPED = Feature("grouped", "grouped-query heads", "gqa", ("enable_gqa",))
 OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal")
 # By a number of keys of each sequence where no mask tells it, or where they are paged.
 KEY_PADDING = Feature("key padding", "key padding mask", "padding", ("cache_seqlens", "seqused_k"))
+OWN_ENDS = Feature("own ends", "causal mask that ends with each sequence's own keys", "own_ends")
 BLIND_ROWS = Feature("blind rows", "row without a visible key", "blind_rows")
 OWN_SCALE = Feature(
     "own scale", "scale of the scores other than 1/sqrt(d)", "scale", ("scale", "sm_scale", "softmax_scale", "scaling")
@@ -46,17 +47,17 @@ DESCALE = Feature(
 HIDDEN_NAN = Feature("hidden NaN", "NaN at a key that a mask hides", "hidden_nan")
 MIXED_FORMATS = Feature("mixed formats", "operands or output in another format than its inputs")
 FEATURES = (
-    *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
+    *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
     *(VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, LENGTHS, BLOCK_MASK, PAGES, DESCALE),
 )
 # That go by a value in every call; the others do where inputs ask for them, or where a kernel has no default.
 ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})
 
 # That speak of a key's place in the call: to put dummies in is to change what they mean.
-PLACED = frozenset({WINDOW, BIAS, LENGTHS, BLOCK_MASK, PAGES})
+PLACED = frozenset({WINDOW, BIAS, LENGTHS, BLOCK_MASK, PAGES, OWN_ENDS})
 
 # What hides scores and does nothing else: who is given a mask of them takes it all.
-MASKS = frozenset({CAUSAL, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK})
+MASKS = frozenset({CAUSAL, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK})
 
 # What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.

@@ -65,6 +65,7 @@ class AttentionInputs:
     formats: Formats  # of q, k, v and dO, and of what is made of them
     causal: bool = False  # query i sees keys 0 .. i + keys - queries
     key_padding: Tensor | None = None  # bool (batch, keys), True where a key takes part
+    own_ends: bool = False  # query i sees keys 0 .. i + n - queries of the n that are a sequence's own, by key_padding
     noise_seed: int = 0  # seeds the dither and the stochastic casts
     softmax_scale: float | None = None  # alpha, what Q K^T is multiplied by; None: 1/sqrt(d)
     window: Sides = (None, None)  # keys that a query sees before its own, which is i + keys - queries, and behind it
@@ -117,6 +118,7 @@ class AttentionInputs:
             features.CAUSAL: self.causal,
             features.OBLONG_CAUSAL: self.causal and queries != keys,  # in every sequence as many of both, or not
             features.KEY_PADDING: self.key_padding is not None,
+            features.OWN_ENDS: self.causal and self.own_ends,
             features.BLIND_ROWS: hidden is not None and bool(hidden.all(-1).any()),
             features.OWN_SCALE: self.softmax_scale not in (None, 1.0 / math.sqrt(self.q.shape[-1])),
             features.MIXED_FORMATS: {formats.operands, formats.output} != {formats.inputs},
@@ -232,7 +234,11 @@ class AttentionInputs:
     def masks(self) -> dict[Feature, Tensor]:
         """What hides scores: of each feature that does, as `hidden` has them together."""
         queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}
-        if self.causal:
+        if self.causal and self.own_ends and self.key_padding is not None:
+            own = (_outside(queries, n, (None, 0), None) for n in self.key_padding.sum(-1).tolist())
+            ended = [pad(mask, (0, keys - mask.shape[3]), value=True) for mask in own]
+            masks[features.OWN_ENDS] = torch.cat(ended).to(device)
+        elif self.causal:
             masks[features.CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
         if self.window != (None, None):
             masks[features.WINDOW] = _outside(queries, keys, self.window, self.lengths).to(device)

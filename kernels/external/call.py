@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.external.options import AUTOGRAD, Convention
-from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, KEY_PADDING, Feature
+from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, KEY_PADDING, OWN_ENDS, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Whose
 
@@ -163,7 +163,7 @@ class Call:
         by_value = set(convention.values.values()) - ({KEY_PADDING} if convention.mask else set())
         masks = {feature: mask for feature, mask in inputs.masks().items() if feature not in by_value}
         fits = inputs.q.shape[2] == inputs.k.shape[2] or not convention.causal_where_square
-        flagged = convention.causal is not None and masks.keys() <= {CAUSAL} and fits
+        flagged = convention.causal is not None and masks.keys() <= {CAUSAL, OWN_ENDS} and fits
         if convention.causal is not None:
             keywords[convention.causal] = inputs.causal and flagged
         if convention.mask is not None:

@@ -78,7 +78,7 @@ class Caller:
             return f"its {word} counts the first keys, and others are seen"
         if word is None or convention.mask is not None:
             return None
-        if inputs.causal or inputs.window != (None, None):
+        if (inputs.causal and not inputs.own_ends) or inputs.window != (None, None):
             return f"its {word} ends a sequence, and so moves a causal mask or a window"
         # Beside a table of pages it may be read for them alone.
         of_pages = PAGES in convention.values.values()

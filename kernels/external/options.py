@@ -20,6 +20,7 @@ from tiebreak.kernels.features import (
     KEY_PADDING,
     MASKS,
     OBLONG_CAUSAL,
+    OWN_ENDS,
     OWN_SCALE,
     VALUE_DIM,
     Feature,
@@ -230,7 +231,7 @@ class Convention:
     def own(self) -> frozenset[Feature]:
         """What it takes, but for masks, other than padding, that a mask of all scores alone can tell it."""
         told = frozenset(self.values.values()) | self.options.listed("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
-        return (self.takes | self.tried) - (MASKS - told)
+        return (self.takes | self.tried) - (frozenset() if self.mask is None else MASKS - told)
 
     @property
     def conveyed(self) -> frozenset[Feature]:
@@ -242,6 +243,7 @@ class Convention:
             features |= MASKS
         elif KEY_PADDING in features or (self.causal is not None and not self.causal_where_square):
             features.add(BLIND_ROWS)
+            features |= {OWN_ENDS} if {KEY_PADDING, CAUSAL} <= features and not self.causal_where_square else set()
         return frozenset(features)
 
     @property

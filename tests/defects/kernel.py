@@ -146,10 +146,11 @@ class Attention:
 
     def hidden(self, request: Request) -> Tensor | None:
         """Where a score is masked."""
-        hidden = torch.ones(1, 1, request.queries, request.keys, dtype=torch.bool)
+        ends = self.ends(request)
+        hidden = torch.ones(len(ends), 1, request.queries, request.keys, dtype=torch.bool)
         for rows, columns in self.sequences(request):
             apart = torch.arange(columns.stop - columns.start) - torch.arange(rows.stop - rows.start)[:, None]
-            apart = apart - self.diagonal(*apart.shape)
+            apart = apart - self.diagonal(*apart.shape) - ends
             left, right = (2**31 if side < 0 else side for side in request.window_size)
             hidden[:, :, rows, columns] = (apart < -left) | (apart > (0 if request.causal else right))
         if request.attn_mask is not None:
@@ -169,6 +170,12 @@ class Attention:
             return [(slice(0, request.queries), slice(0, request.keys))]
         both = (pairwise(begins.tolist()) for begins in (request.cu_seqlens_q, request.cu_seqlens_k))
         return [(slice(*rows), slice(*columns)) for rows, columns in zip(*both, strict=True)]
+
+    def ends(self, request: Request) -> Tensor:
+        """How far behind the last key each sequence's own last one lies, (batch or 1, 1, 1, 1)."""
+        if request.cache_seqlens is None or request.attn_mask is not None:
+            return torch.zeros(1, 1, 1, 1, dtype=torch.long)
+        return request.cache_seqlens[:, None, None, None] - request.keys
 
     def diagonal(self, queries: int, keys: int) -> int:
         """The first query's own key."""
@@ -424,13 +431,13 @@ class BatchInvariant(Attention):
 
 
 class Cached(Attention):
-    """Decoding from a cache without pages: how many keys a sequence has is all that it is told."""
+    """Decoding from a cache without pages: how many keys a sequence has, and whether its last rows are causal."""
 
     __signature__ = inspect.Signature(
         [
             each
             for each in _SIGNATURE.parameters.values()
-            if each.name not in ("attn_mask", "block_table", "causal", "window_size")
+            if each.name not in ("attn_mask", "block_table", "window_size")
         ]
     )
 

@@ -7,23 +7,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from numpy.random import Generator, Philox
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.case import Case
+from tiebreak.cases.case import Case, Draw, Shape, normal_numbers
 from tiebreak.cases.errors import measure
-from tiebreak.cases.feature_cases import added_features, with_features
+from tiebreak.cases.feature_cases import VARIED, added_features, with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
-from tiebreak.kernels.features import CAUSAL, DESCALE, HIDDEN_NAN, KEY_PADDING, LENGTHS, WINDOW
-from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.features import (
+    CAUSAL,
+    DESCALE,
+    HIDDEN_NAN,
+    KEY_PADDING,
+    LENGTHS,
+    OBLONG_CAUSAL,
+    WINDOW,
+    Feature,
+)
+from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import rerun
+from tiebreak.matrix.questions.service import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
@@ -153,10 +164,19 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     assert len(chosen) == len(asked)
 
 
+@pytest.mark.parametrize("feature", [each for each in VARIED if each not in UNSAID], ids=lambda feature: feature.taken)
+def test_no_two_calls_after_each_other_have_the_same_parameter(feature: Feature) -> None:
+    draws = [Draw(Generator(Philox(index)), Formats.of(BF16), 16, index) for index in range(3)]
+    plain = normal_numbers(draws[2], Shape(128, 128))
+    asked = [repr(vars(VARIED[feature](plain, draw)) | dict.fromkeys(("q", "k", "v", "do"))) for draw in draws[:2]]
+    assert asked[0] != asked[1]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case.needs], ids=lambda case: case.name)
 def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Case) -> None:
     inputs = case.make(1, 0, 64, BF16)
-    assert set(inputs.asks()) | {HIDDEN_NAN, CAUSAL} == case.needs | {HIDDEN_NAN, CAUSAL}
+    unsaid = {HIDDEN_NAN, CAUSAL, OBLONG_CAUSAL}
+    assert set(inputs.asks()) | unsaid == case.needs | unsaid
     batch, heads = inputs.q.shape[:2]
     if inputs.sink is not None:
         assert len(set(inputs.sink.tolist())) > heads // 2

@@ -355,8 +355,9 @@ FIRST = torch.arange(KEYS) < torch.tensor([[4], [11]])
         ("seqused_k=None, block_table=None, cu_seqlens_k=None", {"key_padding": FIRST}, "its seqused_k counts keys in"),
         ("cache_seqlens=None", {"key_padding": ~FIRST}, "its cache_seqlens counts the first keys, and others are seen"),
         ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True}, "moves a causal mask or a window"),
+        ("cache_seqlens=None, causal=False", {"key_padding": FIRST, "causal": True, "own_ends": True}, [4, 11]),
     ],
-    ids=["ends", "blind", "plain", "required", "mask", "unpaged", "packed", "holes", "causal"],
+    ids=["ends", "blind", "plain", "required", "mask", "unpaged", "packed", "holes", "causal", "own ends"],
 )
 def test_a_cache_is_given_the_lengths_that_padding_leaves(
     parameters: str, asked: dict[str, Any], given: list[int] | str | None
@@ -375,10 +376,11 @@ def test_a_cache_is_given_the_lengths_that_padding_leaves(
     assert lengths == ([] if given is None else [given])
 
 
-@pytest.mark.parametrize("seen", ["full", "causal", "ends"])
+@pytest.mark.parametrize("seen", ["full", "causal", "ends", "own ends"])
 def test_keys_behind_a_sequences_length_are_not_seen(tmp_path: Path, seen: str) -> None:
     (tmp_path / "written.py").write_text(VALUES)
     kernel = external_kernel(f"{tmp_path / 'written.py'}:cached", flags=("takes=gqa",))
-    inputs = replace(PLAIN, key_padding=FIRST) if seen == "ends" else SEEN[seen](PLAIN)
+    ends = replace(PLAIN, key_padding=FIRST, causal=seen == "own ends", own_ends=True)
+    inputs = ends if "ends" in seen else SEEN[seen](PLAIN)
     assert kernel.refusal(inputs) is None
     assert_reference(kernel.compute(inputs, TorchArithmetic(), True), inputs)

@@ -21,6 +21,7 @@ from tiebreak.kernels.features import (
     KEY_PADDING,
     LENGTHS,
     OBLONG_CAUSAL,
+    OWN_ENDS,
     OWN_SCALE,
     VALUE_DIM,
     WINDOW,
@@ -54,7 +55,7 @@ from dataclasses import dataclass
 class Size:
     n: int = 1
 """
-BY_MASK = (WINDOW, LENGTHS, BLOCK_MASK)  # what a mask of scores says too
+BY_MASK = (OWN_ENDS, WINDOW, LENGTHS, BLOCK_MASK)  # what a mask of scores says too
 
 
 @pytest.fixture

@@ -164,9 +164,12 @@ class Session:
 
     # Small calls on normal numbers.
 
-    def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
+    def small_draw(self, index: int = 0) -> Draw:
         stream = SeedSequence([self.seed, zlib.crc32(self.cell.experiment.name.encode()), index])
-        draw = Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), batch * heads)
+        return Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), BATCH * HEADS, index)
+
+    def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
+        draw = self.small_draw(index)
         rows, keys = (batch, heads, shape.queries, shape.d), (batch, heads, shape.keys, shape.d)
         q, k, v, do = (draw.rounded(draw.normal(*size)) for size in (rows, keys, keys, rows))
         return AttentionInputs(q, k, v, _DO * do, draw.formats, causal=shape.causal)

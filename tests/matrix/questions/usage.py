@@ -233,7 +233,7 @@ QUESTIONS = (
     Question("other_mask", "another mask of the same shape hides other keys", other_mask),
     Question("interleaved", "two forward passes, then their backward passes in either order", interleaved),
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
-    Question("other_parameters", "calls of one shape that differ in a window, a table, a sink ...", other_parameters),
+    Question("other_parameters", "calls of one shape with another window, table or sink", other_parameters, version=2),
     Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
     Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
     Question("long_keys", "9,001 and 40,009 keys", long_keys),
