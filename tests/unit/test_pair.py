@@ -177,9 +177,9 @@ def test_what_a_side_refuses_is_skipped_and_what_it_raises_is_not() -> None:
     def raises(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    found = _judged(_sound("cached"), _sound(), "random_causal", "random")
+    found = _judged(_sound("cached"), _sound(), "window_cuts_tie", "random")
     assert [call.severity for call in found.calls] == [None, SAME]
-    assert "  not compared random_causal: A: cached takes no causal mask" in str(found).splitlines()
+    assert "  not compared window_cuts_tie: A: cached takes no sliding window" in str(found).splitlines()
     found = _judged(_sound(), _sound(output=raises), "random")
     assert (found.severity, found.ok) == (NOT_TOLD, False)
     assert "B raised RuntimeError: out of order" in found.headline

@@ -69,8 +69,11 @@ class OwnModel:
         def put(place: Place, call: Callable[[], AttentionCall], out: Tensor, to_heads: Callable[..., Tensor]) -> None:
             given, o = call(), to_heads(out)  # a view: what is written into it is what the model goes on with
             q, k, v = (x.cpu().to(TORCH_DTYPES[fmt]).float() for x in (given.q * given.factor, given.k, given.v))
-            formats, noise = Formats.of(fmt), draw << 16 | len(outputs)
-            o.copy_(_attention(side, AttentionInputs(q, k, v, q, formats, given.causal, None, noise, given.scale)))
+            noise = draw << 16 | len(outputs)
+            inputs = AttentionInputs(
+                q, k, v, q, Formats.of(fmt), given.causal, noise_seed=noise, softmax_scale=given.scale
+            )
+            o.copy_(_attention(side, inputs))
             outputs.append(o.double().cpu())
 
         watch = Watch(self.module, {}, put)
