@@ -43,7 +43,7 @@ from tiebreak.studies.pages import read_rows, table, write_rows
 from tiebreak.studies.study import Study
 
 FROZEN = Path(__file__).with_name("reinforce.csv")
-STEPS, TOKENS = 40, 32  # of a run; of a sequence, the first from the text
+STEPS, TOKENS = 30, 24  # of a run; of a sequence, the first from the text
 LAST = 10  # steps whose mean is a run's final reward
 RATE = 2e-3  # of AdamW
 TRUNCATED_AT = (
@@ -205,10 +205,11 @@ def train(pair: Pair, weighting: Weighting, seed: int, steps: int = STEPS, token
         surrogate(chosen, by_sampler, rewards, weighting).backward()  # type: ignore[no-untyped-call]
         gradient = nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
         optimizer.step()
-        yield _measured(every.detach(), chosen.detach() - by_sampler, rewards, gradient)
+        yield measured(every.detach(), chosen.detach() - by_sampler, rewards, gradient)
 
 
-def _measured(every: Tensor, log_ratios: Tensor, rewards: Tensor, gradient: float) -> Step:
+def measured(every: Tensor, log_ratios: Tensor, rewards: Tensor, gradient: float) -> Step:
+    """What a step measured, from the trainer's log-probabilities of all tokens and the log-ratios of those drawn."""
     ratios = log_ratios.exp()
     return Step(
         reward=rewards.mean().item(),
@@ -226,7 +227,7 @@ def run(task: Task) -> list[Step]:
     return list(train(pairs()[task.pair], task.weighting, task.seed))
 
 
-STUDY = Study("reinforce", run, seconds=8.0, gib=1.0)
+STUDY = Study("reinforce", run, seconds=5.0, gib=1.0)
 
 
 def row(task: Task, steps: Sequence[Step]) -> Row:
