@@ -1,11 +1,10 @@
 """`python -m tiebreak.studies.reinforce`: Train by REINFORCE what one kernel samples and another trains.
 
 The fixture's model writes text by decode with a cache, through the sampler's attention. Its reward is the share of
-characters of the same class as the first one, which the text gives: vowels, other letters, or neither. Anyone can check
-it, every batch has something to learn from, and more than the commonest class takes attention to the first character.
-The policy gradient, with the batch's mean reward as its baseline, goes through the trainer's attention, forward and
-backward. Weights are shared and in fp32; prompts and random numbers depend on the seed and the step alone, so that a
-pair and its control, which has one kernel for both, differ in nothing but attention.
+characters of the same class as the first one, which the text gives: vowels, other letters, or neither. Every batch has
+something to learn from, and more than the commonest class takes attention to the first character. The policy gradient,
+its baseline the batch's mean reward, goes through the trainer's attention, forward and backward. Prompts and random
+numbers depend on seed and step alone: a pair and its control, one kernel for both, differ in nothing but attention.
 """
 
 import math
@@ -292,8 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tasks = [replace(task, weighting=weighting) for task in tasks if task.pair in beyond]
         steps |= STUDY.results(tasks, options)
     every = (Task(name, *how) for name in pairs() for how in product(Weighting, range(1, options.seeds + 1)))
-    rows = [row(task, steps[task]) for task in every if task in steps]
-    write_rows(FROZEN, rows)
+    write_rows(FROZEN, [row(task, steps[task]) for task in every if task in steps])
     print("\n".join(lines(read_rows(FROZEN, Row))))
     return 0
 
