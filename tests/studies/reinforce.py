@@ -43,11 +43,9 @@ from tiebreak.studies.study import Study
 
 FROZEN = Path(__file__).with_name("reinforce.csv")
 STEPS, TOKENS = 30, 24  # of a run; of a sequence, the first from the text
-LAST = 10  # steps whose mean is a run's final reward
-RATE = 2e-3  # of AdamW
-TRUNCATED_AT = (
-    2.0  # as ms-swift has it by default (modelscope/ms-swift PR 6678), after fengyao.notion.site/off-policy-rl
-)
+LAST, RATE = 10, 2e-3  # steps whose mean is a run's final reward; of AdamW
+TRUNCATED_AT = 2.0  # ms-swift's default (modelscope/ms-swift PR 6678), after fengyao.notion.site/off-policy-rl
+NEAR = 1.01  # where no ratio is above, weights are not tried: hardly a gradient of a token would change by 1 %
 OUTSIDE = 0.2  # of a ratio from 1: where PPO clips (arXiv 1707.06347)
 CONFIDENCE = 0.95
 _STREAM = 39  # of random numbers: this study's
@@ -285,8 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--seeds 1: an interval takes two seeds or more")
     tasks = [Task(name, Weighting.NONE, seed) for seed in range(1, options.seeds + 1) for name in pairs()]
     steps = STUDY.results(tasks, options)
-    # Where no ratio leaves 1, or none is above the bound, the run would be the one before again, to the bit.
-    for weighting, bound in ((Weighting.RATIO, 1.0), (Weighting.TRUNCATED, TRUNCATED_AT)):
+    # Where no ratio is above TRUNCATED_AT, truncation would give the run with ratios again, to the bit.
+    for weighting, bound in ((Weighting.RATIO, NEAR), (Weighting.TRUNCATED, TRUNCATED_AT)):
         beyond = {task.pair for task in tasks if max(step.largest for step in steps[task]) > bound}
         tasks = [replace(task, weighting=weighting) for task in tasks if task.pair in beyond]
         steps |= STUDY.results(tasks, options)
