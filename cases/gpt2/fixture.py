@@ -87,9 +87,10 @@ def fixture() -> Fixture:
         optimizer.step()
     weights = {name: weight.detach().bfloat16().double() for name, weight in model.named_parameters()}
     model.load_state_dict(weights)
-    sampled = _sampled(model)
-    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (*weights.values(), sampled))).hexdigest()[:16]
-    return Fixture(weights, sampled, digest)
+    first = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1]
+    tokens, _ = sampled(model, first, draws((_SAMPLE_SEED,), CONTEXT))
+    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in (*weights.values(), tokens))).hexdigest()[:16]
+    return Fixture(weights, tokens, digest)
 
 
 @cache
@@ -144,14 +145,31 @@ def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]
 
 
+def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
+    """Numbers in [0, 1) that tokens are drawn by, the same everywhere: (tokens, SEQUENCES), fp64."""
+    raw = Philox(SeedSequence(seed)).random_raw(SEQUENCES * tokens).reshape(tokens, SEQUENCES)
+    return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
 @torch.no_grad()
-def _sampled(model: GPT2) -> Tensor:
-    """Tokens that the model draws, the first of each sequence from the text."""
-    raw = Philox(SeedSequence([_SAMPLE_SEED])).random_raw(SEQUENCES * CONTEXT).reshape(CONTEXT, SEQUENCES)
-    uniform = torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-    tokens, memory = Batches(corpus().tokens, SEQUENCES, CONTEXT, _SAMPLE_SEED).batch(0)[0][:, :1], Memory()
-    for at in range(1, CONTEXT):
-        below = softmax(model(tokens[:, -1:], 0, memory)[:, -1], -1).cumsum(-1)
+def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens that a model draws by decode with a cache.
+
+    Args:
+        model: on the host.
+        first: of each sequence, (SEQUENCES, 1).
+        uniform: what each token is drawn by, that of the first too, which is there: see `draws`.
+        step: seeds the noise.
+
+    Returns:
+        (SEQUENCES, tokens), the first among them, and the log-probabilities of all others, nats, fp64.
+    """
+    tokens, memory, chosen = first, Memory(), list[Tensor]()
+    for each in uniform[1:]:
+        logits = model(tokens[:, -1:], step, memory)[:, -1].double()
+        below = softmax(logits, -1).cumsum(-1)
         below /= below[:, -1:].clone()  # which rounding may leave below the largest draw
-        tokens = torch.cat([tokens, torch.searchsorted(below, uniform[at][:, None], right=True)], 1)
-    return tokens
+        drawn = torch.searchsorted(below, each[:, None], right=True)
+        chosen.append(log_softmax(logits, -1).gather(-1, drawn))
+        tokens = torch.cat([tokens, drawn], 1)
+    return tokens, torch.cat(chosen, 1)
