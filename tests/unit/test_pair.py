@@ -183,8 +183,8 @@ def test_what_a_side_refuses_is_skipped_and_what_it_raises_is_not() -> None:
     found = _judged(_sound(), _sound(output=raises), "random")
     assert (found.severity, found.ok) == (NOT_TOLD, False)
     assert "B raised RuntimeError: out of order" in found.headline
-    with pytest.raises(UsageError, match="nothing can be compared: A: cached takes no causal mask"):
-        _judged(_sound("cached"), _sound(), "random_causal")
+    with pytest.raises(UsageError, match="nothing can be compared: A: cached takes no sliding window"):
+        _judged(_sound("cached"), _sound(), "window_cuts_tie")
 
 
 def test_heads_that_do_not_settle_it_are_said() -> None:
