@@ -24,8 +24,9 @@ MEASURES: Mapping[str, MeasureRecord] = {
 }
 EIGHTHS = 8  # of the context, by which positions are grouped
 _SHOWN = [name for name in MEASURES if name != "k1"]  # which is the mean with the other sign
-_LEGEND = """second less first; predicted: rms by both plans, emulated in the same model. KL: J. Schulman's estimators.
-Tokens are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
+_LEGEND = """second less first, in one prefill unless said; predicted: rms by both plans, emulated in the same model;
+beyond: share of tokens whose ratio of probabilities leaves 1 +- 0.01, 1 +- 0.2. KL: J. Schulman's estimators. Tokens
+are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
 
 
 class Difference(Data, frozen=True):
@@ -48,12 +49,21 @@ class Difference(Data, frozen=True):
 class Compared(Data, frozen=True):
     """Two readings of the same tokens beside each other."""
 
-    first: str  # which, and how it was called: A, decode with a cache
+    first: str  # which, and how it was called where that is not in one prefill: A, decode with a cache
     second: str  # likewise
     role: Annotated[str, one_of(ROLES)]  # what for
     difference: Difference | None = None  # None: one could not be made
     skipped: str | None = None  # why not
     predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
+
+    def __str__(self) -> str:
+        """As tables name it."""
+        return f"{self.first} | {self.second}"
+
+    @property
+    def same(self) -> bool:
+        """Whether all log-probabilities have the same bits."""
+        return self.difference is not None and self.difference.equal == 1.0
 
 
 class FormatRecord(Data, frozen=True):
@@ -94,7 +104,7 @@ def sentences(of: FormatRecord) -> Iterator[str]:
     found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
     if found is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
-    elif found.equal == 1.0:
+    elif of.pair.same:
         yield f"{of.format}: the same bits in all {found.tokens} log-probabilities"
     else:
         nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
@@ -109,27 +119,31 @@ def sentences(of: FormatRecord) -> Iterator[str]:
 
 
 def parts(model: ModelRecord) -> list[Part]:
-    """Return what there is to say, and a grid for each format with a row for two readings."""
-    told: list[Part] = [f"Through {model.model}. A: {model.a}, B: {model.b}."]
-    heads = ["first | second", *(" ".join([name, MEASURES[name].unit]).strip() for name in _SHOWN), "predicted"]
+    """Return what there is to say, and a grid of all formats with a row for two readings that differ."""
+    rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
-        lines = [[_text(each, name) for name in _SHOWN] for each in of.compared]
-        ends = ["" if each.predicted is None else _figure(each.predicted) for each in of.compared]
-        names = [f"{each.first} | {each.second}" for each in of.compared]
-        rows = [[name, *line, end] for name, line, end in zip(names, lines, ends, strict=True)]
-        refused = {each.skipped: None for each in of.compared if each.skipped}
-        told += [
-            Grid(heads, rows, f"log-probabilities in {of.format}"),
-            "\n".join([*sentences(of), *(f"skipped: {why}" for why in refused)]),
-        ]
-    return [*told, _LEGEND]
+        # What the way of calling does not change has the row of the usual way.
+        alike = [each.second for each in of.compared if each.role == FLOOR and each.same]
+        for each in of.compared:
+            if each.role in (PAIR, EXACT) or each.second not in alike:
+                end = "" if each.predicted is None else _figure(each.predicted)
+                rows.append([f"{of.format}: {each}", *(_text(each, name) for name in _SHOWN), end])
+        if alike:
+            lines.append(f"{of.format}: the same bits as in the usual way: {'; '.join(alike)}")
+        lines += [*sentences(of), *dict.fromkeys(f"skipped: {each.skipped}" for each in of.compared if each.skipped)]
+    return [
+        f"Through {model.model}. A: {model.a}, B: {model.b}.",
+        Grid(["log-probabilities, nats", *_SHOWN, "predicted"], rows),
+        "\n".join(lines),
+        _LEGEND,
+    ]
 
 
 def figures(model: ModelRecord) -> list[Figure]:
     """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
     drawn = []
     for of in model.formats:
-        lines = {f"{each.first} | {each.second}": each.difference for each in of.compared if each.role in (PAIR, EXACT)}
+        lines = {str(each): each.difference for each in of.compared if each.role in (PAIR, EXACT)}
         known = {name: enumerate(found.by_position, 1) for name, found in lines.items() if found is not None}
         series = (
             Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in known.items()

@@ -87,6 +87,7 @@ class PairVerdict(FileData, frozen=True):
     separation: tuple[PointRecord, ...] = ()  # the fewest changes of A's plan that make it B's
     invariant: Mapping[str, tuple[bool | None, bool | None]] = {}  # changes of a call: whether A and B keep their bits
     model: ModelRecord | None = None  # log-probabilities; None: not asked
+    left_out: tuple[str, ...] = ()  # what was not asked since it takes long, and how to ask for it
     command: str = ""  # runs all of it again
 
     def __str__(self) -> str:
@@ -105,6 +106,7 @@ class PairVerdict(FileData, frozen=True):
         skipped = [call for call in self.calls if call.severity is None]
         for why in dict.fromkeys(call.why for call in skipped):
             yield "not compared", f"{first_few([call.case for call in skipped if call.why == why], _NAMED)}: {why}"
+        yield from (("not asked", text) for text in self.left_out)
 
     def parts(self) -> list[Part]:
         """Return all that the command prints."""

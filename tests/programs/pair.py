@@ -38,7 +38,8 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-_STDOUT, _NONE = "-", "none"  # in the place of a file; of a model
+_STDOUT = "-"  # in the place of a file
+_GPT2, _NONE = "gpt2", "none"  # in the place of a model of the user's
 _HEADS = 64  # of a case at first
 Target = str | Callable[..., Any]
 
@@ -97,7 +98,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     if len(names) > len(plans) or not found.keys() >= set(names):
         raise UsageError(f"--backend {asked.backend}: expected one name for both, or one each")
     slow = any(each.call_steps > Backend.call_steps for each in found.values())
-    cases, own = _cases(asked.cases, slow), None if asked.model in (None, _NONE) else own_model(asked.model)
+    cases, own = _cases(asked.cases, slow), None if asked.model in (None, _GPT2, _NONE) else own_model(asked.model)
     formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=own, told=tell)
     kernels = [
@@ -107,9 +108,16 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     first = _side(_name(a), KnownPlans(kernels[0], asked.seed, tell))
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
     sides = first, first if same else _side(_name(b), KnownPlans(kernels[1], asked.seed, tell))
-    left_out = asked.model == _NONE or (slow and own is None)
-    verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if left_out else through)
-    return limited(verdict, limits)
+    no_model = asked.model == _NONE or (slow and asked.model is None)
+    verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if no_model else through)
+    unasked = (
+        ("invariance", asked.cases, "--cases names"),
+        ("log-probabilities", asked.model, f"--model {_GPT2} asks"),
+    )
+    slowly = [
+        f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
+    ]
+    return limited(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:
@@ -201,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--model",
         metavar="TARGET",
-        help="a function that returns your own (module, tokens), or none (default: a GPT-2)",
+        help=f"a function that returns your own (module, tokens), or {_NONE} (default, where calls are fast: {_GPT2})",
     )
     add("--limit", dest="limits", type=_limit, action="append", default=[], metavar="NAME=NUMBER",
         help=f"fail beyond it: {', '.join(MEASURES)} of the model's log-probabilities")  # fmt: skip

@@ -126,7 +126,7 @@ def test_plans_predict_the_difference_and_a_plan_called_in_another_way_has_none(
     told = list[str]()
     model = through_model(side("flash@paper"), side("flash@fused"), [BF16, FP16], told=told.append)
     low, high = model.formats
-    assert (low.pair.role, low.pair.first, low.pair.second) == (PAIR, "A, one prefill", "B, one prefill")
+    assert (low.pair.role, low.pair.first, low.pair.second) == (PAIR, "A", "B")
     assert [each.role for each in low.compared] == [PAIR, *[EXACT] * 2, *[WAYS] * 3, *[FLOOR] * 6]
     for each in low.compared[:3]:
         assert each.difference is not None
@@ -135,9 +135,9 @@ def test_plans_predict_the_difference_and_a_plan_called_in_another_way_has_none(
     floors = [each.difference.rms for each in low.compared if each.role == FLOOR and each.difference]
     assert max(filter(None, floors)) < pair / 4
     assert model.farthest("rms") == pair > number(high.pair.difference, "rms") * 4  # type: ignore[operator]
-    assert told.count("bf16: A, one prefill") == 1, "what is read stays read"
+    assert told.count("bf16: A") == 1, "what is read stays read"
     text = grids.text(parts(model), "github")
-    assert "A, one prefill \\| B, decode with a cache" in text
+    assert "A \\| B, decode with a cache" in text
     assert "which is nearer" in text
     assert [len(figure.series) for figure in figures(model)] == [3, 3]
 
@@ -151,14 +151,17 @@ def test_the_nearer_of_two_is_told_and_the_same_kernel_twice_is_the_same_bits() 
         assert f"{nearer} is nearer" in grids.text(parts(model))
     same = through_model(side("flash@fused", EMULATION), side("flash@fused", EMULATION), [BF16])
     assert (same.formats[0].nearer, same.formats[0].pair.predicted) == (None, 0.0)
-    assert "the same bits in all 368 log-probabilities" in grids.text(parts(same))
+    text = grids.text(parts(same))
+    assert "the same bits in all 368 log-probabilities" in text
+    assert "bf16: the same bits as in the usual way: A, prefill in chunks" in text
+    assert [line for line in text.splitlines() if line.startswith("bf16: A | ") and "chunks" in line] == []
 
 
 @pytest.mark.usefixtures("small")
 def test_random_bits_have_a_floor_of_their_own() -> None:
     (of,) = through_model(side("fair"), side("flash@fused"), [BF16]).formats
     drawn = [each.second for each in of.compared if each.second.endswith("random bits")]
-    assert drawn == ["A, one prefill, other random bits"]
+    assert drawn == ["A, other random bits"]
 
 
 @pytest.mark.usefixtures("small")

@@ -289,6 +289,22 @@ def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest
     assert asked == ["silent"] * 2
 
 
+def test_what_takes_minutes_is_left_out_in_words_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(CPU, call_steps=100)
+    monkeypatch.setattr(program, "matching_backends", lambda selection: [slow])
+    monkeypatch.setattr(program, "CASES", ("no_tail", "invariance[decode]"))
+    monkeypatch.setattr(program, "through_model", lambda *sides, **options: _model(1.0))
+    found = tiebreak.pair("sdpa_flash", "sdpa_flash", backend="cpu", heads=16)
+    assert (found.model, found.invariant) == (None, {})
+    assert [line.split()[0:3] for line in str(found).splitlines()[-2:]] == [
+        ["not", "asked", "invariance,"],
+        ["not", "asked", "log-probabilities,"],
+    ]
+    asked = tiebreak.pair("sdpa_flash", "sdpa_flash", backend="cpu", heads=16, cases="no_tail", model="gpt2")
+    assert asked.left_out == ()
+    assert asked.model is not None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -20,6 +20,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, composed
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.pairs.side import Side
 from tiebreak.matrix.trial import first_line, raised
 from tiebreak.reports.errors import UsageError
@@ -39,12 +40,17 @@ class SuiteModel:
     @property
     def name(self) -> str:
         """With what tells its bits from those of any other."""
-        return f"the suite's GPT-2 (version {fixture.VERSION}, {fixture.fixture().digest})"
+        with threads(1):
+            return f"the suite's GPT-2 (version {fixture.VERSION}, {fixture.fixture().digest})"
 
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
         """What a side in the place of attention makes of the tokens, raising what it raises; None: exact attention."""
-        if side is None:
-            return fixture.exact()
+        with threads(1):  # its tensors are small
+            if side is None:
+                return fixture.exact()
+            return self._read(side, fmt, way, draw)
+
+    def _read(self, side: Side, fmt: Format, way: Way, draw: int) -> Read:
         with side.backend.in_use():
             head = HeadKernel(replace(side.kernel, has_backward=False), Cast(fmt))
             return fixture.read(head, side.backend.arithmetic, side.backend.device, way, draw)
@@ -147,7 +153,8 @@ class _Reading(NamedTuple):
     draw: int = 0  # of random bits
 
     def __str__(self) -> str:
-        return ", ".join([self.whose, self.way.value, *["other random bits"] * self.draw])
+        ways = [self.way.value] if self.way is not Way.PREFILL else []
+        return ", ".join([self.whose, *ways, *["other random bits"] * self.draw])
 
 
 @dataclass(frozen=True)
