@@ -18,6 +18,8 @@ from tiebreak.reports.page.figures import figures, mechanism
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
 from tiebreak.reports.page.svg import Figure, draw
+from tiebreak.reports.pairs import log_probabilities
+from tiebreak.reports.pairs.verdict import PairVerdict
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.sweeps.store import Sweep
@@ -35,22 +37,26 @@ _DIGEST = 8  # findings that stand open
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `page`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak page", description="One HTML file of runs, audits and sweeps.")
-    what = "records of runs, audits, folders of sweeps"
+    parser = Parser(prog="tiebreak page", description="One HTML file of runs, pairs, audits and sweeps.")
+    what = "records of runs, pairs (--json), audits, folders of sweeps"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
     selection.add_match(parser)
     options = parser.parse_args(arguments)
     if options.output.is_file() or options.output.suffix == ".html":
         raise UsageError(f"-o {options.output}: name a folder; the page is index.html in it")
-    by_file, audited, swept = selection.read_all(options.files)
+    files = selection.read_all(options.files)
+    by_file = {path: each for path, each in files.items() if isinstance(each, Run)}
+    audited = {path: each for path, each in files.items() if isinstance(each, Audits)}
+    swept = {path: each for path, each in files.items() if isinstance(each, Sweep)}
+    pairs = [each for each in files.values() if isinstance(each, PairVerdict)]
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
     compilers = distinct([f"Triton {audits.triton}" for audits in audited.values()], list(audited))
     by_compiler = dict(zip(compilers, audited.values(), strict=True))
     sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
-    store.write_text(page(runs, labels, figures(runs, labels), by_compiler, sweeps), path)
+    store.write_text(page(runs, labels, figures(runs, labels), by_compiler, sweeps, pairs), path)
     print(f"page: {path}")
     return HELD
 
@@ -61,6 +67,7 @@ def page(
     drawn: Sequence[Figure],
     audits: Mapping[str, Audits] = MappingProxyType({}),
     sweeps: Mapping[str, Sweep] = MappingProxyType({}),
+    pairs: Sequence[PairVerdict] = (),
 ) -> str:
     """Return the page as HTML, of audits and sweeps by what tells them apart.
 
@@ -76,6 +83,9 @@ def page(
     for label, sweep in sweeps.items():
         heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
         more.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
+    for pair in pairs:
+        by_position = log_probabilities.figures(pair.model) if pair.model else []
+        more.append(_drawn(by_position, f'<h2 class="pair">A pair</h2>\n{html(pair.parts())}'))
     if not runs:
         return _document(style, "\n".join([template.partition("\n")[0], *more]))
     kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}

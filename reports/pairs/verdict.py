@@ -56,7 +56,7 @@ class GradientRecord(Data, frozen=True, omit_defaults=False):
 class CallRecord(Data, frozen=True, omit_defaults=False):
     """One case, the same inputs through both; what is not known is None."""
 
-    case: str
+    case: str  # its name
     severity: SeverityName | None  # None: it was not compared
     why: str  # for that, in words
     wrong: bool = False  # whether a side is another function, or NaN where the other is not
@@ -108,11 +108,14 @@ class PairVerdict(FileData, frozen=True):
             yield "not compared", f"{first_few([call.case for call in skipped if call.why == why], _NAMED)}: {why}"
         yield from (("not asked", text) for text in self.left_out)
 
+    def grid(self) -> Grid:
+        """Return the table of all cases that were compared."""
+        return Grid(_HEADERS, [_row(call) for call in self.calls if call.severity is not None])
+
     def parts(self) -> list[Part]:
         """Return all that the command prints."""
-        rows = [_row(call) for call in self.calls if call.severity is not None]
         told = [] if self.model is None else log_probabilities.parts(self.model)
-        return [str(self), Grid(_HEADERS, rows), _LEGEND, *told]
+        return [str(self), self.grid(), _LEGEND, *told]
 
 
 def _row(call: CallRecord) -> list[str]:

@@ -1,7 +1,7 @@
 """What a command line names: files to read, and which of their records are shown."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tiebreak.reports import names as names_of
 from tiebreak.reports.audit import Audits
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.pairs.verdict import PairVerdict
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import FieldError, decode
 from tiebreak.reports.records.record import Run
@@ -19,7 +20,11 @@ from tiebreak.reports.sweeps.store import Sweep, read_sweep
 FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
 
 
-def read(path: Path) -> Run | Audits | Sweep:
+File = Run | Audits | PairVerdict | Sweep  # what `show` and `page` take
+_TOLD_BY: Mapping[str, type[Audits | PairVerdict]] = {"audits": Audits, "calls": PairVerdict}  # a part that no run has
+
+
+def read(path: Path) -> File:
     """Read a file, or a sweep's folder; UnreadableRecordsError says what is wrong with it."""
     if path.is_dir():
         return read_sweep(path)
@@ -28,18 +33,15 @@ def read(path: Path) -> Run | Audits | Sweep:
         parts = decode(content, dict[str, Any])
     except FieldError:
         parts = {}
-    return store.decoded(content, path, Audits) if "audits" in parts else store.decoded(content, path, Run)
+    kind = next((kind for part, kind in _TOLD_BY.items() if part in parts), Run)
+    return store.decoded(content, path, kind)
 
 
-def read_all(paths: Sequence[Path]) -> tuple[dict[Path, Run], dict[Path, Audits], dict[Path, Sweep]]:
-    """Read the runs, the audits and the sweeps in several files, by file; raises as `read`, or if two are the same."""
+def read_all(paths: Sequence[Path]) -> dict[Path, File]:
+    """Read what is in several files, by file; raises as `read`, or if two are the same."""
     found = [(path, read(path)) for path in paths]
     store.refuse_repeated(found)
-    return (
-        {path: data for path, data in found if isinstance(data, Run)},
-        {path: data for path, data in found if isinstance(data, Audits)},
-        {path: data for path, data in found if isinstance(data, Sweep)},
-    )
+    return dict(found)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

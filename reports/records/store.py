@@ -22,6 +22,7 @@ MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no fi
 # What a file that another command reads has, and which.
 _OTHERS = {
     "records": "records of a run: tiebreak show, page, compare and gate take them",
+    "calls": "what tiebreak pair says: tiebreak show and page take it",
     "audits": "an audit of compiled kernels: tiebreak show, page and audit --expect take it",
 }
 # In the order in which a file of records has its parts; the long ones last.

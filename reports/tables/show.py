@@ -12,6 +12,7 @@ from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page import figures
+from tiebreak.reports.pairs.verdict import PairVerdict
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import OUTCOMES, Estimate, Record, Run
@@ -23,7 +24,7 @@ from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.texts import shown_text
 from tiebreak.reports.tables.training import training_grids, training_tables
 
-_D = TypeVar("_D", Run, Audits, Sweep)
+_D = TypeVar("_D", Run, Audits, PairVerdict, Sweep)
 FORMATS = ("simple", "github", "csv", "json", "latex")
 _NAMED = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "heads", "experiment", "outcome",
           "verdict")  # fmt: skip
@@ -31,9 +32,9 @@ _NAMED = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `show`; see `tiebreak.reports.cli.main`."""
-    about = "The table of one run, audit or sweep; of several files, their short training runs over the seeds."
+    about = "The table of one run, pair, audit or sweep; of several files, their short training runs over the seeds."
     parser = Parser(prog="tiebreak show", description=about)
-    files_help = "records of a run, an audit, or a sweep's folder"
+    files_help = "records of a run, a pair (--json), an audit, or a sweep's folder"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=files_help)
     parser.add_argument("--format", choices=FORMATS, default="simple", help="default: simple, for the terminal")
     selection.add_options(parser)
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             kernels = tuple(name for name in settings.kernels if name in wanted)
             narrowed = Sweep(replace(settings, kernels=kernels), tuple(run for run in runs if run.kernel in wanted))
             _show(options.format, narrowed, sweep_tables.csv_grid, sweep_tables.sweep_tables)
+        case PairVerdict() as pair:
+            _show(options.format, pair, PairVerdict.grid, PairVerdict.parts)
         case Audits() as audits:
             wanted = _kernels(options, "an audit of compiled kernels", audits.kernels)
             kept = replace(audits, audits=tuple(each for each in audits.audits if each.kernel in wanted))

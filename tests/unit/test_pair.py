@@ -30,6 +30,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import Compared, Difference, FormatRecord, ModelRecord
 from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, PairVerdict, statement
 from tiebreak.reports.records.record import Estimate
+from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
 
 FUSED = parse_declaration("flash@fused,tile=64")
@@ -200,12 +201,13 @@ def test_a_change_that_one_side_alone_withstands_is_named() -> None:
     assert "  only A       keeps its bits: invariance[decode]" in str(found).splitlines()
 
 
-def _model(equal: float, **numbers: float | None) -> ModelRecord:
+def _model(equal: float, **numbers: float | tuple[float, ...] | None) -> ModelRecord:
     none = dict.fromkeys(("largest", "k1", "k3", "beyond_1_percent", "beyond_20_percent"), 0.0)
     empty = dict.fromkeys(("by_position", "by_layer", "equal_by_layer"), ())
     plain = {"tokens": 9, "equal": equal, "mean": Estimate(0.0, 0.0), "rms": 0.03, **none, **empty, **numbers}
     apart = convert(plain, Difference)
-    return ModelRecord("a", "b", "m", (FormatRecord("bf16", (Compared("A", "B", "pair", apart),)),))
+    exact = [Compared("exact", side, "exact", apart) for side in "AB"]
+    return ModelRecord("a", "b", "m", (FormatRecord("bf16", (Compared("A", "B", "pair", apart), *exact)),))
 
 
 def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
@@ -260,6 +262,25 @@ def test_the_verdict_comes_first_and_files_have_all_of_it(folder: Path, capsys: 
     assert [call["case"] for call in plain["calls"]] == ["no_tail", "sink_tie"]
     assert "| sink_tie |" in (folder / "it.md").read_text().replace("sink_tie  ", "sink_tie")
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["it.json", "it.md", "mine.py"]
+
+
+MODEL = _model(0.5, by_position=(0.01, 0.02), by_layer=(0.1,), equal_by_layer=(0.5,))
+
+
+def test_a_kept_pair_is_shown_again_and_has_its_place_on_the_page(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = structs.replace(_judged(_sound(), _sound(tile=32), "random"), model=MODEL)
+    (folder / "it.json").write_text(as_text(found))
+    assert cli.main(["show", "it.json"]) == 0
+    assert capsys.readouterr().out.startswith(f"{found.headline}\n")
+    assert cli.main(["show", "it.json", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("random,")
+    assert cli.main(["page", "it.json", "-o", "page"]) == 0
+    page = (folder / "page" / "index.html").read_text()
+    assert page.index(found.headline) < page.index("bf16: how far log-probabilities are apart") < page.index("<svg")
+    assert cli.main(["gate", "it.json", "it.json"]) == 2
+    assert "what tiebreak pair says: tiebreak show and page take it" in capsys.readouterr().err
 
 
 def test_json_alone_goes_to_the_terminal_and_apart_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
