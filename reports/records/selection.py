@@ -1,7 +1,7 @@
 """What a command line names: files to read, and which of their records are shown."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
 
 
 File = Run | Audits | PairVerdict | Sweep  # what `show` and `page` take
-_TOLD_BY: Mapping[str, type[Audits | PairVerdict]] = {"audits": Audits, "calls": PairVerdict}  # a part that no run has
 
 
 def read(path: Path) -> File:
@@ -33,8 +32,9 @@ def read(path: Path) -> File:
         parts = decode(content, dict[str, Any])
     except FieldError:
         parts = {}
-    kind = next((kind for part, kind in _TOLD_BY.items() if part in parts), Run)
-    return store.decoded(content, path, kind)
+    if "audits" in parts:
+        return store.decoded(content, path, Audits)
+    return store.decoded(content, path, PairVerdict) if "calls" in parts else store.decoded(content, path, Run)
 
 
 def read_all(paths: Sequence[Path]) -> dict[Path, File]:
