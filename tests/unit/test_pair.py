@@ -118,8 +118,19 @@ def test_a_bias_has_its_sign_and_what_makes_it_is_named() -> None:
     assert "B - A is biased, +0.4" in found.headline
     assert calls["sink_tie"].verdict == "biased"
     assert calls["no_tail"].severity == SAME
-    assert [(each.a, each.b, each.share) for each in found.separation] == [("l=fp32", "l=input", 1.0)]
-    assert "  separated by l=fp32 in A, l=input in B: 100 % of the difference" in str(found).splitlines()
+    assert {(each.a, each.b, each.share) for each in found.separation} == {("l=fp32", "l=input", 1.0)}
+    assert "  separated by l=fp32 in A, l=input in B: 100 % of the difference on sink_tie" in str(found).splitlines()
+
+
+def test_what_makes_the_bias_is_told_from_what_differs_on_normal_numbers() -> None:
+    """P̄ in 16 bits is nearly all of it there; a fast exponential alone decides how ties break."""
+    ties = "tied_maxima_positive_v"
+    found = _judged(_emulated("flash@fused_fast_exp"), _emulated("flash@fp32_inside"), "random", ties)
+    first, second, *_ = found.separation
+    assert f"[bf16]: APART on 1 of 2 inputs ({ties}: B - A is biased, -0.2" in found.headline
+    assert (first.a, first.on, first.share) == ("base=e (fast)", ties, 1.0)
+    assert (second.a, second.on) == ("p_bar=input", "normal numbers")
+    assert second.share > 0.9
 
 
 def test_a_difference_is_measured_as_both_plans_predict_it_and_the_nearer_one_is_known() -> None:
@@ -136,13 +147,15 @@ def test_points_that_change_no_bit_are_left_out_and_the_others_add_up() -> None:
     """q times 1/8, of 64 columns, is exact; a row of 128 keys is one tile."""
     found = _judged(_emulated("flash@fused,tile=128"), _emulated("standard,s=input,q=input"), "random", "sink_tie")
     assert {each.a.partition("=")[0] for each in found.separation} == {"algorithm", "s"}
-    assert sum(each.share for each in found.separation) == pytest.approx(1.0)
+    shares = [sum(each.share for each in found.separation if each.on == on) for on in ("sink_tie", "normal numbers")]
+    assert shares == pytest.approx([1.0, 1.0])
 
 
 def test_what_excludes_another_point_goes_with_it() -> None:
     found = _judged(_emulated("flash@fused,shifted=input,tile=64"), _emulated("flash@fused_contracted,tile=64"))
     assert any("shifted=input" in each.a for each in found.separation)
-    assert sum(each.share for each in found.separation) == pytest.approx(1.0)
+    assert {each.on for each in found.separation} == {"no_tail", "normal numbers"}
+    assert sum(each.share for each in found.separation) == pytest.approx(2.0)
 
 
 def test_an_error_that_no_plan_predicts_is_apart_though_it_has_no_bias() -> None:
