@@ -141,11 +141,20 @@ def _row(call: CallRecord) -> list[str]:
 
 
 def headlined(calls: Sequence[CallRecord]) -> CallRecord:
-    """Return the call that the headline names: of the worst severity, and of these the plainest, or the farthest."""
+    """Return the call that the headline names: of the worst severity, and of these the plainest, or the farthest.
+
+    Of biases the one that is largest for certain.
+    """
     compared = [call for call in calls if call.severity is not None]
     severity = min((str(call.severity) for call in compared), key=SEVERITIES.index)
     worst = [call for call in compared if call.severity == severity]
-    return max(worst, key=lambda call: (call.wrong, call.slips != (), call.verdict == BIASED, call.rms or 0.0))
+    return max(worst, key=lambda call: (call.wrong, call.slips != (), _certain(call), call.rms or 0.0))
+
+
+def _certain(call: CallRecord) -> float:
+    """Return how large a bias is at least, in ulps; 0 where there is none."""
+    of = call.difference or Estimate(None, None)
+    return abs(of.mean or 0.0) - (of.half_width or 0.0) if call.verdict == BIASED else 0.0
 
 
 def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[str, str]:

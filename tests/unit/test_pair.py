@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -28,7 +29,16 @@ from tiebreak.programs import pair as program
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import Compared, Difference, FormatRecord, ModelRecord
-from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, PairVerdict, statement
+from tiebreak.reports.pairs.verdict import (
+    APART,
+    NOT_TOLD,
+    ROUNDINGS,
+    SAME,
+    CallRecord,
+    PairVerdict,
+    headlined,
+    statement,
+)
 from tiebreak.reports.records.record import Estimate
 from tiebreak.reports.schemas import schema_of
 
@@ -213,6 +223,17 @@ def test_a_change_that_one_side_alone_withstands_is_named() -> None:
     assert "  only A       keeps its bits: invariance[decode]" in str(found).splitlines()
 
 
+def test_the_headline_names_the_bias_that_is_largest_for_certain() -> None:
+    sizes = {"wide": (0.4, 0.3), "sure": (-0.3, 0.1), "unbiased": (0.9, 1.0)}
+    calls = [
+        CallRecord(
+            name, APART, name, difference=Estimate(*size), verdict="inconclusive" if size[1] == 1.0 else "biased"
+        )
+        for name, size in sizes.items()
+    ]
+    assert headlined(calls).case == "sure"
+
+
 def _model(equal: float, **numbers: float | None) -> ModelRecord:
     none = dict.fromkeys(("largest", "k1", "k3", "beyond_1_percent", "beyond_20_percent"), 0.0)
     empty = dict.fromkeys(("by_position", "by_layer", "equal_by_layer"), ())
@@ -300,6 +321,15 @@ def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest
     assert str(found).splitlines()[1] == "  A            silent on cpu: no plan (it is not deterministic)"
     tiebreak.pair(silent, "sdpa_flash", cases="no_tail", heads=16, model="none")
     assert asked == ["silent"] * 2
+
+
+def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all bits of most inputs and no known plan contradict each other."""
+    missed = SimpleNamespace(worst={"few_keys": 0.5})
+    nearly = SimpleNamespace(plan=None, nearest="flash@fused", share=1.0, held_out={"random": 1.0}, explanation=missed)
+    monkeypatch.setattr(program, "identify", lambda known: nearly)
+    found = tiebreak.pair(torch.nn.functional.scaled_dot_product_attention, "sdpa_flash", cases="no_tail", model="none")
+    assert found.sides[0].rests_on == "nearest, none is known: 100.00 % of bits on 1 input, not all of few_keys"
 
 
 @pytest.mark.parametrize(
