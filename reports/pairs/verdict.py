@@ -23,13 +23,11 @@ NORMAL = "normal numbers"  # inputs that are
 _HEADERS = ("case", "verdict", "bits", "B - A", "rms", "predicted", "error A", "error B", "nearer", "dQ dK dV")
 _MARKS = {BIASED: " *", UNDECIDED: " ?"}  # the usual B is a side here
 _SHORT = {ROUNDINGS: "two roundings"}  # of a severity, in a column
-_LEGEND = (
-    "bits: share of elements of O with equal bits. B - A: mean difference in ulps, + away from zero, at 99.9 %; *:"
-    " biased, ?: not\nknown. rms of the difference, predicted by both plans' emulation; error: rms of each side's, in"
-    " ulps. nearer: to the exact\nanswer, -: the heads do not tell. dQ dK dV: equal bits, rms of the difference as a"
-    " share of the gradient's own. separated by:\nwhat makes A's plan B's, change after change, and what each takes"
-    " away of the mean square of the difference."
-)
+_LEGEND = """bits: share of elements of O with equal bits. B - A: mean difference in ulps, + away from zero, at 99.9 %;
+*: biased, ?: not known. rms of the difference, predicted by both plans' emulation; error: rms of each side's, in ulps;
+nearer: whose is smaller, -: the heads do not tell. dQ dK dV: equal bits, rms of the difference as a share of the
+gradient's own. separated by: what makes A's plan B's, change after change, and what each takes away of the mean square
+of the difference."""
 
 
 class SideRecord(Data, frozen=True, omit_defaults=False):
@@ -73,7 +71,8 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
     rms: Size | None = None  # of the difference, in ulps
     predicted: Size | None = None  # the same of both plans, emulated
     errors: tuple[float | None, float | None] = (None, None)  # rms errors of A and of B, in ulps
-    nearer: str | None = None  # which of them is nearer to the exact answer; None: the heads do not tell
+    biases: tuple[float | None, float | None] = (None, None)  # mean signed errors of A and of B, in ulps
+    nearer: str | None = None  # which of them has the smaller rms error; None: the heads do not tell
     gradients: Mapping[str, GradientRecord] = {}  # by name
     plan_bits: tuple[float | None, float | None] = (None, None)  # share of bits of O that the plans of A and B have
 
@@ -151,6 +150,13 @@ def headlined(calls: Sequence[CallRecord]) -> CallRecord:
     return max(worst, key=lambda call: (call.wrong, call.slips != (), _certain(call), call.rms or 0.0))
 
 
+def _whose(call: CallRecord) -> str:
+    """Return how far each is from the exact answer, where a bias between them leaves open which one has it."""
+    if call.wrong or call.verdict != BIASED or None in call.biases:
+        return ""
+    return f"; from the exact answer {A} is {call.biases[0]:+.3f} off, {B} {call.biases[1]:+.3f}"
+
+
 def _certain(call: CallRecord) -> float:
     """Return how large a bias is at least, in ulps; 0 where there is none."""
     of = call.difference or Estimate(None, None)
@@ -163,7 +169,7 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     inputs, severity = counted(len(severities), "input"), str(named.severity)
     if severity in (APART, NOT_TOLD):
         worst = severities.count(severity)
-        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why})"
+        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
     if severity == SAME:
         pairs = [each.pair for each in model.formats] if model else []
         if any(each.difference is None or each.difference.equal < 1.0 for each in pairs):

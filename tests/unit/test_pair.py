@@ -1,6 +1,7 @@
 """`tiebreak pair`: sides, calls, what separates them, the verdict, the command."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -126,6 +127,7 @@ def test_a_bias_has_its_sign_and_what_makes_it_is_named() -> None:
     calls = {call.case: call for call in found.calls}
     assert found.severity == APART
     assert "B - A is biased, +0.4" in found.headline
+    assert re.search(r"; from the exact answer A is -0\.2\d\d off, B \+0\.2\d\d\)$", found.headline)
     assert calls["sink_tie"].verdict == "biased"
     assert calls["no_tail"].severity == SAME
     assert {(each.a, each.b, each.share) for each in found.separation} == {("l=fp32", "l=input", 1.0)}
