@@ -73,11 +73,12 @@ _PLATFORM = _VllmPlatform("vllm.platforms.current_platform")
 
 
 def _paged(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(batch, N, heads, d) as pages (pages, 16, heads, d), and which pages are whose."""
+    """(batch, N, heads, d) as pages (pages, 16, heads, d), and which pages are whose, in a table with room to spare."""
     batch, tokens = x.shape[:2]
     pages = -(-tokens // _PAGE)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * _PAGE - tokens))
     table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages)
+    table = torch.nn.functional.pad(table, (0, _PAGE))  # as engines' have: a tile may look up pages past the last
     return padded.reshape(batch * pages, _PAGE, *x.shape[2:]), table
 
 

@@ -18,14 +18,16 @@ SEVERITIES = (APART, NOT_TOLD, ROUNDINGS, SAME)
 SeverityName = Annotated[str, one_of(SEVERITIES)]
 A, B = SIDES = ("A", "B")
 _WIDTH, _NAMED = 12, 6  # of the names of findings; cases in a list
-_HEADERS = ("case", "bits", "B - A", "rms", "predicted", "rms error A", "rms error B", "nearer", "dQ dK dV", "verdict")
-_MARKS = {BIASED: " B", UNDECIDED: " ?"}
-_LEGEND = (
-    "bits: share of elements of O with equal bits. B - A: mean difference in ulps, + away from zero, at 99.9 %; B:"
-    " biased, ?: not\nknown. rms: of the difference, of both plans' by emulation, and of each side's error, in ulps."
-    " nearer: to the exact answer, -: the\nheads do not tell. dQ dK dV: equal bits, rms of the difference as a share of"
-    " the gradient's own."
-)
+_TOLD = 0.005  # what is 0 % as it is printed is left to the JSON
+NORMAL = "normal numbers"  # inputs that are
+_HEADERS = ("case", "verdict", "bits", "B - A", "rms", "predicted", "error A", "error B", "nearer", "dQ dK dV")
+_MARKS = {BIASED: " *", UNDECIDED: " ?"}  # the usual B is a side here
+_SHORT = {ROUNDINGS: "two roundings"}  # of a severity, in a column
+_LEGEND = """bits: share of elements of O with equal bits. B - A: mean difference in ulps, + away from zero, at 99.9 %;
+*: biased, ?: not known. rms of the difference, predicted by both plans' emulation; error: rms of each side's, in ulps;
+nearer: whose is smaller, -: the heads do not tell. dQ dK dV: equal bits, rms of the difference as a share of the
+gradient's own. separated by: what makes A's plan B's, change after change, and what each takes away of the mean square
+of the difference."""
 
 
 class SideRecord(Data, frozen=True, omit_defaults=False):
@@ -43,7 +45,8 @@ class PointRecord(Data, frozen=True, omit_defaults=False):
 
     a: str  # what it is in A, as --plan has it
     b: str  # and in B
-    share: float  # of the mean square of the difference, that it takes away in its turn
+    on: str  # which inputs: those that the headline names, or normal numbers
+    share: float  # of the mean square of the difference on these, that it takes away in its turn
 
 
 class GradientRecord(Data, frozen=True, omit_defaults=False):
@@ -68,7 +71,8 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
     rms: Size | None = None  # of the difference, in ulps
     predicted: Size | None = None  # the same of both plans, emulated
     errors: tuple[float | None, float | None] = (None, None)  # rms errors of A and of B, in ulps
-    nearer: str | None = None  # which of them is nearer to the exact answer; None: the heads do not tell
+    biases: tuple[float | None, float | None] = (None, None)  # mean signed errors of A and of B, in ulps
+    nearer: str | None = None  # which of them has the smaller rms error; None: the heads do not tell
     gradients: Mapping[str, GradientRecord] = {}  # by name
     plan_bits: tuple[float | None, float | None] = (None, None)  # share of bits of O that the plans of A and B have
 
@@ -98,8 +102,11 @@ class PairVerdict(FileData, frozen=True):
         for name, side in zip(SIDES, self.sides, strict=True):
             yield name, f"{side.name} on {side.backend}: {side.plan or 'no plan'} ({side.rests_on})"
         sure = "" if all(side.known for side in self.sides) else ", if these were the plans: one is not known"
-        for each in self.separation:
-            yield "separated by", f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference{sure}"
+        for each in (point for point in self.separation if abs(point.share) >= _TOLD):
+            yield (
+                "separated by",
+                f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference on {each.on}{sure}",
+            )
         for name, kept in ((A, (True, False)), (B, (False, True))):
             if names := [question for question, both in self.invariant.items() if both == kept]:
                 yield f"only {name}", f"keeps its bits: {', '.join(names)}"
@@ -110,7 +117,9 @@ class PairVerdict(FileData, frozen=True):
 
     def grid(self) -> Grid:
         """Return the table of all cases that were compared."""
-        return Grid(_HEADERS, [_row(call) for call in self.calls if call.severity is not None])
+        rows = [_row(call) for call in self.calls if call.severity is not None]
+        shown = len(_HEADERS) if any(row[-1] for row in rows) else -1  # perhaps without gradients, the last
+        return Grid(_HEADERS[:shown], [row[:shown] for row in rows])
 
     def parts(self) -> list[Part]:
         """Return all that the command prints."""
@@ -125,22 +134,52 @@ def _row(call: CallRecord) -> list[str]:
     gradients = (f"{percent(x.bits)} {'NaN' if x.rms is None else f'{x.rms:.1e}'}" for x in call.gradients.values())
     bits, said = "" if call.bits is None else percent(call.bits), call.severity or ""
     mark = _MARKS.get(call.verdict or "", "")
-    return [call.case, bits, f"{apart}{mark}", *numbers, call.nearer or "-", " / ".join(gradients), said]
+    return [
+        call.case,
+        _SHORT.get(said, said),
+        bits,
+        f"{apart}{mark}",
+        *numbers,
+        call.nearer or "-",
+        " / ".join(gradients),
+    ]
+
+
+def headlined(calls: Sequence[CallRecord]) -> CallRecord:
+    """Return the call that the headline names: of the worst severity, and of these the plainest, or the farthest.
+
+    Of biases the one that is largest for certain.
+    """
+    compared = [call for call in calls if call.severity is not None]
+    severity = min((str(call.severity) for call in compared), key=SEVERITIES.index)
+    worst = [call for call in compared if call.severity == severity]
+    return max(worst, key=lambda call: (call.wrong, call.slips != (), _certain(call), call.rms or 0.0))
+
+
+def _whose(call: CallRecord) -> str:
+    """Return how far each is from the exact answer, where a bias between them leaves open which one has it."""
+    if call.wrong or call.verdict != BIASED or None in call.biases:
+        return ""
+    return f"; from the exact answer {A} is {call.biases[0]:+.3f} off, {B} {call.biases[1]:+.3f}"
+
+
+def _certain(call: CallRecord) -> float:
+    """Return how large a bias is at least, in ulps; 0 where there is none."""
+    of = call.difference or Estimate(None, None)
+    return abs(of.mean or 0.0) - (of.half_width or 0.0) if call.verdict == BIASED else 0.0
 
 
 def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[str, str]:
     """Return the worst severity of all calls, one of which was compared, and the sentence that says it."""
-    compared = [call for call in calls if call.severity is not None]
-    inputs, severity = counted(len(compared), "input"), min((str(c.severity) for c in compared), key=SEVERITIES.index)
-    worst = [call for call in compared if call.severity == severity]
+    severities, named = [call.severity for call in calls if call.severity is not None], headlined(calls)
+    inputs, severity = counted(len(severities), "input"), str(named.severity)
     if severity in (APART, NOT_TOLD):
-        first = max(worst, key=lambda call: (call.wrong, call.slips != (), call.verdict == BIASED, call.rms or 0.0))
-        return severity, f"{severity.upper()} on {len(worst)} of {inputs} ({first.case}: {first.why})"
+        worst = severities.count(severity)
+        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
     if severity == SAME:
         pairs = [each.pair for each in model.formats] if model else []
         if any(each.difference is None or each.difference.equal < 1.0 for each in pairs):
             return NOT_TOLD, f"NOT TOLD: {SAME} on {inputs}, and not through the model, which calls otherwise"
         return SAME, f"{SAME} on {inputs}{' and through the model' if pairs else ''}"
-    farthest = max(compared, key=lambda call: call.rms or 0.0)
-    detail = f"no bias; rms of the difference up to {farthest.rms or 0.0:.3g} ulp, in {farthest.case}"
+    detail = f"no bias; rms of the difference up to {named.rms or 0.0:.3g} ulp, in {named.case}"
     return ROUNDINGS, f"{ROUNDINGS} on {inputs} ({detail})"

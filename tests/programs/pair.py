@@ -29,7 +29,7 @@ from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS, progress
 from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import pick
+from tiebreak.reports.names import first_few, pick
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.pairs.log_probabilities import MEASURES, figures
 from tiebreak.reports.pairs.verdict import PairVerdict
@@ -41,6 +41,7 @@ from tiebreak.reports.tables.texts import percent
 _STDOUT = "-"  # in the place of a file
 _GPT2, _NONE = "gpt2", "none"  # in the place of a model of the user's
 _HEADS = 64  # of a case at first
+_NAMED = 3  # inputs that a plan does not explain
 Target = str | Callable[..., Any]
 
 
@@ -175,6 +176,8 @@ def _side(name: str, known: KnownPlans) -> Side:
         raise UsageError(f"{name}: it raised {raised(error, kernel)}") from error
     followed, inputs = identity.plan is not None, counted(len(identity.held_out), "input")
     rests_on = f"{'' if followed else 'nearest, none is known: '}{percent(identity.share)} of bits on {inputs}"
+    if missed := [] if followed else list(identity.explanation.worst):
+        rests_on += f", not all of {first_few(missed, _NAMED)}"
     return Side(name, backend, kernel, parse_declaration(identity.nearest), followed, rests_on)
 
 

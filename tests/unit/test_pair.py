@@ -1,10 +1,12 @@
 """`tiebreak pair`: sides, calls, what separates them, the verdict, the command."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -28,7 +30,16 @@ from tiebreak.programs import pair as program
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import Compared, Difference, FormatRecord, ModelRecord
-from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, PairVerdict, statement
+from tiebreak.reports.pairs.verdict import (
+    APART,
+    NOT_TOLD,
+    ROUNDINGS,
+    SAME,
+    CallRecord,
+    PairVerdict,
+    headlined,
+    statement,
+)
 from tiebreak.reports.records.record import Estimate
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
@@ -117,10 +128,22 @@ def test_a_bias_has_its_sign_and_what_makes_it_is_named() -> None:
     calls = {call.case: call for call in found.calls}
     assert found.severity == APART
     assert "B - A is biased, +0.4" in found.headline
+    assert re.search(r"; from the exact answer A is -0\.2\d\d off, B \+0\.2\d\d\)$", found.headline)
     assert calls["sink_tie"].verdict == "biased"
     assert calls["no_tail"].severity == SAME
-    assert [(each.a, each.b, each.share) for each in found.separation] == [("l=fp32", "l=input", 1.0)]
-    assert "  separated by l=fp32 in A, l=input in B: 100 % of the difference" in str(found).splitlines()
+    assert {(each.a, each.b, each.share) for each in found.separation} == {("l=fp32", "l=input", 1.0)}
+    assert "  separated by l=fp32 in A, l=input in B: 100 % of the difference on sink_tie" in str(found).splitlines()
+
+
+def test_what_makes_the_bias_is_told_from_what_differs_on_normal_numbers() -> None:
+    """P̄ in 16 bits is nearly all of it there; a fast exponential alone decides how ties break."""
+    ties = "tied_maxima_positive_v"
+    found = _judged(_emulated("flash@fused_fast_exp"), _emulated("flash@fp32_inside"), "random", ties)
+    first, second, *_ = found.separation
+    assert f"[bf16]: APART on 1 of 2 inputs ({ties}: B - A is biased, -0.2" in found.headline
+    assert (first.a, first.on, first.share) == ("base=e (fast)", ties, 1.0)
+    assert (second.a, second.on) == ("p_bar=input", "normal numbers")
+    assert second.share > 0.9
 
 
 def test_a_difference_is_measured_as_both_plans_predict_it_and_the_nearer_one_is_known() -> None:
@@ -137,13 +160,15 @@ def test_points_that_change_no_bit_are_left_out_and_the_others_add_up() -> None:
     """q times 1/8, of 64 columns, is exact; a row of 128 keys is one tile."""
     found = _judged(_emulated("flash@fused,tile=128"), _emulated("standard,s=input,q=input"), "random", "sink_tie")
     assert {each.a.partition("=")[0] for each in found.separation} == {"algorithm", "s"}
-    assert sum(each.share for each in found.separation) == pytest.approx(1.0)
+    shares = [sum(each.share for each in found.separation if each.on == on) for on in ("sink_tie", "normal numbers")]
+    assert shares == pytest.approx([1.0, 1.0])
 
 
 def test_what_excludes_another_point_goes_with_it() -> None:
     found = _judged(_emulated("flash@fused,shifted=input,tile=64"), _emulated("flash@fused_contracted,tile=64"))
     assert any("shifted=input" in each.a for each in found.separation)
-    assert sum(each.share for each in found.separation) == pytest.approx(1.0)
+    assert {each.on for each in found.separation} == {"no_tail", "normal numbers"}
+    assert sum(each.share for each in found.separation) == pytest.approx(2.0)
 
 
 def test_an_error_that_no_plan_predicts_is_apart_though_it_has_no_bias() -> None:
@@ -199,6 +224,17 @@ def test_a_change_that_one_side_alone_withstands_is_named() -> None:
     found = _judged(_emulated("flash@fused"), _sound(), "no_tail", "invariance[decode]", heads=2)
     assert found.invariant == {"invariance[decode]": (True, False)}
     assert "  only A       keeps its bits: invariance[decode]" in str(found).splitlines()
+
+
+def test_the_headline_names_the_bias_that_is_largest_for_certain() -> None:
+    sizes = {"wide": (0.4, 0.3), "sure": (-0.3, 0.1), "unbiased": (0.9, 1.0)}
+    calls = [
+        CallRecord(
+            name, APART, name, difference=Estimate(*size), verdict="inconclusive" if size[1] == 1.0 else "biased"
+        )
+        for name, size in sizes.items()
+    ]
+    assert headlined(calls).case == "sure"
 
 
 def _model(equal: float, **numbers: float | tuple[float, ...] | None) -> ModelRecord:
@@ -324,6 +360,15 @@ def test_what_takes_minutes_is_left_out_in_words_unless_it_is_asked_for(monkeypa
     asked = tiebreak.pair("sdpa_flash", "sdpa_flash", backend="cpu", heads=16, cases="no_tail", model="gpt2")
     assert asked.left_out == ()
     assert asked.model is not None
+
+
+def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all bits of most inputs and no known plan contradict each other."""
+    missed = SimpleNamespace(worst={"few_keys": 0.5})
+    nearly = SimpleNamespace(plan=None, nearest="flash@fused", share=1.0, held_out={"random": 1.0}, explanation=missed)
+    monkeypatch.setattr(program, "identify", lambda known: nearly)
+    found = tiebreak.pair(torch.nn.functional.scaled_dot_product_attention, "sdpa_flash", cases="no_tail", model="none")
+    assert found.sides[0].rests_on == "nearest, none is known: 100.00 % of bits on 1 input, not all of few_keys"
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class PairedCall:
             rms=_rms(self._heads(lambda index: self._apart(index).square())),
             predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if known else None,
             errors=(finite(errors[0].rms_ulps), finite(errors[1].rms_ulps)),
+            biases=(finite(errors[0].bias.mean), finite(errors[1].bias.mean)),
             nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,
             gradients=gradients,
             plan_bits=(self._plan_bits(0), self._plan_bits(1)),

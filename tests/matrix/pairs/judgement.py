@@ -22,7 +22,16 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import ModelRecord
-from tiebreak.reports.pairs.verdict import ROUNDINGS, SAME, CallRecord, PairVerdict, SideRecord, statement
+from tiebreak.reports.pairs.verdict import (
+    NORMAL,
+    ROUNDINGS,
+    SAME,
+    CallRecord,
+    PairVerdict,
+    SideRecord,
+    headlined,
+    statement,
+)
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import FELL, FOLLOWED, HELD, MEASURED
 from tiebreak.reports.tables.run import counted
@@ -54,7 +63,7 @@ def judged(
     a, b = (side.plan for side in sides)
     alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
     light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
-    calls, normal, others = list[CallRecord](), list[SharedBatch](), list[SharedBatch]()
+    calls, normal, others = list[CallRecord](), list[SharedBatch](), dict[str, SharedBatch]()
     asked = [KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
         for call in (each for each in asked if isinstance(each, Call)):
@@ -62,13 +71,19 @@ def judged(
             bench = CaseBench(call.case, fmt, settings)
             calls.append(PairedCall(bench, light).record())
             if calls[-1].bits is not None and call.case.bits_tell:
-                (normal if call.case.normal else others).append(bench.batch(0).first_heads)
+                batch = bench.batch(0).first_heads
+                if call.case.normal:
+                    normal.append(batch)
+                else:
+                    others[call.name] = batch
         if all(call.severity is None for call in calls):
             why = "; ".join(dict.fromkeys(call.why for call in calls)) or "--cases names no call"
             raise UsageError(f"nothing can be compared: {why}")
         tell("looking for what separates their plans")
         a, b = (side.plan for side in light)
-        points = () if a is None or b is None else separation(a, b, fmt, normal, others)
+        first = headlined(calls).case
+        inputs = {first: [others[first]]} if first in others else {}
+        points = () if a is None or b is None else separation(a, b, fmt, inputs | {NORMAL: normal})
     invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
     model = None if through is None else through(*map(summed_exactly, sides))
     severity, sentence = statement(calls, model)

@@ -1,6 +1,6 @@
 """What separates two plans: the fewest changes that make the one the other, and each one's share of the difference."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +20,13 @@ _BASE = "base"  # the key of the exponential, which is more than its base
 
 
 def separation(
-    a: Declaration, b: Declaration, fmt: Format, normal: Sequence[SharedBatch], others: Sequence[SharedBatch]
+    a: Declaration, b: Declaration, fmt: Format, inputs: Mapping[str, Sequence[SharedBatch]]
 ) -> tuple[PointRecord, ...]:
-    """The points in which two plans differ, without those that change no bit on these inputs.
+    """The points in which two plans differ, without those that change no bit on any of these inputs, on each of them.
 
     On the way from A's plan to B's the point comes next that takes most of what is left of the difference. Its share is
-    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, on normal numbers, in
-    ulps, emulated. So the first has what it does alone, and all of them add up to 1.
+    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, in ulps, emulated. So the
+    first has what it does alone, and all of them add up to 1.
     """
     one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
     between = _Between(_filled(one, other), _filled(other, one))
@@ -34,21 +34,9 @@ def separation(
     points = [point for point, part in ours.items() if part != theirs[point]]
     for point in list(points):
         fewer = between.made([each for each in points if each != point])
-        if fewer is not None and not between.left(fewer, [*normal, *others]):
+        if fewer is not None and not between.left(fewer, [batch for each in inputs.values() for batch in each]):
             points.remove(point)
-    shown = normal if between.left(between.a, normal) else others
-    whole = left = between.left(between.a, shown)
-    taken, found = list[str](), list[PointRecord]()
-    while whole and len(taken) < len(points):
-        ways = {each: between.made([*taken, each]) for each in points if each not in taken}
-        after = {each: between.left(way, shown) for each, way in ways.items() if way is not None}
-        # Where each of them excludes a point of A's, all that are left go at once.
-        gone = [min(after, key=after.__getitem__)] if after else list(ways)
-        now = min(after.values(), default=0.0)
-        here, there = (",".join(between.text(each, of) for each in gone) for of in (between.a, between.b))
-        found.append(PointRecord(here, there, (left - now) / whole))
-        taken, left = [*taken, *gone], now
-    return tuple(found)
+    return tuple(point for name, batches in inputs.items() for point in between.way(points, name, batches))
 
 
 def _filled(declaration: Declaration, other: Declaration) -> Declaration:
@@ -80,6 +68,20 @@ class _Between:
             plan = replace(self.a.plan, **{field: parts[key] for key, field in FORWARD.items()})
             return Declaration(parts[space.ALGORITHM], plan, parts[space.RULE], block)
         return None
+
+    def way(self, points: Sequence[str], where: str, batches: Sequence[SharedBatch]) -> Iterator[PointRecord]:
+        """The points in turn, each with what it takes of the difference on these inputs; none where there is none."""
+        whole = left = self.left(self.a, batches)
+        taken = list[str]()
+        while left and len(taken) < len(points):
+            ways = {each: self.made([*taken, each]) for each in points if each not in taken}
+            after = {each: self.left(way, batches) for each, way in ways.items() if way is not None}
+            # Where each of them excludes a point of A's, all that are left go at once.
+            gone = [min(after, key=after.__getitem__)] if after else list(ways)
+            now = min(after.values(), default=0.0)
+            here, there = (",".join(self.text(each, of) for each in gone) for of in (self.a, self.b))
+            yield PointRecord(here, there, where, (left - now) / whole)
+            taken, left = [*taken, *gone], now
 
     def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
         """Mean square of what is left of the difference from B, in ulps."""
