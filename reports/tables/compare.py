@@ -121,11 +121,11 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
         told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
-    return [*told, *_numbers(comparison), *([_LEGEND] if rows else [])]
+    return [*told, *numbers(comparison), *([_LEGEND] if rows else [])]
 
 
-def _numbers(comparison: Comparison) -> Iterator[Part]:
-    """Yield a table of all cells that keep numbers of one kind: how far from the first run those of the others are."""
+def numbers(comparison: Comparison) -> Iterator[Part]:
+    """Yield a table of cells that keep numbers of one kind, how far from the first run they are, and its legend."""
     kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
     rows = [(row, own, next(filter(None, own))) for row, own in kept if any(own)]
     for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():

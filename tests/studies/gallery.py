@@ -1,7 +1,7 @@
 """`python -m tiebreak.studies.gallery MACHINE FILE...`: keep records of `make platforms`, for docs/platforms.md.
 
 The records of every machine are in reports/platforms/, in compact form; `tiebreak page` makes the page of all of them,
-`tiebreak compare` says which cells disagree.
+`tiebreak compare` says which cells disagree. Runs of log-probabilities alone are in reports/nats/.
 """
 
 import gzip
@@ -15,13 +15,15 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tiebreak.backends.provenance import CHECKOUT
+from tiebreak.matrix.experiments.log_probabilities import LogProbabilities
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import NUMBERS, Estimate, Run, Value
-from tiebreak.reports.tables.compare import Agreement, compare
+from tiebreak.reports.tables.compare import Agreement, compare, numbers
+from tiebreak.reports.tables.grids import Grid
 from tiebreak.studies.pages import PageTable, table
 
-FOLDER = CHECKOUT / "reports" / "platforms"
+FOLDER, NATS = CHECKOUT / "reports" / "platforms", CHECKOUT / "reports" / "nats"
 NATIVE = "native"
 _DIGITS = 5  # significant ones of a measure: verdicts and digests stand beside them
 
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _keep(options.machine, store.read_all(options.files))
     except (store.UnreadableRecordsError, ValueError) as error:
         parser.error(str(error))
-    TABLES[0].renew()
+    for each in TABLES:
+        each.renew()
     return HELD
 
 
@@ -51,10 +54,12 @@ def _keep(machine: str, runs: Sequence[Run]) -> None:
             raise ValueError(f"{machine}: the run at level {level} was interrupted")
         if str(run.platform.get("commit", "")).endswith("-dirty"):
             raise ValueError(f"{machine}: the run at level {level} is of a checkout with changes; commit them first")
-    (FOLDER / machine).mkdir(parents=True, exist_ok=True)
+    kinds = {record.experiment for run in runs for record in run.records}
+    folder = (NATS if kinds == {LogProbabilities.kind} else FOLDER) / machine
+    folder.mkdir(parents=True, exist_ok=True)
     for level, run in by_level.items():
         text = store.as_text(compact(run)).encode()
-        (FOLDER / machine / f"{level}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
+        (folder / f"{level}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
 
 
 def compact(run: Run) -> Run:
@@ -83,10 +88,10 @@ def _rounded(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.{_DIGITS}g}")
 
 
-def kept() -> dict[str, dict[str, Run]]:
+def kept(folder: Path) -> dict[str, dict[str, Run]]:
     """Return the runs by machine and level, the native level first."""
     runs: dict[str, dict[str, Run]] = {}
-    paths = FOLDER.glob("*/*.json.gz")
+    paths = folder.glob("*/*.json.gz")
     for path in sorted(paths, key=lambda path: (path.parent, path.name != f"{NATIVE}.json.gz", path)):
         runs.setdefault(path.parent.name, {})[path.name.removesuffix(".json.gz")] = store.read(path)
     return runs
@@ -106,6 +111,16 @@ def whole(runs: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
     yield from table(heads, rows)
 
 
+def nats(machines: Mapping[str, Mapping[str, Run]]) -> Iterator[str]:
+    """Yield the table beside it, what `compare` says of log-probabilities: from the first native level to all."""
+    named = [(f"`{machine}/{level}`", run) for machine, levels in machines.items() for level, run in levels.items()]
+    labels, runs = zip(*sorted(named, key=lambda each: each[1].platform["level"] != NATIVE), strict=True)
+    for part in numbers(compare(runs, labels)):
+        if isinstance(part, Grid):
+            (_, *kernels), *rows = zip(part.headers, *part.rows, strict=True)
+            yield from table(["rms (mean), nats", *(str(name).partition(", ")[0] for name in kernels)], rows)
+
+
 def _processor(run: Run) -> str:
     """Return a processor's name, and the widest of the instruction sets that matter here."""
     if run.platform.get("emulated"):
@@ -122,7 +137,10 @@ def _agreement(runs: Mapping[str, Run]) -> tuple[str, ...]:
     return tuple(map(str, (sum(agreeing), *agreeing)))
 
 
-TABLES = [PageTable("platforms.md", "reports/platforms", lambda: whole(kept()))]
+TABLES = [
+    PageTable("platforms.md", "reports/platforms", lambda: whole(kept(FOLDER))),
+    PageTable("platforms.md", "reports/nats", lambda: nats(kept(NATS))),
+]
 
 if __name__ == "__main__":
     sys.exit(main())

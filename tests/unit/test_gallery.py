@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects import made_up
+from tiebreak.matrix.experiments.log_probabilities import LogProbabilities
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import NUMBERS, Estimate, NumbersRecord, Record, Run, Shown, TraceRecord
 from tiebreak.studies import gallery
@@ -44,6 +45,42 @@ def test_table_counts_what_levels_and_machines_agree_in() -> None:
         "| `qemu` | aarch64, *emulated processor*, torch 2, `0123456` | 1 | 2 | 2 | 0 | 0 |",
         "| `made-up` beside `qemu` |  |  | 2 | 2 | 0 | 0 |",
     ]
+
+
+def told(*values: float, inputs: str = "i") -> Record:
+    """A cell of log-probabilities."""
+    evidence = {NUMBERS: NumbersRecord("errors", "nats", inputs, values)}
+    return replace(record("flash", 0.1, "biased", f"{values}"), experiment=LogProbabilities.kind, evidence=evidence)
+
+
+def test_table_of_nats_has_every_level_beside_the_first_native_one() -> None:
+    arm = run_of(told(3.0, 4.5), level="max", emulated="by QEMU", machine="aarch64")
+    machines = {
+        "arm": {"max": arm},
+        "made-up": {"native": run_of(told(3.0, 4.0)), "none": run_of(told(3.0, 4.0, inputs="j"), level="none")},
+    }
+    assert list(gallery.nats(machines)) == [
+        "| rms (mean), nats | flash |",
+        "|---|---:|",
+        "| `made-up/native` | 3.54 |",
+        "| `arm/max` | 0.35 (+0.2) |",
+        "| `made-up/none` | other inputs |",
+    ]
+
+
+def test_runs_of_log_probabilities_alone_are_kept_in_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FOLDER", "NATS"):
+        monkeypatch.setattr(gallery, name, tmp_path / name)
+    monkeypatch.setattr(gallery, "TABLES", [])
+    cells = {"mixed": (told(0.5), record("fair", 0.1, "biased", "aa")), "nats": (told(0.5),)}
+    for machine, own in cells.items():
+        store.write(run_of(*own), tmp_path / "a.json")
+        assert gallery.main([machine, str(tmp_path / "a.json")]) == 0
+    assert list(gallery.kept(tmp_path / "FOLDER")) == ["mixed"]
+    (kept,) = gallery.kept(tmp_path / "NATS")["nats"]["native"].records
+    assert kept.evidence == told(0.5).evidence
 
 
 @pytest.mark.parametrize(
