@@ -118,6 +118,13 @@ def sentences(of: FormatRecord) -> Iterator[str]:
         )
 
 
+def in_brief(of: FormatRecord) -> str:
+    """Return how far apart the pair is in one format, in a few words."""
+    if of.pair.difference is None or of.pair.same:
+        return f"{of.format} {'not read' if of.pair.difference is None else 'the same bits'}"
+    return f"{of.format} rms {_text(of.pair, 'rms')}, mean {_text(of.pair, 'mean')}"
+
+
 def parts(model: ModelRecord) -> list[Part]:
     """Return what there is to say, and a grid of all formats with a row for two readings that differ."""
     rows, lines = list[list[str]](), list[str]()

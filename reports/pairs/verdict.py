@@ -107,6 +107,8 @@ class PairVerdict(FileData, frozen=True):
                 "separated by",
                 f"{each.a} in {A}, {each.b} in {B}: {100 * each.share:.0f} % of the difference on {each.on}{sure}",
             )
+        if self.model is not None:
+            yield "in nats", "; ".join(map(log_probabilities.in_brief, self.model.formats))
         for name, kept in ((A, (True, False)), (B, (False, True))):
             if names := [question for question, both in self.invariant.items() if both == kept]:
                 yield f"only {name}", f"keeps its bits: {', '.join(names)}"

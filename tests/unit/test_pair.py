@@ -309,7 +309,9 @@ def test_a_kept_pair_is_shown_again_and_has_its_place_on_the_page(
     found = structs.replace(_judged(_sound(), _sound(tile=32), "random"), model=MODEL)
     (folder / "it.json").write_text(as_text(found))
     assert cli.main(["show", "it.json"]) == 0
-    assert capsys.readouterr().out.startswith(f"{found.headline}\n")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{found.headline}\n")
+    assert "\n  in nats      bf16 rms 0.03, mean 0 +- 0\n" in shown
     assert cli.main(["show", "it.json", "--format", "csv"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("random,")
     assert cli.main(["page", "it.json", "-o", "page"]) == 0
