@@ -184,7 +184,8 @@ class PairedCall:
         for letter, side in zip(SIDES, self.sides, strict=True):
             output = side.backend.run(side.kernel, batch.inputs, gradients=True)
             if output.gradients is None:
-                return {}, [f"{letter}: its backward pass {output.backward_error}"] if output.backward_error else []
+                why = [f"{letter}: its backward pass {output.backward_error}"] if output.backward_error else []
+                return {}, [*faults, *why]
             made.append(output.gradients)
             bounds = batch.gradient_bounds.of(batch.clipped(_bound(side)))
             found = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
