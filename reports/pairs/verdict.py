@@ -178,8 +178,10 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     if severity in (APART, NOT_TOLD):
         worst = severities.count(severity)
         return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
+    pairs = [each.pair for each in model.formats] if model else []
+    if any(each.difference is not None and each.difference.rms is None for each in pairs):
+        return NOT_TOLD, f"NOT TOLD: {severity} on {inputs}, and through the model what is NaN or Inf"
     if severity == SAME:
-        pairs = [each.pair for each in model.formats] if model else []
         if any(each.difference is None or each.difference.equal < 1.0 for each in pairs):
             return NOT_TOLD, f"NOT TOLD: {SAME} on {inputs}, and not through the model, which calls otherwise"
         return SAME, f"{SAME} on {inputs}{' and through the model' if pairs else ''}"

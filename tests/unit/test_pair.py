@@ -250,6 +250,9 @@ def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
     same = [CallRecord("random", SAME, "")]
     assert statement(same, _model(1.0))[0] == SAME
     assert statement(same, _model(0.5))[0] == NOT_TOLD
+    # NaN through the model passes nothing, whatever the calls came to.
+    for calls in (same, [CallRecord("random", ROUNDINGS, "")]):
+        assert statement(calls, _model(0.5, rms=None))[0] == NOT_TOLD
 
 
 def test_a_limit_that_is_passed_or_not_known_falls() -> None:
