@@ -8,6 +8,7 @@ from tiebreak.reports.records.decode import Count, Data, Size, one_of
 from tiebreak.reports.records.record import FARTHER, MORE, Estimate, MeasureRecord, Value, number_of
 from tiebreak.reports.tables.grids import Grid, Part
 
+A, B = SIDES = ("A", "B")  # the two kernels of a pair
 # What two readings are beside each other: the two kernels; one and exact attention; what trains and what samples; one
 # kernel twice, called in two ways or with other random bits.
 PAIR, EXACT, WAYS, FLOOR = "pair", "exact", "ways", "floor"
@@ -71,7 +72,7 @@ class FormatRecord(Data, frozen=True):
 
     format: str  # of q, k, v and O
     compared: tuple[Compared, ...]  # the pair, called alike, first
-    nearer: Annotated[str, one_of(("A", "B"))] | None = None  # to exact attention; None: the data do not tell
+    nearer: Annotated[str, one_of(SIDES)] | None = None  # to exact attention; None: the data do not tell
 
     @property
     def pair(self) -> Compared:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.pairs import log_probabilities
-from tiebreak.reports.pairs.log_probabilities import ModelRecord
+from tiebreak.reports.pairs.log_probabilities import SIDES, A, B, ModelRecord
 from tiebreak.reports.records.decode import Count, Data, FileData, Schema, Size, one_of
 from tiebreak.reports.records.record import BIASED, UNDECIDED, Estimate
 from tiebreak.reports.tables.grids import Grid, Part
@@ -16,7 +16,6 @@ from tiebreak.reports.tables.texts import percent
 APART, NOT_TOLD, ROUNDINGS, SAME = "apart", "not told", "two roundings of one thing", "the same bits"
 SEVERITIES = (APART, NOT_TOLD, ROUNDINGS, SAME)
 SeverityName = Annotated[str, one_of(SEVERITIES)]
-A, B = SIDES = ("A", "B")
 _WIDTH, _NAMED = 12, 6  # of the names of findings; cases in a list
 _TOLD = 0.005  # what is 0 % as it is printed is left to the JSON
 NORMAL = "normal numbers"  # inputs that are

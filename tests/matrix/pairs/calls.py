@@ -19,7 +19,8 @@ from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.pairs.side import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import CaseBench
-from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, SIDES, A, B, CallRecord, GradientRecord
+from tiebreak.reports.pairs.log_probabilities import SIDES, A, B
+from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, GradientRecord
 from tiebreak.reports.records.record import Estimate, finite
 
 _GRADIENTS = {"dQ": "dq", "dK": "dk", "dV": "dv"}

@@ -136,8 +136,8 @@ def through_model(
     Raises:
         UsageError: a user's model makes no call that is seen, or one that no kernel takes, or returns no logits.
     """
-    model, sides = model or SuiteModel(), {_EXACT: None, "A": a, "B": b, _PLAN_OF + _EXACT: None}
-    for letter, side in (("A", a), ("B", b)):
+    model, sides = model or SuiteModel(), {_EXACT: None, records.A: a, records.B: b, _PLAN_OF + _EXACT: None}
+    for letter, side in zip(records.SIDES, (a, b), strict=True):
         if side.plan is not None and side.known:
             sides[_PLAN_OF + letter] = replace(side, backend=EMULATION, kernel=composed(side.plan.label, side.plan))
     with own_randomness(_SEED):
@@ -169,10 +169,10 @@ class _Readings:
 
     def record(self) -> records.FormatRecord:
         way, *others = self.model.ways
-        exact, a, b = (_Reading(letter, way) for letter in (_EXACT, "A", "B"))
+        exact, a, b = (_Reading(letter, way) for letter in (_EXACT, *records.SIDES))
         rows = [self._compared(records.PAIR, a, b, plans=True)]
         rows += [self._compared(records.EXACT, exact, one, plans=True) for one in (a, b)]
-        rows += [self._compared(records.WAYS, a, _Reading("B", other)) for other in others]
+        rows += [self._compared(records.WAYS, a, _Reading(records.B, other)) for other in others]
         for one in (a, b):
             rows += [self._compared(records.FLOOR, one, one._replace(way=other)) for other in others]
             drawn = self._compared(records.FLOOR, one, one._replace(draw=1))
@@ -180,7 +180,7 @@ class _Readings:
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
         more = interval(squares[-1] - squares[0]) if len(squares) == 2 else None  # of B's mean square than of A's
-        nearer = None if more is None or not more.beyond(0.0) else "A" if more.mean > 0 else "B"
+        nearer = None if more is None or not more.beyond(0.0) else records.A if more.mean > 0 else records.B
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
     def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> records.Compared:
@@ -194,7 +194,7 @@ class _Readings:
     def _plan(self, reading: _Reading) -> _Reading:
         """Of its plan. Random bits of two kernels are as good as independent, unless they are the suite's own."""
         side = self.sides[reading.whose]
-        apart = reading.whose == "B" and side is not None and not side.kernel.composed
+        apart = reading.whose == records.B and side is not None and not side.kernel.composed
         return reading._replace(whose=_PLAN_OF + reading.whose, draw=int(apart))
 
     def _apart(self, first: _Reading, second: _Reading) -> records.Difference | str:
