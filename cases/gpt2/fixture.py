@@ -1,8 +1,8 @@
 """A small language model that every machine makes alike, and what attention makes of its log-probabilities.
 
 It trains in fp64, where machines differ by far less than bf16 shows, and its weights are then rounded to bf16: they
-have the same bits wherever they were made, and their digest says so. Its tokens are its own samples, as those of a serving
-engine are; what is compared is the log-probability of each of them, in nats.
+have the same bits wherever they were made, and their digest says so. Its tokens are its own samples, as those of a
+serving engine are; what is compared is the log-probability of each of them, in nats.
 """
 
 import hashlib
