@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
+from tiebreak.backends.platform import emulated
 from tiebreak.backends.probes import fingerprint
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
@@ -45,6 +46,13 @@ class Backend:
     predicts: bool = False  # whether its output is the prediction itself
     composed: bool = True  # whether the composed kernels run on it too, or its own alone
     call_steps: int = 4  # how long one call takes, looks and all, about, in training steps with attention in one layer
+    bits: str = "bits on this machine"  # what a plan rests on that is told by them
+
+    @property
+    def evidence(self) -> str:
+        """What a plan rests on that outputs tell here, in words: never a device that is not there."""
+        computes = self.device == "cpu" and not self.predicts  # by instructions of this processor
+        return "bits of emulated instructions" if computes and emulated() else self.bits
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -150,6 +158,7 @@ EMULATION = Backend(
     lambda: None,
     eight_bit_kernels,
     predicts=True,
+    bits="bits of the emulation",
 )
 CPU = Backend(
     "cpu",

@@ -136,4 +136,5 @@ CUDA = _Cuda(
     CudaArithmetic(),
     unavailable,
     cuda_kernels,
+    bits="bits on this GPU",
 )

@@ -15,6 +15,7 @@ class VendorPlan:
     plan: str  # as `tiebreak.kernels.declarations.parse_declaration` takes it
     source: str  # repository, path and lines
     version: str  # commit or release, and date
+    rests_on: str = "source lines; no device that it is for was asked"  # the plan, in words
     note: str = ""  # what the source does not say, or a plan cannot
 
 

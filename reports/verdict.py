@@ -114,6 +114,7 @@ class _Kernel:
         self.cells, self.run = cells, run
         self.explanation = run.explanations.get(f"{backend}-{kernel}")
         self.ran = [cell for cell in cells if cell.outcome != records.SKIPPED]
+        self.bits = run.evidence(backend)
         self.failure = {name for name, case in run.cases.items() if case.failure}
         backward = {name for name, case in run.cases.items() if case.backward}
         self.asked = [cell for cell in self.ran if cell.case in self.failure]
@@ -342,11 +343,11 @@ class _Kernel:
 
     def _rounding(self) -> str:
         if self.explanation is not None:
-            return explanation_text(self.explanation)
+            return explanation_text(self.explanation, self.bits)
         if not self.declared:
             return ""
         met = sum(cell.met(records.PREDICTION) is True for cell in self.predicted)
-        bits = "" if self.agreed is None else f", {percent(self.agreed)} of bits"
+        bits = "" if self.agreed is None else f", {percent(self.agreed)} of {self.bits}"
         return f"declares {self.declared}; as predicted in {met} of {len(self.predicted)} cells{bits}"
 
     def _backward(self) -> str:

@@ -104,6 +104,7 @@ def ascend(npu: TorchNpu) -> Ascend:
         arithmetic=TorchArithmetic(has_fp64=False),
         unavailable=npu.missing,
         vendor_kernels=partial(_kernels, npu),
+        bits="bits on this NPU",
         npu=npu,
     )
 

@@ -20,6 +20,10 @@ class _Interpreter(Backend):
     assumed: Assumptions = EXACT
 
     @property
+    def evidence(self) -> str:
+        return f"bits in the interpreter{f', as {self.assumed.name} is assumed to round' * bool(self.options)}"
+
+    @property
     def options(self) -> tuple[str, ...]:
         return () if self.assumed == EXACT else ("--as", self.assumed.name)
 

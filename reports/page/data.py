@@ -10,7 +10,7 @@ from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.order import cases_of
 from tiebreak.reports.records.record import NONFINITE, SHRUNK, Estimate, HistogramRecord, Record, Run, number_of
 from tiebreak.reports.tables.compare import Row, compare
-from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_text, rules_text
+from tiebreak.reports.tables.texts import cell_text, changes_text, explanation_texts, rules_text
 
 _DIGITS = 5  # significant ones of a number on the page: the files have them all
 _FITS = 3  # plans that are named of those that a kernel's bits were held against
@@ -109,8 +109,7 @@ def _platform(run: Run, label: str) -> dict[str, Any]:
     """Return what the page says of a platform beside its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
     facts |= {f"backend {name}": assumption for name, assumption in run.platform.get("assumed", {}).items()}
-    plans = {kernel: explanation_text(plan) for kernel, plan in run.explanations.items()}
-    return {"label": label, "facts": facts, "explanations": plans}
+    return {"label": label, "facts": facts, "explanations": explanation_texts(run)}
 
 
 def _short(value: float | None) -> float | None:

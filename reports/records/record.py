@@ -414,6 +414,10 @@ class Run(FileData, frozen=True):
         assumed = self.platform.get("assumed", {})
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
+    def evidence(self, backend: str) -> str:
+        """Return what a plan rests on that the bits of a kernel on a backend tell; a baseline has it of none."""
+        return str(self.platform.get("evidence", {}).get(backend, "bits"))
+
     def number(self, record: Record, role: str) -> float | None:
         """Return the number of the measure that has a role in a record's kind of experiment, such as `headline`."""
         name: str | None = getattr(self.experiments.get(record.experiment), role, None)

@@ -9,7 +9,7 @@ from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
 from tiebreak.reports.records.record import OUTCOMES, Record, Run, record_id
 from tiebreak.reports.tables.grids import Grid, Part
-from tiebreak.reports.tables.texts import LEGEND, cell_text, explanation_text
+from tiebreak.reports.tables.texts import LEGEND, cell_text, explanation_texts
 from tiebreak.reports.tables.training import training_tables
 from tiebreak.reports.terminal import runnable
 
@@ -86,7 +86,7 @@ def summary(run: Run) -> str:
     skips = Counter(f"{record.backend}-{record.kernel}: {record.skipped}" for record in skipped)
     lines += [f"skipped ({count}) {reason}" for reason, count in skips.items()]
     lines += [f"backend {name} did not run: {reason}" for name, reason in run.unavailable.items()]
-    lines += [f"{kernel}: {explanation_text(plan)}" for kernel, plan in run.explanations.items()]
+    lines += [f"{kernel}: {explained}" for kernel, explained in explanation_texts(run).items()]
     if not run.complete:
         lines.append("INCOMPLETE: the run was interrupted; these are the cells that were done")
     if run.not_run:

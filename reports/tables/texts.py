@@ -64,15 +64,21 @@ def marked(text: str, mark: str) -> str:
     return _AROUND.get(mark, "!{}!").format(text)
 
 
-def explanation_text(explanation: records.Explanation) -> str:
-    """Return one line on the plan that explains a kernel that declares none."""
+def explanation_texts(run: records.Run) -> dict[str, str]:
+    """Return one line on each kernel that declares no plan, by backend-kernel: the plan that explains it."""
+    backends = {name: name.partition("-")[0] for name in run.explanations}
+    return {name: explanation_text(plan, run.evidence(backends[name])) for name, plan in run.explanations.items()}
+
+
+def explanation_text(explanation: records.Explanation, bits: str = "bits") -> str:
+    """Return one line on the plan that explains a kernel that declares none, and on whose bits that rests."""
     cells = f"{explanation.cells} cell{'' if explanation.cells == 1 else 's'}"
     first, plans = explanation.plans[0] if explanation.plans else "none", explanation.plans
     if explanation.state == records.BEHAVES_LIKE:
         return f"behaves like {' or '.join(plans)} in {cells} (its random bits are its own)"
     worst = [f"{case} {percent(share)}" for case, share in explanation.worst.items()]
     named = ", ".join(worst[:_CASES]) + (", ..." if len(worst) > _CASES else "")
-    agreed = f"{percent(explanation.share)} of bits in {cells}"
+    agreed = f"{percent(explanation.share)} of {bits} in {cells}"
     if explanation.state == records.FOLLOWS:
         return f"follows {first} ({agreed}{f', but not in {named}' if worst else ''})"
     if explanation.state == records.UNEXPLAINED:

@@ -15,6 +15,7 @@ from tiebreak.backends.emulation.tensor_cores import TARGETS, core_of, tensor_co
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS, EXACT
 from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.backends.registry import BACKENDS
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.selection import Selection, cells
@@ -152,6 +153,13 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     assert text == "interpreter as sm_90 (assumed; nothing ran on a GPU)"
     assert Run(INTERPRETER.describe(), {}, records=()).backend_text("interpreter") == "interpreter"
     assert "nothing contracted" in EXACT.about
+
+
+def test_a_plan_rests_on_bits_of_what_computed_and_on_an_assumption_where_that_is_one() -> None:
+    assert INTERPRETER.assuming("sm_90").evidence == "bits in the interpreter, as sm_90 is assumed to round"
+    assert [BACKENDS[name].evidence for name in ("cpu", "interpreter", "cuda")] == [
+        "bits on this machine", "bits in the interpreter", "bits on this GPU",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

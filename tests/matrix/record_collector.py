@@ -129,7 +129,7 @@ class RecordCollector:
         described = describe().as_dict()
         for backend in self.backends:
             described |= backend.describe()
-        return described
+        return described | {"evidence": {backend.name: backend.evidence for backend in self.backends}}
 
     def pytest_report_header(self) -> list[str]:
         """What runs here, what doesn't and why."""

@@ -25,6 +25,7 @@ from tiebreak.reports.tables.texts import answers_of, rules_tables
 
 _Listed = Case | Snippet | Question
 _INDENT = "  "
+_DECLARED = "A kernel's declared plan is an assumption: each run compares it with the kernel's bits."
 _FAILURE = "!"  # before the line of a failure input
 _INPUT = "; a failure input"
 
@@ -60,10 +61,10 @@ def kernels(arguments: Sequence[str]) -> int:
         reason, heading = backend.unavailable(), f"{backend.name}: {backend.about}"
         declared = {} if reason else {kernel.name: kernel.declaration for kernel in backend.kernels()}
         groups[f"{heading}; can't run here: {reason}" if reason else heading] = {
-            name: f"is {it.label}" if it is not None and it.label != name else "" for name, it in declared.items()
+            name: f"declares {it.label}" if it is not None and it.label != name else "" for name, it in declared.items()
         }
     groups["adapters: attention of packages, by --kernel NAME or tiebreak check NAME"] = dict.fromkeys(ADAPTERS, "")
-    _print(groups, "--kernels takes any rule@plan too (`tiebreak list plans`), --kernel one of your own.")
+    _print(groups, f"{_DECLARED}\n--kernels takes any rule@plan too (`tiebreak list plans`), --kernel one of your own.")
     return HELD
 
 
@@ -88,7 +89,8 @@ def vendors(arguments: Sequence[str]) -> int:
     about = "What vendors' kernels round, by their sources, as --plan takes it."
     told = []
     for plan in (VENDOR_PLANS[name] for name in _chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
-        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})"), ("note", plan.note)]
+        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
+        rows += [("rests on", plan.rests_on), ("note", plan.note)]
         told.append("\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
     print("\n\n".join(told))
     return HELD

@@ -175,7 +175,8 @@ def _side(name: str, known: KnownPlans) -> Side:
     except Exception as error:  # whatever the kernel raises
         raise UsageError(f"{name}: it raised {raised(error, kernel)}") from error
     followed, inputs = identity.plan is not None, counted(len(identity.held_out), "input")
-    rests_on = f"{'' if followed else 'nearest, none is known: '}{percent(identity.share)} of bits on {inputs}"
+    nearest = "" if followed else "nearest, none is known: "
+    rests_on = f"{nearest}{percent(identity.share)} of {identity.evidence} on {inputs}"
     if missed := [] if followed else list(identity.explanation.worst):
         rests_on += f", not all of {first_few(missed, _NAMED)}"
     return Side(name, backend, kernel, parse_declaration(identity.nearest), followed, rests_on)

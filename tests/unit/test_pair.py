@@ -196,7 +196,7 @@ def test_a_declared_plan_is_held_to_its_bits() -> None:
     assert "declared, 99.99 % of bits" in _judged(told, _sound(), "random").sides[0].rests_on
     wrong = _judged(replace(told, plan=parse_declaration("flash@all_bf16")), _sound(), "random").sides[0]
     assert not wrong.known
-    assert wrong.rests_on.endswith("of bits on 1 input, which is not followed")
+    assert wrong.rests_on.endswith("of bits on this machine on 1 input, which is not followed")
 
 
 def test_what_a_side_refuses_is_skipped_and_what_it_raises_is_not() -> None:
@@ -369,11 +369,14 @@ def test_what_takes_minutes_is_left_out_in_words_unless_it_is_asked_for(monkeypa
 
 def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all bits of most inputs and no known plan contradict each other."""
-    missed = SimpleNamespace(worst={"few_keys": 0.5})
-    nearly = SimpleNamespace(plan=None, nearest="flash@fused", share=1.0, held_out={"random": 1.0}, explanation=missed)
+    missed, held_out = SimpleNamespace(worst={"few_keys": 0.5}), {"random": 1.0}
+    nearly = SimpleNamespace(
+        plan=None, nearest="flash@fused", share=1.0, evidence=CPU.evidence, held_out=held_out, explanation=missed
+    )
     monkeypatch.setattr(program, "identify", lambda known: nearly)
     found = tiebreak.pair(torch.nn.functional.scaled_dot_product_attention, "sdpa_flash", cases="no_tail", model="none")
-    assert found.sides[0].rests_on == "nearest, none is known: 100.00 % of bits on 1 input, not all of few_keys"
+    bits = "100.00 % of bits on this machine on 1 input"
+    assert found.sides[0].rests_on == f"nearest, none is known: {bits}, not all of few_keys"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class Identity:
 
     kernel: str
     backend: str
+    evidence: str  # whose bits it rests on, in words
     format: str  # of q, k and v
     plan: str | None  # as --plan takes it; None: none is known
     nearest: str  # the plan with most bits
@@ -103,7 +104,8 @@ class Identity:
 
     @property
     def headline(self) -> str:
-        inputs = f"{percent(self.share)} of bits on {counted(len(self.held_out), 'input')} that it was not chosen by"
+        held_out = counted(len(self.held_out), "input")
+        inputs = f"{percent(self.share)} of {self.evidence} on {held_out} that it was not chosen by"
         if self.plan is not None:
             changes = "; its plan changes with the shape of the call" if self.elsewhere else ""
             return f"{self.kernel} follows {self.plan} ({inputs}){changes}"
@@ -150,6 +152,7 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
         return Identity(
             kernel=asked.kernel.name,
             backend=asked.backend.name,
+            evidence=asked.backend.evidence,
             format=asked.fmt.name,
             plan=declaration.label if follows else None,
             nearest=declaration.label,

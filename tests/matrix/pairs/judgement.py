@@ -138,6 +138,7 @@ def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
     known, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
     if rests_on == DECLARED and shares and not side.backend.predicts:
         known = min(shares) >= FOLLOWED
-        rests_on = f"{DECLARED}, {percent(sum(shares) / len(shares))} of bits on {counted(len(shares), 'input')}"
+        share, inputs = percent(sum(shares) / len(shares)), counted(len(shares), "input")
+        rests_on = f"{DECLARED}, {share} of {side.backend.evidence} on {inputs}"
         rests_on += "" if known else ", which is not followed"
     return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, known, rests_on)
