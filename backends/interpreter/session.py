@@ -117,6 +117,9 @@ class _Session:
         """Run every program of a grid, one after the other: in the place of a function's `run`."""
         if warmup:
             return
+        if getattr(function, "is_gluon", bool)():
+            why = "it says what each thread of a GPU holds, and Triton interprets none"
+            raise CannotRunError(f"{function.fn.__name__} is a Gluon kernel: {why}; --backend cuda runs it")
         names = list(inspect.signature(function.fn).parameters)
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
