@@ -1,6 +1,6 @@
 """Backends: a device, the arithmetic on it, and the kernels it runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -121,9 +121,9 @@ class Backend:
         """What the device's arithmetic does, measured, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)
 
-    def in_use(self) -> AbstractContextManager[None]:
-        """What kernels have to be run within."""
-        return nullcontext()
+    def in_use(self) -> AbstractContextManager[Collection[str]]:
+        """What kernels have to be run within; it yields what is assumed for them of a device that is not there."""
+        return nullcontext(())
 
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
         """Run a kernel on the device and bring its output back to the host.
@@ -131,8 +131,9 @@ class Backend:
         Raises:
             Exception: whatever the kernel raises.
         """
-        with self.in_use():
-            return to_device(kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients), "cpu")
+        with self.in_use() as assumed:
+            output = kernel.compute(to_device(inputs, self.device), self.arithmetic, gradients)
+            return replace(to_device(output, "cpu"), assumed="; ".join(sorted(assumed)))
 
 
 _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)

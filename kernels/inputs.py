@@ -289,6 +289,7 @@ class AttentionOutput:
     gradients: Gradients | None = None  # where a backward pass was asked for and exists
     backward_error: str | None = None  # what a backward pass that was asked for did wrong, in one line: raised ...
     tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
+    assumed: str = ""  # what was assumed, as it ran, of a device that was not there
 
 
 def _descaled(x: Tensor, factors: Tensor | None) -> Tensor:

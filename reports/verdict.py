@@ -252,6 +252,9 @@ class _Kernel:
             Finding("ties", self._away()),
             Finding("checks", met),
             Finding("rounding", self._rounding()),
+            Finding(
+                "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
+            ),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),

@@ -1,9 +1,15 @@
 """What is assumed of a card where the language leaves it open: its products, its exponential, contraction, division."""
 
+import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tiebreak.backends.emulation.tensor_cores import TARGETS as KNOWN_CORES
+from tiebreak.kernels.triton.loading import installed
+
+_KNOB, _OVERRIDE = "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION"  # of the environment
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Assumptions:
     #: Whether sums and exponentials are exact and rounded once. Else products add up as on its tensor cores, rows in
     #: fp32, and exp(x) is 2^(x log2 e), its argument rounded and a subnormal result flushed.
     exact: bool = True
-    contracts: bool = False  # whether a product goes unrounded into a sum, unless a launch says enable_fp_fusion=False
+    contracts: bool = False  # whether a product goes unrounded into a sum, where Triton lets it
     reciprocal: bool = False  # whether x / y is a product with the rounded reciprocal
 
     @property
@@ -25,12 +31,40 @@ class Assumptions:
         """One line."""
         if self.exact:
             return "no card: sums exact and rounded once, nothing contracted"
-        contraction = "products contracted into sums" if self.contracts else "nothing contracted"
+        contraction = f"contraction {self.contraction()[1]}"
         division = ", / by the rounded reciprocal" * self.reciprocal
         return (
             f"as {self.name}, assumed: its tensor cores' sums, rows summed in fp32, exp in base two, no subnormal "
             f"from it, {contraction}{division}; nothing ran on a GPU"
         )
+
+    @property
+    def target(self) -> Any:
+        """What Triton calls the card: its GPUTarget."""
+        from triton.backends.compiler import GPUTarget  # triton may be missing
+
+        return GPUTarget(self.backend, self.architecture, self.warp)
+
+    def contraction(self, asked: object = None) -> tuple[bool, str]:
+        """Whether products go unrounded into sums, and in words who decided it; `asked` is a launch's enable_fp_fusion.
+
+        Triton's own compiler for the card is asked: its default has changed (on to 3.9, triton PR 11270).
+        """
+        if not self.contracts:
+            return False, "off, none is assumed of the card"
+        from triton import knobs
+        from triton.compiler.compiler import make_backend
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Triton 3.9 announces another default
+            on: bool = make_backend(self.target).parse_options({"enable_fp_fusion": asked}).enable_fp_fusion
+        deciding = {
+            _OVERRIDE: getattr(knobs.language, "force_disable_fp_fusion", False),  # from 3.9 on
+            "asked by the launch": asked is not None,
+            _KNOB: _KNOB in os.environ,
+            f"Triton {installed()}'s default": True,
+        }
+        return on, f"{'on' if on else 'off'}, {next(name for name, decides in deciding.items() if decides)}"
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""
@@ -39,7 +73,7 @@ class Assumptions:
             "sums": "exact" if self.exact else f"tensor cores of {self.name}, rows in fp32 as a balanced tree",
             "exponential_flushes": not self.exact,
             "exponential_in_base_two": not self.exact,
-            "contraction": self.contracts,
+            "contraction": self.contraction()[1],
             "division_by_reciprocal": self.reciprocal,
         }
 

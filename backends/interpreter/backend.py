@@ -1,5 +1,6 @@
 """The backend `interpreter`: Triton kernels, the suite's and anyone's, on any CPU."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +46,7 @@ class _Interpreter(Backend):
     def repeats(self, kernel: Kernel) -> bool:
         return not kernel.external  # programs run one after the other; a user's may draw numbers of its own
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.interpreter.session import interpreting  # triton may be missing
 
         return interpreting(self.assumed)

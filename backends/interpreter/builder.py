@@ -64,7 +64,7 @@ class FaithfulBuilder(InterpreterBuilder):
     def begin(self, memory: Memory, *, contracts: bool) -> None:
         """Take up a launch that may touch this memory, and is compiled with contraction or not."""
         self.memory = memory
-        self.contracts = contracts and self.assumed.contracts
+        self.contracts = contracts
 
     # Triton before 3.9 lacks these.
 

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter as upstream
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
@@ -35,8 +34,11 @@ Function = Any  # one that triton.jit made, to be compiled or to be interpreted
 
 
 @contextmanager
-def interpreting(assumed: Assumptions) -> Iterator[None]:
-    """Interpret every Triton function that is launched meanwhile, whether it was made to be compiled or interpreted."""
+def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
+    """Interpret every Triton function that is launched meanwhile, whether it was made to be compiled or interpreted.
+
+    What is yielded says, of the launches so far, what was assumed for each.
+    """
     with ExitStack() as stack:
         session = _Session(assumed, stack)
         for kind in (JITFunction, upstream.InterpretedFunction):
@@ -47,10 +49,9 @@ def interpreting(assumed: Assumptions) -> Iterator[None]:
             )
         session.put(Autotuner, "run", _with_the_first(Autotuner.run))
         session.put(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
-        target = GPUTarget(assumed.backend, assumed.architecture, assumed.warp)
         # What a kernel's host code may ask of the active driver: there is one device, with one stream.
         answers = {
-            "get_current_target": target,
+            "get_current_target": assumed.target,
             "get_active_torch_device": torch.device("cpu"),
             "get_current_device": 0,
             "get_current_stream": 0,
@@ -63,7 +64,7 @@ def interpreting(assumed: Assumptions) -> Iterator[None]:
         stack.enter_context(np.errstate(all="ignore"))  # masks bring about -Inf and NaN, as they should
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RuntimeWarning)
-        yield
+        yield session.told
 
 
 def _with_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +83,8 @@ class _Session:
     def __init__(self, assumed: Assumptions, stack: ExitStack) -> None:
         self._stack = stack
         self._seen: set[int] = set()  # namespaces that were looked through
-        self._builder = FaithfulBuilder(assumed)
+        self._assumed, self._builder = assumed, FaithfulBuilder(assumed)
+        self.told: set[str] = set()
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
         semantic = upstream.interpreter_semantic
         self.put(semantic, "builder", self._builder)
@@ -115,15 +117,18 @@ class _Session:
         """Run every program of a grid, one after the other: in the place of a function's `run`."""
         if warmup:
             return
+        if getattr(function, "is_gluon", bool)():
+            why = "it says what each thread of a GPU holds, and Triton interprets none"
+            raise CannotRunError(f"{function.fn.__name__} is a Gluon kernel: {why}; --backend cuda runs it")
         names = list(inspect.signature(function.fn).parameters)
         options = {name: value for name, value in kwargs.items() if name not in names}
         bound = inspect.getcallargs(function.fn, *args, **{n: v for n, v in kwargs.items() if n in names})
         constants = set(upstream.GridExecutor(function.fn, names, grid).constexprs)
         arguments = {name: value for name, value in bound.items() if name not in constants}
-        self._builder.begin(
-            Memory(function.fn.__name__, tuple(arguments_of(arguments))),
-            contracts=bool(options.get("enable_fp_fusion", True)),
-        )
+        contracts, how = self._assumed.contraction(options.get("enable_fp_fusion"))
+        if self._assumed.contracts:
+            self.told.add(f"contraction {how}")
+        self._builder.begin(Memory(function.fn.__name__, tuple(arguments_of(arguments))), contracts=contracts)
         converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)

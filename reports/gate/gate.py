@@ -33,8 +33,8 @@ _SEVERITY = {
     **dict.fromkeys((records.CRASHED, records.TIMED_OUT), 3),
 }
 # A baseline is there to see these change; of all but the wheel it is told.
-_TOLD = ("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton", "torch_npu", "cann",
-         "driver", "commit")  # fmt: skip
+_TOLD = ("python", "torch", "numpy", "os", "gpu_driver", "cuda", "hip", "cudnn", "triton", "contraction",
+         "torch_npu", "cann", "driver", "commit")  # fmt: skip
 _ULP = "ulp"  # the unit of measures that say nothing where the sum cancels
 _Judgement = tuple[bool, str]  # whether it is worse, and what changed
 _FINGERPRINT = "fingerprint"  # follows from platform and software, so a change of it is told, not refused

@@ -271,6 +271,7 @@ EVIDENCE: Mapping[str, Any] = {
     "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules
     NUMBERS: NumbersRecord,
     "paper": str,  # what the paper says of training with the kernel: stable, fails
+    "assumed": str,  # what was assumed, as the kernel ran, of a device that was not there
 }
 DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.runtime.driver import driver
 
 from tiebreak.backends.emulation.accumulators import MATMULS
@@ -24,6 +26,8 @@ from tiebreak.reports.records.record import Run
 
 Launch = Callable[..., None]
 N = 64
+KNOB, OVERRIDE = "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION"
+DEFAULT = f"Triton {triton.__version__}'s default"
 
 
 def _random(*shape: int, seed: int = 1) -> Tensor:
@@ -118,18 +122,62 @@ def test_the_exponential_and_the_division_are_the_cards(card: str, launch: Launc
     assert torch.equal(results[3], x / y)
 
 
-@pytest.mark.parametrize("card", ["exact", "sm_80", "sm_100", "gfx942"])
-def test_contraction_is_as_the_audit_finds_it(card: str, launch: Launch) -> None:
-    def shifted(S: Any, M: Any, Y: Any, c: Any, N: tl.constexpr) -> None:
-        row = tl.arange(0, N)
-        tl.store(Y + row, tl.load(S + row) * c - tl.load(M + row))
+def _shifted(S: Any, M: Any, Y: Any, c: Any, N: tl.constexpr) -> None:
+    row = tl.arange(0, N)
+    tl.store(Y + row, tl.load(S + row) * c - tl.load(M + row))
 
+
+def _contracts(card: str, **options: object) -> tuple[bool, set[str]]:
+    """Whether an interpreted launch takes a product unrounded into a sum, and what is said of it."""
     s, m, y = _random(N, seed=10) * 60, _random(N, seed=11), torch.zeros(N)
-    launch(shifted, s, m, y, 0.18033688, N=N, card=CARDS[card])
+    with interpreting(CARDS[card]) as told:
+        triton.jit(_shifted)[(1,)](s, m, y, 0.18033688, N=N, **options)
     factor = torch.tensor(0.18033688)
-    contracted = (s.double() * factor.double() - m.double()).float()
-    assert torch.equal(y, contracted if card == "sm_80" else s * factor - m)
-    assert not torch.equal(contracted, s * factor - m)
+    contracted, plain = (s.double() * factor.double() - m.double()).float(), s * factor - m
+    assert not torch.equal(contracted, plain)
+    assert torch.equal(y, contracted) != torch.equal(y, plain)
+    return torch.equal(y, contracted), told
+
+
+@pytest.mark.parametrize("card", ["exact", "sm_80", "sm_100", "gfx942"])
+def test_contraction_is_as_the_audit_finds_it(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KNOB, "1")
+    on, told = _contracts(card)
+    assert on == (card == "sm_80")
+    assert told == ({f"contraction on, {KNOB}"} if on else set())
+
+
+@pytest.mark.parametrize(
+    ("default", "environment", "asked", "said"),
+    [
+        (True, {}, None, f"on, {DEFAULT}"),
+        (False, {}, None, f"off, {DEFAULT}"),  # as Triton is from 3.10 on
+        (True, {KNOB: "0"}, None, f"off, {KNOB}"),
+        (False, {KNOB: "1"}, None, f"on, {KNOB}"),
+        (False, {}, True, "on, asked by the launch"),
+        (True, {KNOB: "1"}, False, "off, asked by the launch"),
+        pytest.param(
+            True, {OVERRIDE: "1"}, True, f"off, {OVERRIDE}",
+            marks=pytest.mark.skipif(
+                not hasattr(knobs.language, "force_disable_fp_fusion"), reason="Triton before 3.9 has no such switch"
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_triton_the_environment_and_the_launch_decide_whether_products_are_contracted(
+    default: bool, environment: dict[str, str], asked: bool | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (KNOB, OVERRIDE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(vars(type(knobs.language))["default_fp_fusion"], "default", default)
+    options = {} if asked is None else {"enable_fp_fusion": asked}
+    assert _contracts("sm_80", **options) == (said.startswith("on"), {f"contraction {said}"})
+    if asked is None:
+        card = INTERPRETER.assuming("sm_80")
+        assert card.describe()["contraction"] == said
+        assert f"contraction {said}" in str(card.notice())
 
 
 def test_every_known_core_but_voltas_is_a_card_that_a_kernel_sees() -> None:
@@ -147,7 +195,6 @@ def test_the_command_line_names_a_card_and_the_record_says_what_was_assumed() ->
     assert backend.options == ("--as", "sm_90")
     described = backend.describe()
     assert described["as"] == "sm_90"
-    assert described["contraction"] is True
     assert "nothing ran on a GPU" in str(backend.notice())
     text = Run(described, {}, records=()).backend_text("interpreter")
     assert text == "interpreter as sm_90 (assumed; nothing ran on a GPU)"

@@ -10,6 +10,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language import load as fetch
 from triton.language.extra import libdevice
 from triton.runtime import interpreter as upstream
@@ -90,9 +92,15 @@ def _odd_type(X: Any, Y: Any, N: tl.constexpr) -> None:
     tl.store(Y + row, tl.load(X + row).to(tl.float8e4b15).to(tl.float32))
 
 
+def _gluon(X: Any, Y: Any, N: gl.constexpr) -> None:
+    row = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    gl.store(Y + row, gl.load(X + row) * 2.0)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (gluon.jit(_gluon), "_gluon is a Gluon kernel: it says what each thread of a GPU holds"),
         (_assembly, r"inline assembly can't be interpreted: ex2\.approx\.ftz\.f32"),
         (_library, "the library function tanh can't be interpreted"),
         (_odd_type, "the type fp8e4b15 is not interpreted"),

@@ -15,7 +15,8 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CRASHED, HELD, SKIPPED, UNBIASED, Record
+from tiebreak.reports.records.record import CRASHED, HELD, SKIPPED, UNBIASED, Record, Run
+from tiebreak.reports.verdict import verdicts
 
 CASES = {case.name: case for case in SCRIPTED}
 BENCH = Workbench(Settings(heads=16))
@@ -31,6 +32,17 @@ def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
     record = _cell(file(), "tied_maxima[k=2]")
     assert record.outcome == HELD
     assert record.verdict == UNBIASED
+
+
+def test_the_record_says_whether_products_were_contracted_and_the_verdict_repeats_it(
+    file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    record, exact = (_cell(file(), "no_tail", INTERPRETER.assuming(card)) for card in ("sm_90", "exact"))
+    assert record.evidence["assumed"] == "contraction off, TRITON_DEFAULT_FP_FUSION"
+    assert "assumed" not in exact.evidence
+    (verdict,) = verdicts(Run({}, {}, (record,)))
+    assert "assumed     contraction off, TRITON_DEFAULT_FP_FUSION" in str(verdict)
 
 
 def test_without_the_interpreter_it_is_skipped_with_where_it_runs(file: File) -> None:

@@ -178,14 +178,16 @@ def test_a_new_cell_is_told_and_has_to_hold() -> None:
 
 def test_other_software_and_another_fingerprint_are_told_not_refused() -> None:
     probes = {"cpu": {"matmul_subnormals": "kept"}, "cuda": {"matmul": "even"}}
-    before = run(record(), platform={"fingerprint": probes})
+    on, off = "on, Triton 3.9.0's default", "off, Triton 3.10.0's default"
+    before = run(record(), platform={"fingerprint": probes, "contraction": on})
     flushed = {"cpu": {"matmul_subnormals": "flushed"}}
     for torch, told in (("2.14.0", "2.14.0"), (None, "not known")):
-        new = run(record(), platform={"torch": torch, "cores": 64, "fingerprint": flushed})
+        new = run(record(), platform={"torch": torch, "cores": 64, "fingerprint": flushed, "contraction": off})
         comparison = gate(before, new, Limits())
         assert comparison.held
         assert comparison.notes == (
             f"torch 2.13.0 in the baseline, {told} in the new run",
+            f"contraction {on} in the baseline, {off} in the new run",
             "cpu, matmul_subnormals: kept in the baseline, flushed in the new run",
         )
 

@@ -219,6 +219,8 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
         evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits
+    if output.assumed:
+        evidence["assumed"] = output.assumed
     if bench.settings.rules:
         evidence["rules"] = said(output, bench)
     if bench.case.traced:
