@@ -24,6 +24,7 @@ from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import numpy_type
 from tiebreak.backends.interpreter.reductions import reducing, scan
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.triton.loading import Tuning
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
@@ -47,7 +48,7 @@ def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
             session.put(
                 kind, "__call__", lambda function, *args, **kwargs: session.rewritten(function)(*args, **kwargs)
             )
-        session.put(Autotuner, "run", _with_the_first(Autotuner.run))
+        session.put(Autotuner, "run", _with_one(Autotuner.run))
         session.put(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
         # What a kernel's host code may ask of the active driver: there is one device, with one stream.
         answers = {
@@ -67,14 +68,27 @@ def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
         yield session.told
 
 
-def _with_the_first(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autotuned kernel the first configuration that its pruning leaves; what was tuned before stays."""
+def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an autotuned kernel the first configuration that its pruning leaves, or the chosen; what was tuned stays."""
 
-    def first(self: Autotuner, *args: object, **kwargs: object) -> Any:
-        with patch.object(self, "cache", {}), patch.object(self, "cache_results", False):
+    def tuned(self: Autotuner, *args: object, **kwargs: object) -> Any:
+        prune, name, seen = self.prune_configs, self.base_fn.__name__, {*self.arg_names, "enable_fp_fusion"}
+
+        def one(given: dict[str, Any]) -> list[Any]:
+            left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
+            for each in prune(given):
+                words = "+".join(f"{key}={value}" for key, value in each.all_kwargs().items() if key in seen)
+                left.setdefault(words, each)
+                Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))
+            if kernel == name and chosen not in left:
+                raise CannotRunError(f"{Tuning.chosen}: not left by the kernel's pruning here: {', '.join(left)}")
+            Tuning.taken |= kernel == name
+            return [left[chosen] if kernel == name else next(iter(left.values()))]
+
+        with patch.multiple(self, cache={}, cache_results=False, prune_configs=one):
             return run(self, *args, **kwargs)
 
-    return first
+    return tuned
 
 
 class _Session:
@@ -99,6 +113,7 @@ class _Session:
         # Triton before 3.9 knows none of AMD's own types.
         fnuz = (tl.float8e4b8, tl.float8e5b16)
         self.put(tl.dtype, "to_ir", lambda dtype, builder: dtype if dtype in fnuz else to_ir(dtype, builder))
+        self.put(tl, "static_assert", _required)
         self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
@@ -176,6 +191,12 @@ def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **{k: tl.constexpr(v) if isinstance(v, str) else v for k, v in kwargs.items()})
 
     return call
+
+
+def _required(condition: object, message: str = "") -> None:
+    """In the place of `tl.static_assert`: a tuner leaves out what a compiler refuses."""
+    if not condition:
+        raise CannotRunError(f"a static_assert refuses it: {message}")
 
 
 def _drop_all_but(kind: type, names: set[str]) -> None:

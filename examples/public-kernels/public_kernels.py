@@ -228,13 +228,16 @@ def _tuned(configs: Any, key: list[str], **_: object) -> Any:
 
 
 def _configurations(name: str) -> Any:
-    """The first of FlagGems' own for NVIDIA's cards that its filter leaves."""
+    """FlagGems' own for NVIDIA's cards that its filter leaves, in one number of warps; its file adds some."""
     import triton
 
-    blocks: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 32, "PRE_LOAD_V": True}
+    blocks: list[dict[str, Any]] = [
+        {"BLOCK_M": 128, "BLOCK_N": keys, "PRE_LOAD_V": loads} for keys in (32, 128) for loads in (True, False)
+    ]
     if name == "attention_bwd":
-        blocks = {"BLOCK_M1": 32, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 32}
-    return [triton.Config(blocks, num_warps=4, num_stages=2)]
+        sizes = ((32, 128, 128, 32), (64, 128, 64, 64), (64, 128, 64, 32))
+        blocks = [dict(zip(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), each, strict=True)) for each in sizes]
+    return [triton.Config(each, num_warps=4, num_stages=2) for each in blocks]
 
 
 @kernel(takes="gqa", head_dims=[32, 64, 128, 256])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from torch.nn.functional import pad
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
-from tiebreak.kernels.external.options import AUTOGRAD, Convention, KernelOptions
+from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
 from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import CannotRunError, Whose
+from tiebreak.kernels.triton.loading import Tuning, interpreting
 
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
@@ -143,12 +145,17 @@ class Caller:
         """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
 
         Raises:
-            CannotRunError: the function broke its contract, raised NotImplementedError, or needs a GPU.
+            CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
             Exception: whatever else the function raises.
         """
         del arithmetic  # it brings its own
+        options, Tuning.taken = self.convention.options, False
         run = self.started(inputs, gradients=gradients)
-        return run.finished() if gradients else AttentionOutput(run.o)
+        output = run.finished() if gradients else AttentionOutput(run.o)
+        whole = gradients or options.backward == NO_BACKWARD  # else the kernel may be its backward pass's
+        if options.config and not (Tuning.taken or (interpreting() and not whole)):
+            raise CannotRunError(f"config={options.config}: no such kernel was launched; the interpreter takes one")
+        return output
 
     def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":
         """Its forward pass, as `compute` makes it; a backward pass may follow whenever it will, if `gradients`."""
@@ -182,6 +189,7 @@ class Caller:
             torch.set_grad_enabled(gradients and self.convention.options.backward == AUTOGRAD),
             kept_state() as changed,
             CLOCK.running(),
+            patch.object(Tuning, "chosen", self.convention.options.config),
         ):
             try:
                 yield changed

@@ -31,22 +31,27 @@ class UserKernel(Kernel):
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
     """The kernel that `--kernel`, `--plan`, which goes before what its author says, and `--declare` give.
 
+    A target may end with keywords, `[block=32+splits=2]`, or with an autotuned kernel's configuration, `[KERNEL.B=32]`.
+
     Raises:
         LoadError: it can't be found, imported or called as it is; one line that names the flag.
     """
+    place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
+    tuned = "." in words.partition("=")[0]
+    chosen = [f"config={words}"] if tuned else [f"options.{word}" for word in words.split("+") if word]
     try:
-        function = load(target)
-        options = declared_options(function, flags)
-        name = options.name or (target.rpartition(":")[2] if ":" in target else getattr(function, "__name__", target))
-        kernel = users_kernel(name, function, options)
+        function = load(place)
+        options = declared_options(function, [*flags, *chosen])
+        name = options.name or (place.rpartition(":")[2] if ":" in place else getattr(function, "__name__", place))
+        kernel = users_kernel(name + target.removeprefix(place), function, options)
     except LoadError as error:
         raise LoadError(f"--kernel {target}: {error}") from error
-    words = ["--kernel", target, *(word for flag in flags for word in ("--declare", flag))]
+    origin = ["--kernel", target, *(word for flag in flags for word in ("--declare", flag))]
     try:
         declaration = kernel.declaration if plan is None else parse_declaration(plan)
     except ValueError as error:
         raise LoadError(f"--plan {plan}: {error}") from error
-    return replace(kernel, declaration=declaration, origin=(*words, *(() if plan is None else ("--plan", plan))))
+    return replace(kernel, declaration=declaration, origin=(*origin, *(() if plan is None else ("--plan", plan))))
 
 
 def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions) -> UserKernel:

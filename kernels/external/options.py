@@ -69,6 +69,7 @@ class KernelOptions:
     multiple_of: int = 1  # what the number of queries and of keys must be a multiple of
     head_dims: Sequence[int] = ()  # head dimensions that it has; none: all
     options: Mapping[str, Any] = field(default_factory=dict)  # further keywords, passed as they are
+    config: str = ""  # KERNEL.NAME=VALUE+NAME=VALUE, of an autotuned kernel that it launches; "": the first of each
     plan: str = ""  # the rounding plan that it declares, such as "flash@fused,base=2"
     backward: str | Callable[..., Any] = AUTOGRAD  # or "none", or (dO, q, k, v, O, **keywords) -> (dQ, dK, dV)
     name: str = ""  # how tables call it; "": as the function

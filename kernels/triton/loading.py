@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import ClassVar
 from unittest.mock import patch
 
 from packaging.version import Version
@@ -66,3 +67,11 @@ def source(part: str) -> ModuleType:
 def interpreting() -> bool:
     """Whether Triton's functions are interpreted now."""
     return os.environ.get(_SWITCH) == "1"
+
+
+class Tuning:
+    """Configurations of autotuned kernels, between who calls them and who interprets them: of this process."""
+
+    chosen = ""  # KERNEL.NAME=VALUE+NAME=VALUE; empty: the first of every kernel
+    taken = False  # whether a kernel was launched in the chosen one
+    left: ClassVar[dict[str, dict[str, set[str]]]] = {}  # by kernel, by what interpreted code sees: by pruning of calls

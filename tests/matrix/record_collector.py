@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -318,11 +318,11 @@ class RecordCollector:
         lines = gate.lines if gate is not None and gate.fell else ()
         return [*self.fallen, *lines, *([self.failure] if self.failure else [])]
 
-    def report(self, run: records.Run, width: int | None) -> list[str]:
+    def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
         table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
-        judged = list(map(str, self.verdicts(run)))
-        return list(filter(None, [*judged, table, fallen, tables.summary(run)]))
+        told = map(str, judged or self.verdicts(run))
+        return list(filter(None, [*told, table, fallen, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The report, and what fails the session though no single cell fell."""

@@ -19,6 +19,7 @@ from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.options import FORWARDED, refuse_twice
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
+from tiebreak.programs.configurations import Configurations, Looks, looked_at
 from tiebreak.programs.levels import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
     options, follower = _parsed(arguments), _Follower(sys.stderr)
+    if options.configs:
+        _take_classes(options, follower)
     code, printed = _run(options, follower)
     run = follower.run
     if run is None:
@@ -89,6 +92,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "worker processes; 0: none, a kernel that hangs or dies ends the run (default: as many as the machine carries)"
     )
     parser.add_argument("-n", "--workers", default=_AUTO, metavar="N", help=workers)
+    parser.add_argument(
+        "--configs", action="append", metavar="all|NAME=V,V", help="those of other bits: docs/triton.md"
+    )
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
     options = parser.parse_args(arguments)
@@ -101,9 +107,26 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace, follower: "_Follower") -> tuple[int, str]:
+def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
+    """Put the first of each class of configurations in the target's place."""
+
+    def look(targets: list[str]) -> Looks:
+        asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
+        _, printed = _run(asked, collected := _Follower(follower.stream), "--collect-only")
+        if collected.collector is None:
+            raise UsageError(_refusal(printed))
+        follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
+        return looked_at(collected.collector.expected.values(), collected.collector.settings.seed)
+
+    if options.targets[1:]:
+        raise UsageError(f"--configs: {len(options.targets)} targets; name one")
+    follower.configurations = Configurations(options.targets[0], options.configs, look)
+    options.targets = [own[0] for own in follower.configurations.classes]
+
+
+def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
     """Run pytest in silence; its exit code and what it printed."""
-    words = [*_ALONE, *CELLS, "-n", str(options.workers)]
+    words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
     words += [word for target in options.targets for word in ("--kernel", target)]
     words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
     kept = os.environ.pop("PYTEST_ADDOPTS", None)
@@ -135,6 +158,7 @@ class _Follower:
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.ended: set[str] = set()
+        self.configurations: Configurations | None = None
 
     @property
     def run(self) -> Run | None:
@@ -144,13 +168,14 @@ class _Follower:
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
         """What there is to say of a run, whatever made it fall though no cell did."""
         assert self.collector is not None
-        return verdicts(run, command, self.collector.failures)
+        found = verdicts(run, command, self.collector.failures)
+        return found if self.configurations is None else self.configurations.judged(found)
 
     def report(self, run: Run) -> str:
         """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
         assert self.collector is not None
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
-        parts = [*self.collector.report(run, terminal.width()), *self.collector.fallen, *lines]
+        parts = [*self.collector.report(run, terminal.width(), self.verdicts(run)), *self.collector.fallen, *lines]
         return "\n".join(["\n\n".join([*parts, self.collector.failure or self.collector.file.line]), *annotations])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:

@@ -1,0 +1,102 @@
+"""Configurations of a kernel in classes of equal bits: of each class `tiebreak check --configs` checks the first.
+
+One thing varies at a time, a keyword or an autotuned kernel, and all else is as it is: a sum of passes, not a product.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, product
+
+from msgspec.structs import replace
+
+from tiebreak.kernels.external.isolation import own_randomness
+from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.triton.loading import Tuning
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call, digest
+from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.names import split
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.tables.run import counted
+from tiebreak.reports.verdict import SEVERITIES, Finding, Verdict
+
+_ALL, _HEADS = "all", 4  # of each call
+_ASSUMED = "; {} more, by num_warps and the like alone, have the same bits by assumption: the interpreter has no warps"
+Bits = tuple[str, ...]  # digests of O, dQ, dK and dV, or how the call ended
+Looks = dict[str, dict[str, Bits]]  # by kernel, as --kernel takes it, and by call
+_REFUSED: Bits = (CannotRunError.__name__,)
+
+
+class Configurations:
+    """What a few heads of every call show of each configuration."""
+
+    def __init__(self, target: str, asked: Sequence[str], look: Callable[[list[str]], Looks]) -> None:
+        """Look at those that are asked for, `all` or NAME=V1,V2, by their targets; a `UsageError`: there are none."""
+        words, self.target, self.merged = list[str](), target, 0  # how many interpreted code can't tell from others
+        for each in asked:
+            name, _, values = each.partition("=")
+            words += [f"[{name}={value}]" for value in split(values)]
+            if each == _ALL:
+                Tuning.left.clear()
+                look([target])
+                left = Tuning.left.items()
+                words += [f"[{kernel}.{own}]" for kernel, known in left if len(known) > 1 for own in known]
+                self.merged = sum(len(own) - 1 for _, known in left for own in known.values())
+        looks = look([target + each for each in dict.fromkeys(words or [""] * bool(self.merged))])
+        self.bits = {name: bits for name, bits in looks.items() if {*bits.values()} != {_REFUSED}} or looks
+        self.refused = [name.removeprefix(target) for name in looks if name not in self.bits]
+        if not self.bits:
+            advice = "name NAME=V1,V2 of a keyword; all is of autotuned kernels, with --backend interpreter"
+            raise UsageError(f"--configs {' '.join(asked)}: there are none, or no case is a call; {advice}")
+        self.classes = list(grouped(self.bits, lambda name: tuple(self.bits[name].items())).values())
+
+    def telling(self) -> list[str]:
+        """Calls that tell all classes apart, ever that which parts most: a greedy cover, perhaps not the smallest."""
+        left, chosen, bits = set(combinations([own[0] for own in self.classes], 2)), list[str](), self.bits
+        while left:
+            parts = {at: {(a, b) for a, b in left if bits[a][at] != bits[b][at]} for at in next(iter(bits.values()))}
+            chosen.append(max(parts, key=lambda at: len(parts[at])))
+            left -= parts[chosen[-1]]
+        return chosen
+
+    def judged(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts on the first of each class, the worst first, which also says what there is to say of all."""
+        ran, apart = [made for made in self.bits[self.classes[0][0]].values() if made != _REFUSED], self.telling()
+        text = f"{len(self.bits)}, {len(self.classes)} of other bits on {_HEADS} heads of {counted(len(ran), 'call')}"
+        text += f" ({sum(len(made) > 1 for made in ran)} with gradients)"
+        text += f", told apart by {', '.join(apart)}" * bool(apart) + _ASSUMED.format(self.merged) * bool(self.merged)
+        text += f"; refused on every call: {' '.join(self.refused)}" * bool(self.refused)
+        findings = [Finding("configs", text, tuple(apart))]
+        ranked = sorted(verdicts, key=lambda it: (it.ok, (*SEVERITIES, None).index(it.severity), -it.biased))
+        for verdict, own in product(ranked, self.classes):
+            names = [name.removeprefix(self.target) for name in own]
+            if verdict.kernel.endswith(names[0]):
+                told = [finding.text for finding in verdict.findings if finding.name in ("biased", "rounding")]
+                findings.append(Finding("equal bits", "; ".join([f"{' '.join(names)}: {verdict.statement}", *told])))
+        return [replace(ranked[0], findings=(*findings, *ranked[0].findings)), *ranked[1:]]
+
+
+def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
+    """What the calls among some cells give, on a few heads."""
+    looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
+    for cell in cells:
+        if isinstance(call := cell.experiment, Call) and cell.kernel.external:
+            own = looks.setdefault(cell.kernel.origin[1], {})
+            with threads(1), own_randomness(seed):
+                own[call.name] = (*own.get(call.name, ()), *_bits(cell, call, bench))
+    return looks
+
+
+def _bits(cell: Cell, call: Call, bench: Workbench) -> Bits:
+    try:
+        inputs = bench.case(call.case, cell.fmt).batch(0).inputs
+        if call.refusal(cell, bench) is not None:
+            return _REFUSED
+        output = cell.backend.run(cell.kernel, inputs, gradients=call.case.gradients and cell.kernel.has_backward)
+    except Exception as error:  # whatever the kernel raises; its message may name the configuration
+        return (type(error).__name__,)
+    tensors = (output.o, made.dq, made.dk, made.dv) if (made := output.gradients) else (output.o,)
+    return tuple(digest(AttentionOutput(tensor)) for tensor in tensors)
