@@ -31,11 +31,10 @@ class UserKernel(Kernel):
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
     """The kernel that `--kernel`, `--plan`, which goes before what its author says, and `--declare` give.
 
-    A target may end with keywords, `[block=32+splits=2]`, or with an autotuned kernel's configuration, `[KERNEL.B=32]`.
-
     Raises:
         LoadError: it can't be found, imported or called as it is; one line that names the flag.
     """
+    # Behind a target may stand keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
     place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
     tuned = "." in words.partition("=")[0]
     chosen = [f"config={words}"] if tuned else [f"options.{word}" for word in words.split("+") if word]

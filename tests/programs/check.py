@@ -92,9 +92,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "worker processes; 0: none, a kernel that hangs or dies ends the run (default: as many as the machine carries)"
     )
     parser.add_argument("-n", "--workers", default=_AUTO, metavar="N", help=workers)
-    parser.add_argument(
-        "--configs", action="append", metavar="all|NAME=V,V", help="those of other bits: docs/triton.md"
+    configs = (
+        "all configurations of autotuned kernels, interpreted, or a keyword's values: those of other bits are checked"
     )
+    parser.add_argument("--configs", action="append", metavar="all|NAME=V1,V2", help=configs)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
     options = parser.parse_args(arguments)

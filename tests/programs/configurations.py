@@ -1,7 +1,4 @@
-"""Configurations of a kernel in classes of equal bits: of each class `tiebreak check --configs` checks the first.
-
-One thing varies at a time, a keyword or an autotuned kernel, and all else is as it is: a sum of passes, not a product.
-"""
+"""Configurations of a kernel in classes of equal bits: of each class `tiebreak check --configs` checks the first."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
@@ -25,13 +22,12 @@ from tiebreak.reports.verdict import SEVERITIES, Finding, Verdict
 
 _ALL, _HEADS = "all", 4  # of each call
 _ASSUMED = "; {} more, by num_warps and the like alone, have the same bits by assumption: the interpreter has no warps"
-Bits = tuple[str, ...]  # digests of O, dQ, dK and dV, or how the call ended
-Looks = dict[str, dict[str, Bits]]  # by kernel, as --kernel takes it, and by call
-_REFUSED: Bits = (CannotRunError.__name__,)
+Looks = dict[str, dict[str, tuple[str, ...]]]  # by --kernel and call: digests of O, dQ, dK, dV, or what was raised
+_REFUSED = (CannotRunError.__name__,)
 
 
 class Configurations:
-    """What a few heads of every call show of each configuration."""
+    """What a few heads of every call show of configurations, which vary one keyword or autotuned kernel at a time."""
 
     def __init__(self, target: str, asked: Sequence[str], look: Callable[[list[str]], Looks]) -> None:
         """Look at those that are asked for, `all` or NAME=V1,V2, by their targets; a `UsageError`: there are none."""
@@ -45,7 +41,8 @@ class Configurations:
                 left = Tuning.left.items()
                 words += [f"[{kernel}.{own}]" for kernel, known in left if len(known) > 1 for own in known]
                 self.merged = sum(len(own) - 1 for _, known in left for own in known.values())
-        looks = look([target + each for each in dict.fromkeys(words or [""] * bool(self.merged))])
+        targets = [target + each for each in dict.fromkeys(words or [""] * bool(self.merged))]
+        looks = look(targets) if targets else {}
         self.bits = {name: bits for name, bits in looks.items() if {*bits.values()} != {_REFUSED}} or looks
         self.refused = [name.removeprefix(target) for name in looks if name not in self.bits]
         if not self.bits:
@@ -90,7 +87,7 @@ def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
     return looks
 
 
-def _bits(cell: Cell, call: Call, bench: Workbench) -> Bits:
+def _bits(cell: Cell, call: Call, bench: Workbench) -> tuple[str, ...]:
     try:
         inputs = bench.case(call.case, cell.fmt).batch(0).inputs
         if call.refusal(cell, bench) is not None:

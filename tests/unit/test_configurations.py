@@ -33,8 +33,10 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_values_of_keywords_are_put_into_classes_and_the_worst_comes_first(
-    target: str, capsys: pytest.CaptureFixture[str]
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """The file sees nothing of pytest: Triton's tutorial has one configuration where it does."""
+    (tmp_path / "mine.py").write_text(f"import os\nassert 'PYTEST_VERSION' not in os.environ\n{KERNEL}")
     assert check.main([target, "--configs", "cast=fp32,bf16", "--configs", "order=1,2,3", *FEW]) == 0
     headline, configs, *lines = capsys.readouterr().out.splitlines()
     assert headline == "attention[cast=bf16] on cpu, bf16: biased on 1 of 1 failure input, by its own rounding"
