@@ -154,7 +154,6 @@ def _mla(draw: Draw) -> AttentionInputs:
 
 
 def _case(about: str, recipe: Recipe, **fields: Any) -> Case:
-    """A case that the table names."""
     return Case("", about, OWN, recipe, only_claimed=True, **fields)
 
 

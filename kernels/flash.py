@@ -47,7 +47,6 @@ class Block:
     order: Order = Order.FORWARDS
 
     def __post_init__(self) -> None:
-        """Refuse empty tiles."""
         if self.queries < 1 or self.keys < 1:
             raise ValueError(f"block sizes must be at least 1, not {self.queries} x {self.keys}")
 
@@ -185,8 +184,6 @@ class _Tiled:
 
 @dataclass(frozen=True)
 class _Pass(_Tiled):
-    """A forward pass."""
-
     shift_rule: ShiftRule
     noise: Noise
 

@@ -84,7 +84,6 @@ class AttentionInputs:
     dlse: Tensor | None = None  # (batch, heads, queries, 1), the upstream gradient of the log-sum-exp; None: 0
 
     def __post_init__(self) -> None:
-        """Refuse shapes that no attention kernel could take."""
         batch, heads, queries, d = self.q.shape
         if self.k.shape[:3] != self.v.shape[:3] or self.k.shape[0] != batch or self.k.shape[3] != d:
             raise ValueError(f"q {tuple(self.q.shape)}, k {tuple(self.k.shape)}, v {tuple(self.v.shape)} do not fit")

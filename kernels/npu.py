@@ -156,8 +156,6 @@ class FusionAttention:
 
 @dataclass(frozen=True)
 class _Inference:
-    """An inference operator."""
-
     name: str
     scale: str  # what it calls the scale
     operators: Operators

@@ -161,7 +161,6 @@ class RoundingPlan:
     gradients: Cast = Cast(FP32)  # backward: dQ, dK and dV as returned
 
     def __post_init__(self) -> None:
-        """Refuse a contraction of what is not there."""
         if self.contracted and self.shifted.narrows:
             raise ValueError("contracted, S - m is never formed: it can't be rounded too")
         if self.contracted and self.exponential.correction:

@@ -100,7 +100,6 @@ class Capture:
         self.written: list[Path] = []
 
     def __enter__(self) -> "Capture":
-        """Start to watch."""
         for name, module in self._model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"

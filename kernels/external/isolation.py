@@ -22,8 +22,6 @@ _IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its firs
 
 @dataclass(frozen=True)
 class _Switch:
-    """One part of the state."""
-
     name: str  # as messages call it
     parts: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]  # each as it is got and as it is put
     may_grow: bool = False  # whether what is added to it is taken back silently

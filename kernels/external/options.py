@@ -75,7 +75,6 @@ class KernelOptions:
     name: str = ""  # how tables call it; "": as the function
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, by a LoadError of one line."""
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
         for option, known in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
@@ -292,7 +291,6 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
 
 
 def _read(function: Callable[..., Any], options: KernelOptions) -> Convention:
-    """What Python knows of a function."""
     if function in _BUILTIN:
         return Convention(options, dict.fromkeys(_BUILTIN[function]))
     # A class whose `apply` the function is: it takes nothing by keyword, and its signature is that of `forward`.

@@ -33,7 +33,6 @@ class Config:
     softmax_scale: float | None = None  # alpha; None: 1/sqrt(d)
 
     def __post_init__(self) -> None:
-        """Refuse what no kernel here computes."""
         plan = self.plan
         refused = {
             "know no fast exponential": bool(plan.exponential.correction),

@@ -42,8 +42,6 @@ _OPTIONS: flags.Options = {
 
 @dataclass(frozen=True)
 class MatrixResult:
-    """What came home from a node."""
-
     code: int  # pytest's exit code
     records: bytes  # the file; empty: there is none
     last: str  # the last lines that pytest said

@@ -24,8 +24,6 @@ _TOLD_EVERY = 1.0  # seconds in which Ctrl-C is heard
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster."""
-
     id: str  # Ray's
     cpus: float
     gpus: float
@@ -54,7 +52,6 @@ class Cluster:
 
     @property
     def about(self) -> str:
-        """Say how large it is."""
         nodes = self.nodes
         gpus = sum(node.gpus for node in nodes)
         accelerators = f", {counted(int(gpus), 'GPU')}" if gpus else ""

@@ -53,8 +53,6 @@ exit codes: 0 done, whatever diverged; 2 bad usage, another sweep's store, a fil
 
 @dataclass(frozen=True)
 class Stabiliser:
-    """What a switch changes."""
-
     about: str  # one line
     mitigation: Mitigation = NO_MITIGATION  # of the model or its training
     otherwise: Otherwise = field(default_factory=dict)  # parts of the model that have a mask of their own, or none

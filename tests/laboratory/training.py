@@ -96,8 +96,6 @@ def joined() -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run takes its steps."""
-
     schedule: Schedule  # of the learning rate, and the length of the run
     optimizer: str = "adamw"  # a name of `optimizers.OPTIMIZERS`
     precision: str = "fp32"  # of the linear layers: a name of PRECISIONS
@@ -180,7 +178,6 @@ class Readings:
         self._diversity: dict[int, float] = {}  # by layer, of the first part: thousands of tokens say enough
 
     def __call__(self, observation: Observation) -> None:
-        """Read one call of attention."""
         self._recorder(observation)
         if (layer := observation.layer) not in self._diversity:
             self._diversity[layer] = sign_diversity(self._model.block(layer).wq.weight, observation.x)

@@ -34,8 +34,6 @@ Parts = Mapping[str, Tensor]  # dQ, dK and dV
 
 @dataclass(frozen=True)
 class BackwardHeldTo:
-    """What the errors of gradients are compared with."""
-
     name: str  # of the backward pass, as reports have it
     bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
     squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]]  # see `Observed.backward_squares`

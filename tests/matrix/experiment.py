@@ -36,8 +36,6 @@ def time_limit(cell: "Cell", given: float | None) -> float | None:
 
 
 class Experiment(ABC):
-    """One thing that kernels are put through."""
-
     kind: ClassVar[str]  # name of its kind
     options: tuple[str, ...] = ()  # of the command line, that bring it in
     time_limit: ClassVar[float] = 60.0  # seconds that a cell of a user's kernel may take
@@ -101,8 +99,6 @@ class Experiment(ABC):
 
 @dataclass(frozen=True)
 class Cell:
-    """What is run: backend x kernel x experiment x format."""
-
     backend: Backend
     kernel: Kernel
     experiment: Experiment
@@ -116,8 +112,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of experiment."""
-
     name: str
     described: ExperimentRecord  # what it is, for the file of records
     experiments: Sequence[Experiment] = ()  # that --cases takes by name

@@ -45,12 +45,10 @@ class Standing:
 
     @property
     def mean(self) -> float:
-        """Of all cells; each counts alike."""
         return sum(self.bits.values()) / len(self.bits)
 
     @property
     def followed(self) -> bool:
-        """Whether enough bits agree in every cell."""
         return min(self.bits.values()) >= FOLLOWED
 
     @property

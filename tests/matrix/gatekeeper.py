@@ -19,8 +19,6 @@ from tiebreak.reports.records.record import Run
 
 
 class Gatekeeper:
-    """Checks the baseline before the run, compares after it, and tells GitHub."""
-
     def __init__(self, config: pytest.Config, collector: RecordCollector) -> None:
         """Read the baseline; a `UsageError` where it tells nothing of this run, or its own records go there."""
         self.collector = collector
@@ -116,7 +114,6 @@ class Gatekeeper:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """What the gate found, below the tables."""
         for text in self.lines:
             terminalreporter.write_line("")
             terminalreporter.write_line(text)

@@ -33,12 +33,10 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it stands on the command line."""
         return f"--{self.name}"
 
     @property
     def dest(self) -> str:
-        """As parsers call its value."""
         return self.name.replace("-", "_")
 
     @property

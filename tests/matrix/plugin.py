@@ -49,7 +49,6 @@ _cells = pytest.StashKey[Mapping[str, Cell]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the matrix."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
     for option in OPTIONS.values():
         group.addoption(option.flag, **option.parsing)

@@ -48,8 +48,6 @@ _SHARE = 30.0  # times as long as the last one took: of a large file they are no
 
 
 class RecordFile:
-    """Where a run's records go."""
-
     def __init__(self, path: Path, name: str) -> None:
         """Nothing is written yet to the file; its name tells the run from others."""
         self.path, self._name = path, name
@@ -77,7 +75,6 @@ class RecordFile:
 
     @property
     def line(self) -> str:
-        """Where the records are, for the last line."""
         taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
         return f"records: {self.path}{taken if self.taken else ''}"
 
@@ -92,8 +89,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 class RecordCollector:
-    """Collects records, writes them, and says what they are."""
-
     def __init__(
         self,
         config: pytest.Config,
@@ -132,7 +127,6 @@ class RecordCollector:
         return described | {"evidence": {backend.name: backend.evidence for backend in self.backends}}
 
     def pytest_report_header(self) -> list[str]:
-        """What runs here, what doesn't and why."""
         platform = describe()
         return [
             f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}",
@@ -188,7 +182,6 @@ class RecordCollector:
         return Path(tempfile.mkdtemp(prefix="tiebreak-"))
 
     def pytest_unconfigure(self) -> None:
-        """Leave nothing behind."""
         if "words" in vars(self):
             shutil.rmtree(self.words, ignore_errors=True)
 
@@ -223,7 +216,6 @@ class RecordCollector:
             tell_late(self.words, self.late)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Remember which cells have begun."""
         self.begun.add(cell_id(nodeid))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -368,7 +360,6 @@ def measures() -> dict[str, records.MeasureRecord]:
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:
-    """Every backend that cells run on, once."""
     return list({cell.backend.name: cell.backend for cell in cells}.values())
 
 

@@ -32,8 +32,6 @@ _Returned = TypeVar("_Returned")
 
 @dataclass(frozen=True)
 class Repetition:
-    """What a second run on the same input gave."""
-
     same: bool | None = None  # whether O has the same bits; None: there was no second run
     equal_gradients: float | None = None  # share of elements of dQ, dK and dV that have
     other_gradients: Gradients | None = None  # of a user's kernel, where O has the same bits and they have not
@@ -70,7 +68,6 @@ def repetition(cell: Cell, first: AttentionOutput, inputs: AttentionInputs) -> R
 
 
 def _tensors(output: AttentionOutput) -> dict[str, Tensor]:
-    """The dQ, dK and dV of a run that has them."""
     return {} if output.gradients is None else {name: getattr(output.gradients, name) for name in _NAMES}
 
 

@@ -31,8 +31,6 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one cell that ran to its end."""
-
     measures: Mapping[str, Value]  # by name, as the kind of experiment describes them
     shown: Shown  # what tables show
     verdict: str | None = None  # on the bias, where that says anything

@@ -84,5 +84,4 @@ def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: b
 
 
 def skipped_record(cell: Cell, settings: Settings, why: str) -> Record:
-    """The record of a cell that can't run."""
     return replace(blank_record(cell, settings, records.SKIPPED), skipped=why)

@@ -43,12 +43,10 @@ class Sample:
 
     @property
     def heads(self) -> int:
-        """In all."""
         return sum(output.o.shape[0] * output.o.shape[1] for output in self.outputs)
 
     @cached_property
     def errors(self) -> Errors:
-        """Of all heads."""
         return merge(list(self.batch_errors))
 
     def emulated(self, declaration: Declaration) -> Errors:

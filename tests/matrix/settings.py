@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says of every cell."""
-
     seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
     fair: bool = False  # hold external kernels to no bias on failure inputs

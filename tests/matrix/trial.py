@@ -12,7 +12,6 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose
 
 
 def first_line(error: Exception) -> str:
-    """Of its message."""
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 

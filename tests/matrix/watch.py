@@ -45,8 +45,6 @@ def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class Watch:
-    """How one worker watches its cells."""
-
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     deadline: float | None = None  # of the whole run, on the clock of `now`; None: it takes as long as it takes

@@ -88,7 +88,6 @@ class SharedBatch(Batch):
 
     @cached_property
     def emulation(self) -> Backend:
-        """The emulation for these inputs."""
         return replace(EMULATION, arithmetic=SharedEmulation(self.inputs))
 
     def clipped(self, declaration: Declaration) -> Declaration:
@@ -107,18 +106,15 @@ class CaseBench:
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
     def has(self, index: int) -> bool:
-        """Whether the case has heads for batch `index`."""
         return self.case.has(index, self.settings.heads)
 
     def batch(self, index: int) -> SharedBatch:
-        """Batch `index`."""
         if index not in self._batches:
             inputs = self.case.make(self.settings.seed, index, self.settings.heads, self.fmt)
             self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
 
     def measure(self, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
-        """Errors of an output on one batch."""
         batch = self.batch(index)
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
@@ -150,7 +146,6 @@ class Workbench:
     _known: dict[tuple[str, str, str], KnownPlans] = field(default_factory=dict)  # by backend, kernel and format
 
     def case(self, case: Case, fmt: Format) -> CaseBench:
-        """What cells of a case in a format share."""
         if self._held is None or (self._held.case.name, self._held.fmt.name) != (case.name, fmt.name):
             self._held = CaseBench(case, fmt, self.settings)
         return self._held

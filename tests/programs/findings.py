@@ -85,7 +85,6 @@ def known_findings() -> list[KnownFinding]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `findings`; see `tiebreak.reports.cli.main`."""
     parser = Parser(
         prog="tiebreak findings",
         description="Known findings in other people's software: which of them the installed packages have. Each is"

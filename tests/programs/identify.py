@@ -26,7 +26,6 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     identities, failures = list[Identity](), dict[str, str]()
     backends = devices(options.backend, options.targets, options.card)

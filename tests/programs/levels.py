@@ -101,7 +101,6 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb `levels`; see `tiebreak.reports.cli.main`."""
     parser = _parser()
     options, for_pytest = parser.parse_known_args(arguments)
     if options.sysroot and not options.arch:

@@ -31,7 +31,6 @@ _INPUT = "; a failure input"
 
 
 def cases(arguments: Sequence[str]) -> int:
-    """The verb `cases`; see `tiebreak.reports.cli.main`."""
     groups: dict[str, Iterable[_Listed]] = {
         **GROUPS,
         GROUP: SNIPPETS.values(),
@@ -53,7 +52,6 @@ def cases(arguments: Sequence[str]) -> int:
 
 
 def kernels(arguments: Sequence[str]) -> int:
-    """The verb `kernels`; see `tiebreak.reports.cli.main`."""
     about = "The kernels of a default run, by backend, and adapters that --kernel takes."
     Parser(prog="tiebreak list kernels", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
@@ -69,7 +67,6 @@ def kernels(arguments: Sequence[str]) -> int:
 
 
 def plans(arguments: Sequence[str]) -> int:
-    """The verb `plans`; see `tiebreak.reports.cli.main`."""
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
     plans = {name: _plan_text(plan) for name, plan in PLANS.items()}
@@ -85,7 +82,6 @@ def plans(arguments: Sequence[str]) -> int:
 
 
 def vendors(arguments: Sequence[str]) -> int:
-    """The verb `vendors`; see `tiebreak.reports.cli.main`."""
     about = "What vendors' kernels round, by their sources, as --plan takes it."
     told = []
     for plan in (VENDOR_PLANS[name] for name in _chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
@@ -97,7 +93,6 @@ def vendors(arguments: Sequence[str]) -> int:
 
 
 def rules(arguments: Sequence[str]) -> int:
-    """The verb `rules`; see `tiebreak.reports.cli.main`."""
     about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
     parser = Parser(prog="tiebreak rules", description=about)
     parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")

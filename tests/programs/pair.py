@@ -46,7 +46,6 @@ Target = str | Callable[..., Any]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `pair`; see `tiebreak.reports.cli.main`."""
     options = vars(_parser().parse_args(arguments))
     files = {flag: options.pop(flag) for flag in ("json", "markdown", "figure")}
     for flag, file in files.items():

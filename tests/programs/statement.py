@@ -28,7 +28,6 @@ _NAMED = 4  # kernels that a line names
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `statement`; see `tiebreak.reports.cli.main`."""
     rest = [word for word in arguments if word != "--verify"]
     return state(rest) if len(rest) == len(arguments) else verify(rest)
 

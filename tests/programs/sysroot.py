@@ -36,8 +36,6 @@ _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu
 
 @dataclass(frozen=True)
 class Pin:
-    """One download."""
-
     kind: str  # deb or wheel
     name: str  # of the package
     version: str  # of it
@@ -46,7 +44,6 @@ class Pin:
 
 
 def pins(architecture: str) -> list[Pin]:
-    """What is downloaded for an architecture."""
     text = Path(__file__).with_name(f"{architecture}.txt").read_text(encoding="utf-8")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Pin(kind, name, version, digest, int(size)) for kind, name, version, digest, size in lines]

@@ -12,8 +12,6 @@ from tiebreak.reports.records.record import IN_TIME, RUNS, Answer
 
 @dataclass(frozen=True)
 class Check:
-    """One question."""
-
     name: str
     about: str  # what it asks, in one line
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
@@ -30,7 +28,6 @@ _ALWAYS = (
 
 @cache
 def checks() -> Mapping[str, Check]:
-    """Every check by name."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     asked = [value for module in modules for value in vars(module).values() if isinstance(value, Check)]
     return {check.name: check for check in (*_ALWAYS, *sorted(asked, key=lambda check: check.name))}
@@ -42,6 +39,5 @@ def judging() -> frozenset[str]:
 
 
 def ask_all(result: Result) -> dict[str, Answer]:
-    """The answers to all checks that have something to ask, by name."""
     answers = {name: check.ask(result) for name, check in checks().items()}
     return {name: answer for name, answer in answers.items() if answer is not None}

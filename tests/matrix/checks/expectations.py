@@ -18,7 +18,6 @@ def _contract(result: Result) -> Answer | None:
 
 
 def contract_broken(why: str) -> Answer:
-    """The answer of a kernel that broke its contract."""
     return Answer(False, _CONTRACT, why)
 
 

@@ -14,7 +14,6 @@ from tiebreak.matrix.experiment import Kind
 
 @cache
 def kinds() -> Mapping[str, Kind]:
-    """Every kind of experiment by name."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Kind)]
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}

@@ -120,7 +120,6 @@ class Call(Experiment):
         return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """All kernels but those for other formats."""
         formats = self.formats()
         if formats is not None and asked.fmt not in formats:
             return []
@@ -333,8 +332,6 @@ def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAns
 
 
 class _Calls(Kind):
-    """Scripted cases and captured ones."""
-
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         try:
             layers = () if captured is None else captured_cases(Path(captured))

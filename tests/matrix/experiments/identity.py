@@ -22,8 +22,6 @@ _BITS = "bits_of_plan"
 
 @dataclass(frozen=True)
 class Identification(Experiment):
-    """The search for a plan."""
-
     kind: ClassVar[str] = "identity"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "identity"
@@ -34,7 +32,6 @@ class Identification(Experiment):
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """Users' kernels that declare nothing."""
         return [
             (backend, kernel)
             for backend, kernel in asked.pairs

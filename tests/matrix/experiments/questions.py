@@ -20,8 +20,6 @@ from tiebreak.reports.records import record as records
 
 @dataclass(frozen=True)
 class _Table:
-    """What the questions of one table have in common."""
-
     kind: str
     group: str  # in words
     comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
@@ -31,8 +29,6 @@ class _Table:
 
 @dataclass(frozen=True)
 class Asked(Experiment):
-    """One question of a table."""
-
     table: _Table
     question: Question
 

@@ -47,8 +47,6 @@ def trained_kernel(variant: Variant) -> Kernel:
 
 @dataclass(frozen=True)
 class TrainingRun(Experiment):
-    """Train as a snippet says, and see what came of it."""
-
     kind: ClassVar[str] = "training"
     time_limit: ClassVar[float] = 600.0
     snippet: Snippet
@@ -187,8 +185,6 @@ def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measur
 
 
 class _TrainingRuns(Kind):
-    """The snippets."""
-
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
         return {name: trained_kernel(variant) for name, variant in VARIANTS.items()} if backend.composed else {}
 

@@ -44,8 +44,6 @@ class Miss:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the kernel made of one input."""
-
     name: str  # of the input
     inputs: AttentionInputs
     o: Tensor
@@ -62,7 +60,6 @@ class Answer:
         return run_forward(self._clipped(declaration), self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
-        """The share of elements of O in which a plan does not have the kernel's bits."""
         return self.miss(declaration).share
 
     def miss(self, declaration: Declaration) -> Miss:
@@ -81,8 +78,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """A kernel, and what it has answered so far."""
-
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v

@@ -59,8 +59,6 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Identity:
-    """What is known of a kernel's plan."""
-
     kernel: str
     backend: str
     evidence: str  # whose bits it rests on, in words

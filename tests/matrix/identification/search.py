@@ -29,8 +29,6 @@ _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by a
 
 @dataclass(frozen=True)
 class Search:
-    """A search through the space of plans, by a kernel's answers."""
-
     answers: Sequence[Answer]
     fmt: Format  # of the call
     starts: Sequence[Declaration]  # known plans, as `forward_alone` gives them

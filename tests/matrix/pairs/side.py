@@ -10,8 +10,6 @@ DECLARED = "declared"  # what a plan rests on that its author names
 
 @dataclass(frozen=True)
 class Side:
-    """A kernel, where it runs, and the plan that it follows."""
-
     name: str  # as it was asked for
     backend: Backend
     kernel: Kernel  # one that declares nothing declares nothing here either

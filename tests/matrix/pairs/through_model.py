@@ -58,8 +58,6 @@ class SuiteModel:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A user's model and its tokens."""
-
     name: str  # as it was asked for
     module: nn.Module  # of the tokens it returns logits, (batch, tokens, vocabulary), or what has them as `.logits`
     tokens: Tensor  # (batch, tokens), whole numbers: those whose log-probabilities are compared
@@ -146,8 +144,6 @@ def through_model(
 
 
 class _Reading(NamedTuple):
-    """Who reads, and how."""
-
     whose: str  # letter of the side
     way: Way  # in which it is called
     draw: int = 0  # of random bits

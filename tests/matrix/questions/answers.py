@@ -34,7 +34,6 @@ class Cut:
     keys: slice | None = None  # of dK and dV
 
     def of(self, part: str, x: Tensor) -> Tensor:
-        """Return what is compared of O, dQ, dK or dV."""
         rows, every = self.rows if part in OF_QUERIES else self.keys, slice(None)
         return x[self.batch or every, :, rows or every]
 

@@ -32,8 +32,6 @@ Material = Callable[[Draw, Shape], AttentionInputs]  # what is put into large ca
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a table."""
-
     name: str  # of its cells
     about: str  # one line
     ask: Callable[["Session", Any], None]  # makes the calls of one batch, and has its table's rule compare them
@@ -43,8 +41,6 @@ class Question:
 
 @dataclass(frozen=True)
 class CallShape(Shape):
-    """Sizes of a small call, and its mask."""
-
     causal: bool = False
 
 
@@ -110,8 +106,6 @@ def _drawn(entropy: tuple[int, ...], material: Material, shape: Shape, heads: in
 
 @dataclass
 class Session:
-    """A cell whose question is asked."""
-
     cell: Cell
     seed: int
     heads: int  # of a batch of large calls
