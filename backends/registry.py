@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tiebreak.backends.ascend.backend import ASCEND
+from tiebreak.backends.ascend import ASCEND
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER

@@ -9,9 +9,8 @@ from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.formats import FP32, Format, Rounding
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.operands import LOG2_E
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
-
-_LOG2_E = 1.4426950408889634
 
 
 def _dtype(fmt: Format) -> torch.dtype:
@@ -50,7 +49,7 @@ class TorchArithmetic:
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
         """The device's exponential."""
-        return torch.exp2(x * _LOG2_E) if exponential.base_two else torch.exp(x)
+        return torch.exp2(x * LOG2_E) if exponential.base_two else torch.exp(x)
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
         """The device's exponential of a fused multiply-add that takes float64: torch has none to call.

@@ -227,11 +227,6 @@ def _values_cut(inputs: AttentionInputs, _: object) -> AttentionInputs:
     return replace(inputs, v=inputs.v[..., :half].contiguous(), do=inputs.do[..., :half].contiguous())
 
 
-def _other_factors(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """K and V in e4m3, with factors of every sequence and key head, K's other than V's."""
-    return _held(inputs, *(draw.uniform(low, 3 * low, *inputs.k.shape[:2]) for low in (0.01, 0.003)))
-
-
 def _other_lengths(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """Sequences of other lengths, packed, whose heads are those of all entries of the batch."""
     q, k, v, do = (x.flatten(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
@@ -265,21 +260,6 @@ def _other_blocks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     return replace(inputs, block_mask=seen | torch.eye(blocks, dtype=torch.bool), block_size=(64, 64))
 
 
-def _other_bias(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """A number of every score's own."""
-    return replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2])))
-
-
-def _low_cap(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """A cap that scores of about 1 feel, and their gradients more."""
-    return replace(inputs, softcap=2.0 / (1 + draw.batch % 2))
-
-
-def _other_sinks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """A logit of every head's own, about as large as a row's log-sum-exp."""
-    return replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float())
-
-
 def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     """Pages anywhere in a pool with some to spare, which holds large numbers where no key lies."""
     pages = -(-inputs.k.shape[2] // 16)
@@ -289,11 +269,6 @@ def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     return replace(inputs, block_table=table, pool_pages=pool, poison=poison)
 
 
-def _hidden_nan(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
-    """NaN where no key lies."""
-    return replace(inputs, poison=torch.nan)
-
-
 #: How a feature comes into a call of kernels in service, in the order in which it does; what is not drawn differs by
 #: the batch: two draws of batches 0 and 1 never ask for the same.
 VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
@@ -301,17 +276,20 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     VALUE_DIM: _values_cut,
     CAUSAL: lambda inputs, draw: replace(inputs, causal=draw.batch % 2 > 0),
     OWN_SCALE: lambda inputs, draw: replace(inputs, softmax_scale=0.25 / 4 ** (draw.batch % 2)),
-    DESCALE: _other_factors,
+    # Factors of every sequence and key head, K's other than V's.
+    DESCALE: lambda inputs, draw: _held(inputs, *(draw.uniform(x, 3 * x, *inputs.k.shape[:2]) for x in (0.01, 0.003))),
     LENGTHS: _other_lengths,
     KEY_PADDING: _other_keys,
     OWN_ENDS: _own_ends,
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
-    BIAS: _other_bias,
-    SOFTCAP: _low_cap,
-    SINK: _other_sinks,
+    BIAS: lambda inputs, draw: replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2]))),
+    # That scores of about 1 feel, and their gradients more.
+    SOFTCAP: lambda inputs, draw: replace(inputs, softcap=2.0 / (1 + draw.batch % 2)),
+    # A logit of every head's own, about as large as a row's log-sum-exp.
+    SINK: lambda inputs, draw: replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float()),
     PAGES: _other_pages,
-    HIDDEN_NAN: _hidden_nan,
+    HIDDEN_NAN: lambda inputs, _: replace(inputs, poison=torch.nan),  # where no key lies
 }
 #: What kernels in service take together, those with gradients and those that read a cache.
 _TRAINED = (
@@ -435,8 +413,7 @@ def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
 
 def _descaled(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     """K and V in e4m3, with a factor of 1/4."""
-    quarter = torch.full(inputs.k.shape[:2], 0.25)
-    return _held(inputs, quarter, quarter.clone())
+    return _held(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25))
 
 
 def _pages(inputs: AttentionInputs, size: float | None) -> AttentionInputs:

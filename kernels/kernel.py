@@ -67,6 +67,11 @@ class CannotRunError(Exception):
         self.whose = whose
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
 def _nothing(inputs: object) -> None:
     del inputs
 

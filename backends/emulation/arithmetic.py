@@ -6,9 +6,9 @@ from torch import Tensor
 from tiebreak.backends.emulation.accumulators import MATMULS, row_total
 from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.operands import LOG2_E
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
-_LOG2_E = 1.4426950408889634
 _EXPONENT_BIAS = 127.0  # of fp32
 _EXPONENT_OF_INF = 128.0  # as fp32 reads its bits
 _LOWEST = -700.0  # e to it is still a normal number in fp64, and 0 in fp32
@@ -40,7 +40,7 @@ class EmulatedArithmetic:
         """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
         # In base two the product is one more fp32 rounding, as in a kernel that folds log2(e) into its scale.
         if exponential.base_two:
-            wide = (x * _LOG2_E).double().exp2_()
+            wide = (x * LOG2_E).double().exp2_()
         else:
             wide = x.to(torch.float64, copy=True).clamp_(min=_LOWEST).exp_()
         result = wide.float()
@@ -65,7 +65,7 @@ class EmulatedArithmetic:
 
 def _fast_exp(x: Tensor, correction: tuple[float, ...]) -> Tensor:
     """See `Exponential`: in fp32, a product and the sum that it goes into rounded once; 0 below the normal numbers."""
-    y = x * _LOG2_E
+    y = x * LOG2_E
     fraction = (y - y.floor()).double()
     *lower, highest = torch.tensor(correction, dtype=torch.float32)
     polynomial = highest.expand_as(y)

@@ -215,7 +215,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
     return dq, dk, dv, delta
 
 
-def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -> AttentionOutput:
+def run(inputs: AttentionInputs, arithmetic: object, gradients: bool, *, declaration: Declaration) -> AttentionOutput:
     """Attention as declared, by the Triton kernels: O, the log-sum-exp and, if asked for, the gradients with delta.
 
     The inputs are on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
@@ -223,6 +223,7 @@ def run(inputs: AttentionInputs, declaration: Declaration, *, gradients: bool) -
     Raises:
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
+    del arithmetic  # the kernels bring their own
     call = Call.from_inputs(inputs, declaration)
     o, lse = forward(call)
     made, of_rows = None, (*inputs.q.shape[:3], 1)

@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
-from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import PLANS, STANDARD, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
@@ -55,7 +53,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
     return tuple(
         Kernel(
             name,
-            partial(_compute, declaration),
+            partial(run, declaration=declaration),
             declaration,
             has_backward=declaration.plan.p_bar.fmt != FP8_E4M3,  # nobody trains with a V of 8 bits
             takes=COMMON,
@@ -65,13 +63,6 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
         )
         for name, declaration in DECLARATIONS.items()
     )
-
-
-def _compute(
-    declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool
-) -> AttentionOutput:
-    del arithmetic
-    return run(inputs, declaration, gradients=gradients)
 
 
 @dataclass(frozen=True)

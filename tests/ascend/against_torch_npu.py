@@ -20,8 +20,7 @@ import tiebreak.kernels  # noqa: F401  # before torch: keeps it from loading tor
 import torch
 from torch import Tensor
 
-from tiebreak.backends.ascend.backend import ascend
-from tiebreak.backends.ascend.device import TorchNpu
+from tiebreak.backends.ascend import TorchNpu, ascend
 from tiebreak.backends.backend import CPU, to_device
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.scripted import SCRIPTED

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.ascend.backend import Ascend, ascend
-from tiebreak.backends.ascend.device import TorchNpu
+from tiebreak.backends.ascend import Ascend, TorchNpu, ascend
 from tiebreak.kernels.npu import Operator, Operators, pack, unpack
 
 NAMESPACE = "npu_stand_in"

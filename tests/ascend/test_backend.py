@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiebreak.backends.ascend import device
-from tiebreak.backends.ascend.backend import ASCEND, Ascend, ascend
-from tiebreak.backends.ascend.device import DeviceError, TorchNpu
+from tiebreak.backends import ascend as device
+from tiebreak.backends.ascend import ASCEND, Ascend, DeviceError, TorchNpu, ascend
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tiebreak.backends.ascend.backend import Ascend
+from tiebreak.backends.ascend import Ascend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.cases.bounds import UNDECLARED, error_bound
 from tiebreak.cases.scripted import SCRIPTED
@@ -161,7 +161,7 @@ def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> Non
 def test_triton_kernels_join_where_there_is_a_triton(
     backend: Ascend, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    monkeypatch.setattr("tiebreak.backends.ascend.backend.missing", lambda: None if installed else "not installed")
+    monkeypatch.setattr("tiebreak.backends.ascend.missing", lambda: None if installed else "not installed")
     assert ("triton_flash" in {kernel.name for kernel in backend.kernels()}) == installed
 
 

@@ -7,13 +7,13 @@ from msgspec.structs import replace
 
 from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.external.isolation import own_randomness
-from tiebreak.kernels.kernel import CannotRunError, Whose
+from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
 from tiebreak.matrix.checks import ask_all, checks, judging
 from tiebreak.matrix.checks.expectations import CONTRACT, contract_broken
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.options import rerun
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.trial import first_line, raised
+from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Estimate, Record, outcome_of

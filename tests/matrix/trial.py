@@ -8,11 +8,7 @@ from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose, first_line
 
 
 def raised(error: Exception, kernel: Kernel) -> str:

@@ -196,7 +196,7 @@ def _made(name: str, fmt: Format = BF16) -> AttentionInputs:
 
 
 def _run(inputs: AttentionInputs, declaration: Declaration) -> AttentionOutput:
-    return run(inputs, declaration, gradients=False)
+    return run(inputs, None, False, declaration=declaration)
 
 
 def _assert_as_declared(inputs: AttentionInputs, declaration: Declaration, *, settled: bool = False) -> AttentionOutput:
@@ -397,7 +397,7 @@ def test_strides_do_not_matter() -> None:
 
 
 def _gradients_of(inputs: AttentionInputs, declaration: Declaration) -> Gradients:
-    gradients = run(inputs, declaration, gradients=True).gradients
+    gradients = run(inputs, None, True, declaration=declaration).gradients
     assert gradients is not None
     return gradients
 
@@ -442,7 +442,8 @@ def test_padding_has_no_gradient_and_gives_none_wherever_delta_comes_from(source
 @pytest.mark.parametrize("case", ["tied_maxima[k=2]", "random_grouped"])
 def test_delta_and_the_gradients_are_the_emulations(kernel: str, case: str) -> None:
     inputs, declaration = _made(case), DECLARATIONS[kernel]
-    output, emulated = run(inputs, declaration, gradients=True), run_declared(declaration, inputs, ARITHMETIC, True)
+    output = run(inputs, None, True, declaration=declaration)
+    emulated = run_declared(declaration, inputs, ARITHMETIC, True)
     ours, theirs = output.gradients, emulated.gradients
     assert ours is not None
     assert theirs is not None

@@ -94,7 +94,7 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launch.Call, "launch", compile_only)
     for _ in range(2):
-        launch.run(inputs, DECLARATIONS["triton_fair"], gradients=False)
+        launch.run(inputs, None, False, declaration=DECLARATIONS["triton_fair"])
     assert compiled[0] is compiled[1]
     assert "wgmma" in compiled[0].asm["ptx"]
 
@@ -133,7 +133,7 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
     x = torch.zeros(1, 1, 4, 64)
     inputs = AttentionInputs(x, x, x, x, Formats.of(BF16))
     with pytest.raises(ValueError, match=r"^forward at head dimension 64: out of resource: .*200000.*101376"):
-        launch.run(inputs, DECLARATIONS["triton_flash"], gradients=False)
+        launch.run(inputs, None, False, declaration=DECLARATIONS["triton_flash"])
 
 
 @pytest.mark.parametrize("name", DECLARATIONS)

@@ -17,12 +17,12 @@ from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.external.loading import load, place_of
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, composed
+from tiebreak.kernels.kernel import CannotRunError, composed, first_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.pairs.side import Side
-from tiebreak.matrix.trial import first_line, raised
+from tiebreak.matrix.trial import raised
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs import log_probabilities as records
 from tiebreak.reports.records.record import Estimate, finite

@@ -1,1 +1,0 @@
-"""An Ascend NPU through torch-npu. Importing it imports no torch_npu."""
