@@ -3,7 +3,7 @@
 `pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with tests of its own.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import pytest
 
@@ -17,7 +17,8 @@ def pytest_load_initial_conftests(
 ) -> Generator[None, None, None]:
     """Bring the matrix in, after the repository's own conftest files: their options come first."""
     yield
-    if early_config.pluginmanager.has_plugin(_PLUGIN) or not _asked(args):
+    asked = any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
+    if early_config.pluginmanager.has_plugin(_PLUGIN) or not asked:
         return
     try:
         early_config.pluginmanager.import_plugin(_PLUGIN)
@@ -27,7 +28,3 @@ def pytest_load_initial_conftests(
     early_config.option.plugins.append(_PLUGIN)  # for the workers, which are not told what was asked for
     if _CELLS not in args:
         args += ["--pyargs", _CELLS]  # beside what else is named: a kernel that is given is never left out
-
-
-def _asked(args: Sequence[str]) -> bool:
-    return any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)

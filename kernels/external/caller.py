@@ -89,9 +89,8 @@ class Caller:
     def undeclared(self, inputs: AttentionInputs) -> str | None:
         """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
-        tried = self.convention.tried | (
-            {OBLONG_CAUSAL} - options.listed("takes")
-        )  # a flag does not say how it is aligned
+        # A flag does not say how it is aligned.
+        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.listed("takes"))
         unusual = [feature.words for feature in inputs.asks() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")

@@ -235,11 +235,8 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
     """Return a label a platform: processor, devices, level unless it is native, and what tells it from the others."""
     labels = []
     for platform in (run.platform for run in runs):
-        emulated, cpu, level = (
-            platform.get("emulated"),
-            platform["cpu"],
-            platform["level"],
-        )  # emulated: its name is both
+        # The name of an emulated processor says its level too.
+        emulated, cpu, level = platform.get("emulated"), platform["cpu"], platform["level"]
         machine = platform.get("machine", "")
         devices = [str(platform[name]) for name in ("gpu", "npu") if platform.get(name)]
         processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu

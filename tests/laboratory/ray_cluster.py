@@ -33,8 +33,6 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that this process is connected to."""
-
     ray: ModuleType
 
     @property

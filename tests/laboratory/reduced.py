@@ -174,8 +174,6 @@ _REFUSED: frozenset[Callable[..., Any]] = frozenset(
 
 
 class _Masking(TorchFunctionMode):
-    """Puts masked products in the place of a model's own."""
-
     def __init__(self, reduction: Reduction) -> None:
         super().__init__()
         self.reductions: list[Reduction | None] = [reduction]  # the last holds; None: products as they are

@@ -65,7 +65,6 @@ class Ranks:
         return range(self.rank * mine, (self.rank + 1) * mine)
 
     def add(self, tensor: Tensor) -> None:
-        """Make the tensor the sum of all processes'."""
         if self.size > 1:
             dist.all_reduce(tensor)
 

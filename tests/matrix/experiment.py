@@ -106,7 +106,6 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """As of its record."""
         return record_id(self.backend.name, self.kernel.name, self.experiment.name, self.fmt.name)
 
 

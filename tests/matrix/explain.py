@@ -40,7 +40,6 @@ class Standing:
 
     @cached_property
     def bits(self) -> Mapping[str, float]:
-        """By case, the share of elements of O that agree to the bit."""
         return {case: fit.bits or 0.0 for case, fit in self.fits.items()}
 
     @property

@@ -120,7 +120,6 @@ class RecordCollector:
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
-        """This machine, with the devices that cells run on."""
         described = describe().as_dict()
         for backend in self.backends:
             described |= backend.describe()
@@ -144,7 +143,6 @@ class RecordCollector:
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
-        """What the arithmetic of every backend that ran does, by backend."""
         return {backend.name: backend.fingerprint() for backend in self.backends}
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties, and pytest counts what failed
@@ -317,7 +315,6 @@ class RecordCollector:
         return list(filter(None, [*told, table, fallen, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The report, and what fails the session though no single cell fell."""
         if self.failure:
             terminalreporter.write_line(self.failure, red=True)
         if self.run is None:
@@ -349,7 +346,6 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    """Every measure of every kind of experiment, for the file of records."""
     return {
         measure.name: records.MeasureRecord(
             *(getattr(measure, name) for name in records.MeasureRecord.__struct_fields__)

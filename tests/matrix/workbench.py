@@ -31,16 +31,12 @@ _REACH = 0.02  # how far behind the best in its share of equal bits a candidate 
 
 @dataclass(frozen=True)
 class Fit:
-    """What one plan has in common with an output."""
-
     bits: float  # share of elements of O that agree to the bit
     difference: Interval  # of bias, in ulps, paired head by head
 
 
 @dataclass(frozen=True)
 class SharedBatch(Batch):
-    """A batch, and what the emulation makes of it."""
-
     _predicted: dict[Declaration, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -56,7 +52,6 @@ class SharedBatch(Batch):
         return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))
 
     def predicted(self, declaration: Declaration) -> Tensor:
-        """O of a plan, which every kernel that declares none is compared with."""
         if declaration not in self._predicted:
             self._predicted[declaration] = run_forward(declaration, self.inputs, self.emulation.arithmetic).o
         return self._predicted[declaration]
@@ -125,7 +120,6 @@ class CaseBench:
         return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
 
     def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
-        """What the emulation makes of a declaration on one batch."""
         batch = self.batch(index)
         declaration = batch.clipped(declaration)  # such declarations share one emulation
         key = (declaration, index)

@@ -64,8 +64,6 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Told:
-    """What became of asking for one finding."""
-
     finding: KnownFinding  # that was asked for
     state: State  # what became of it
     version: str = ""  # of the package that is installed
@@ -119,7 +117,6 @@ def _picked(flag: str, names: str, known: Mapping[str, KnownFinding]) -> list[st
 
 
 def asked_for(finding: KnownFinding) -> Told:
-    """Ask for one finding that has a script."""
     if finding.machine not in ("", platform.machine()):
         return Told(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
     root, version = next(installed(finding.package), ("", ""))

@@ -142,7 +142,6 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
 
 
 def described(case: _Listed) -> Iterator[str]:
-    """All there is to say of a case, a line each."""
     rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
     if isinstance(case, Case):
         rows.append(("measured", f"{'dQ, dK and dV too' if case.gradients else 'O alone'}{_INPUT * case.failure}"))

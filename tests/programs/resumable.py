@@ -72,7 +72,6 @@ def run_parts(
 
 
 def _kept(ended: Iterable[_Part], path: Path, line: Callable[[_Part], str], parts: list[_Part]) -> Iterator[str]:
-    """Put parts into the file as they end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     path.write_text(text[: _whole(text)], encoding="utf-8")
@@ -92,7 +91,6 @@ def expected(seconds: float) -> str:
 
 
 def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
-    """Show what each part came to as it ends, with the time to go."""
     started = time.monotonic()
     for number, line in enumerate(lines, start=1):
         rest = (time.monotonic() - started) / number * (total - number)

@@ -55,8 +55,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """A kernel's output on some inputs, beside the reference."""
-
     inputs: AttentionInputs
     o: Tensor  # (batch, heads, queries, d)
 
@@ -93,8 +91,6 @@ class Seen:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong that a kernel does on an input."""
-
     name: str  # finite, bound, mean or wrong way
     about: str  # one line
     badness: Callable[[Seen], Tensor]  # of every element, (batch, heads, queries, d); of a mean one number
@@ -234,7 +230,6 @@ class Shrinker:
 
 
 def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
-    """A part of a call, with the scale of the whole."""
     batch, heads, group, queries, keys, columns = (torch.tensor(getattr(part, axis)) for axis in AXES)
     rows = (heads[:, None] * inputs.groups + group).flatten()
     q, do = (x[batch][:, rows][:, :, queries][..., columns].contiguous() for x in (inputs.q, inputs.do))

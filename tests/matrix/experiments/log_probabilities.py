@@ -24,8 +24,6 @@ _DECIMALS = 9  # of what is kept, in nats
 
 @dataclass(frozen=True)
 class LogProbabilities(Experiment):
-    """One prefill of the suite's model, against exact attention."""
-
     kind: ClassVar[str] = "log_probabilities"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "log_probabilities"

@@ -35,8 +35,6 @@ def threads(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Miss:
-    """What of one answer a plan does not have."""
-
     share: float  # of elements of O
     rows: int  # of O, that have such an element
     bits_between: float  # mean of log2(1 + ulps between the plan's O and the kernel's), none more than 2^8 ulps
@@ -63,7 +61,6 @@ class Answer:
         return self.miss(declaration).share
 
     def miss(self, declaration: Declaration) -> Miss:
-        """What a plan does not have, computed once."""
         key = self._clipped(declaration)
         if key not in self.misses:
             prediction = self.predicted(key)

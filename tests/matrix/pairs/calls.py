@@ -57,7 +57,6 @@ class PairedCall:
             return CallRecord(self.bench.case.name, severity, why)
 
     def _o(self, letter: str, side: Side) -> Tensor:
-        """O of one side on the next batch."""
         asked, name = Asked(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
             answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)

@@ -155,8 +155,6 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class _Readings:
-    """All readings of a pair in one format, each made when it is first asked for."""
-
     sides: dict[str, Side | None]  # by letter; None: exact attention
     model: SuiteModel | OwnModel
     fmt: Format

@@ -107,9 +107,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: W
     natural = s.logsumexp(-1)
     # What rounding may change: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
-    size = (q.abs() @ k.abs().transpose(-1, -2)).amax(
-        -1
-    ) * inputs.scale  # that errors of a row's scores are relative to
+    size = (q.abs() @ k.abs().mT).amax(-1) * inputs.scale  # that errors of a row's scores are relative to
     bound = inputs.formats.inputs.unit_roundoff * (_ROUNDINGS * size + 1.0) + _OF_THE_SUM + eps * natural.abs()
     shares = {base: _largest((lse * unit - natural).abs() / bound) for base, unit in _UNITS.items()}
     base = declared or min(shares, key=shares.__getitem__)
