@@ -4,6 +4,8 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
+from tiebreak.reports.errors import UsageError
+
 _FEW = 8  # names that a message can list
 _MEANT = 3  # names that it asks about, at most
 
@@ -40,15 +42,18 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
     return f"no {kind} named: {_all_of(known, listed)}"
 
 
-def pick(kind: str, names: str, known: Collection[str], listed: str) -> list[str]:
-    """Return the known names that a comma list of names and globs stands for, each once; ValueError if one has none."""
-    picked: dict[str, None] = {}
+def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str = "") -> list[str]:
+    """Return the known names that a comma list of names and globs stands for, each once; UsageError if one has none.
+
+    `listed` is as in `unknown`; `flag` is what was given the list, if an option was.
+    """
+    picked, where = dict[str, None](), f"{flag}: " if flag else ""
     for name in split(names):
         if not (fitting := matching(name, known)):
-            raise ValueError(unknown(kind, name, known, listed))
+            raise UsageError(f"{where}{unknown(kind, name, known, listed)}")
         picked |= dict.fromkeys(fitting)
     if not picked:
-        raise ValueError(none_named(kind, known, listed))
+        raise UsageError(f"{where}{none_named(kind, known, listed)}")
     return list(picked)
 
 

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from tiebreak.reports import names as names_of
 from tiebreak.reports.audit import Audits
-from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.verdict import PairVerdict
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import FieldError, decode
@@ -73,7 +72,4 @@ def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | N
 
     `listed` is what shows the known names where they are many; None: the command without the flag.
     """
-    try:
-        return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see"))
-    except ValueError as error:
-        raise UsageError(f"--{flag}: {error}") from None
+    return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see", f"--{flag}"))

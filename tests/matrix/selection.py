@@ -201,7 +201,4 @@ def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> l
     for name in split(names):
         if COMMONLY.get(name) in known and not matching(name, known):
             raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
-    try:
-        return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names")]
-    except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from None
+    return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names", flag)]

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from importlib import metadata
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -95,8 +96,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     rows = known_findings()
     known = {each.id: each for each in rows if each.script}
-    asked = _picked("ID", ",".join(options.ids) or "*", known)
-    failing_ids = _picked("--fail-if-present", options.fail_if_present, known) if options.fail_if_present else []
+    named = partial(pick, "finding", known=known, listed="`tiebreak findings` names")
+    asked = named(",".join(options.ids) or "*", flag="ID")
+    failing_ids = named(options.fail_if_present, flag="--fail-if-present") if options.fail_if_present else []
     told = []
     for name in dict.fromkeys((*asked, *failing_ids)):
         if sys.stderr.isatty():
@@ -107,13 +109,6 @@ def main(arguments: Sequence[str]) -> int:
     if fell := [name for name in failing_ids if name in bad]:
         terminal.show(f"FELL: {', '.join(fell)} by --fail-if-present")
     return FELL if fell else HELD
-
-
-def _picked(flag: str, names: str, known: Mapping[str, KnownFinding]) -> list[str]:
-    try:
-        return pick("finding", names, known, "`tiebreak findings` names")
-    except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from None
 
 
 def asked_for(finding: KnownFinding) -> Told:

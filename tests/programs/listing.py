@@ -103,10 +103,7 @@ def rules(arguments: Sequence[str]) -> int:
     if not files:
         if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
             raise UsageError(f"--{given}: it narrows what a file of records says; name one")
-        try:
-            names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
         print("\n\n".join("\n".join(_rule_lines(name, RULES[name])) for name in names))
         return HELD
     if len(options.what) > 1:
@@ -125,10 +122,7 @@ def _chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[s
     parser = Parser(prog=f"tiebreak list {kind}s", description=about)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")
     names = parser.parse_args(arguments).names
-    try:
-        return pick(kind, ",".join(names), known, f"`tiebreak list {kind}s` names") if names else []
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return pick(kind, ",".join(names), known, f"`tiebreak list {kind}s` names") if names else []
 
 
 def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:

@@ -124,10 +124,7 @@ def _cases(names: str | None, slow: bool) -> Sequence[str]:
     """The cases and questions of these names; the usual ones, where calls are slow without the questions."""
     if names is None:
         return [name for name in CASES if not (slow and name in QUESTIONS)]
-    try:
-        return pick("case", names, KNOWN, "`tiebreak list cases` names")
-    except ValueError as error:
-        raise UsageError(f"--cases: {error}") from None
+    return pick("case", names, KNOWN, "`tiebreak list cases` names", "--cases")
 
 
 def _name(target: Target) -> str:
