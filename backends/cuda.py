@@ -19,7 +19,7 @@ from tiebreak.backends.platform import GIB, read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
-from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.kernel import Kernel, first_line
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.sdpa import gpu_sdpa_kernels
 from tiebreak.kernels.triton.loading import installed
@@ -51,7 +51,7 @@ def unavailable() -> str | None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:  # no driver, too old a driver, no device
-            return f"PyTorch finds no GPU: {str(error).strip().splitlines()[0]}"
+            return f"PyTorch finds no GPU: {first_line(error)}"
         return f"PyTorch finds no GPU; {_visible_variable()} is {os.environ.get(_visible_variable())!r}"
     count, needed = torch.cuda.device_count(), "".join(map(str, _FIRST_WITH_BF16))
     for device in range(0 if torch.version.hip else count):

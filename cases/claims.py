@@ -194,17 +194,12 @@ def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
     with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     tiled = {"": None, "yes": True, "no": False}
-    return tuple(
-        (
-            tuple(row["cases"].split()),
-            claim(
-                expectation(row["expectation"]),
-                *(row[column] for column in ("source", "rules", "plans", "formats")),
-                tiled=tiled[row["tiled"]],
-            ),
-        )
-        for row in rows
-    )
+    claims = []
+    for row in rows:
+        about = (row[column] for column in ("source", "rules", "plans", "formats"))
+        made = claim(expectation(row["expectation"]), *about, tiled=tiled[row["tiled"]])
+        claims.append((tuple(row["cases"].split()), made))
+    return tuple(claims)
 
 
 def claims_about(case: str) -> tuple[Claim, ...]:

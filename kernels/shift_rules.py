@@ -61,11 +61,7 @@ class ShiftRule:
         """
         shift = row_max
         if self.scales:
-            where = (
-                repeated(scores, row_max, self.epsilon * unit)
-                if self.detects
-                else torch.ones_like(row_max, dtype=torch.bool)
-            )
+            where = repeated(scores, row_max, self.epsilon * unit) if self.detects else torch.ones_like(row_max).bool()
             # Not 0 * r_m: that of -Inf is NaN.
             lowered = self.below * row_max if self.below else torch.zeros_like(row_max)
             shift = torch.where(where & (row_max > 0), self.above * row_max, row_max)

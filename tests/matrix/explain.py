@@ -99,14 +99,11 @@ def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanatio
     """What the plans are that kernels declare, or that explanations name: rule or algorithm, and whether a fix."""
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    return {
-        name: PlanRecord(
-            re.split("[@,]", declaration.label)[0],
-            not declaration.shift_rule.plain,
-            tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY),
-        )
-        for name, declaration in named.items()
-    }
+    known = {}
+    for name, declaration in named.items():
+        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY)
+        known[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
+    return known
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:

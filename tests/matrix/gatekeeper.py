@@ -57,7 +57,7 @@ class Gatekeeper:
         if self.path is not None and not session.config.getoption("collectonly"):
             try:
                 outcome = self._compared(session, self.path, run)
-            except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+            except UsageError as error:
                 self.lines.append(str(error))
                 self._fall(session, USAGE)
         if run is None:

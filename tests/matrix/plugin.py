@@ -131,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[EXCUSES] = Excuses(entries, before)
         if on_controller:
             _keep(config, chosen, unavailable)
-    except (UsageError, store.UnreadableRecordsError, store.UnwritableFolderError) as error:
+    except UsageError as error:
         _refuse(str(error))
 
 

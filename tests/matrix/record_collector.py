@@ -346,13 +346,9 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    return {
-        measure.name: records.MeasureRecord(
-            *(getattr(measure, name) for name in records.MeasureRecord.__struct_fields__)
-        )
-        for kind in kinds().values()
-        for measure in kind.measured
-    }
+    fields = records.MeasureRecord.__struct_fields__
+    measured = (measure for kind in kinds().values() for measure in kind.measured)
+    return {each.name: records.MeasureRecord(*(getattr(each, name) for name in fields)) for each in measured}
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:

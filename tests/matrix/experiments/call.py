@@ -318,17 +318,12 @@ def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[
 
 def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
     """What every acceptance rule in public use says of an output of the first batch, as records have it."""
-    return {
-        name: records.RuleAnswer(
-            answer.passed,
-            {
-                each.what: records.RuleReading(records.finite(each.number), records.finite(each.limit))
-                for each in answer.readings
-            },
-            answer.needs,
-        )
-        for name, answer in answers(*compared(output, bench))
-    }
+    rules = {}
+    for name, answer in answers(*compared(output, bench)):
+        numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
+        readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
+        rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
+    return rules
 
 
 class _Calls(Kind):

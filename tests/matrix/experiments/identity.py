@@ -32,13 +32,8 @@ class Identification(Experiment):
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        return [
-            (backend, kernel)
-            for backend, kernel in asked.pairs
-            if isinstance(kernel, UserKernel)
-            and kernel.declaration is None
-            and kernel.unsuited(Formats.of(asked.fmt)) is None
-        ]
+        undeclared = (pair for pair in asked.pairs if isinstance(pair[1], UserKernel) and pair[1].declaration is None)
+        return [pair for pair in undeclared if pair[1].unsuited(Formats.of(asked.fmt)) is None]
 
     def cost(self, backend: Backend) -> float:
         """Two dozen calls, and a search through a thousand plans."""

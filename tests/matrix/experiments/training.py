@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, run_snippet
+from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, SnippetClaim, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format, Formats
@@ -170,18 +170,14 @@ def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measur
         measures=measures,
         in_training=None if drifts is None else drifts.value,
         shown=records.Shown.of(snippet.headline, measures[snippet.headline], spec=snippet.spec),
-        claims=tuple(
-            Claimed(
-                claim.text,
-                claim.source,
-                claim.held(measures),
-                f"{claim.measure} = {measures[claim.measure]:.3g}",
-                claim.waives,
-            )
-            for claim in snippet.claims_about(_variant(kernel, settings))
-        ),
+        claims=tuple(_claimed(claim, measures) for claim in snippet.claims_about(_variant(kernel, settings))),
         contract=kernel.external,
     )
+
+
+def _claimed(claim: SnippetClaim, measures: Mapping[str, float]) -> Claimed:
+    measured = f"{claim.measure} = {measures[claim.measure]:.3g}"
+    return Claimed(claim.text, claim.source, claim.held(measures), measured, claim.waives)
 
 
 class _TrainingRuns(Kind):
