@@ -41,9 +41,7 @@ class KnownFinding:
     mended: str = ""  # by what
     package: str = ""  # whose it is, as pip names it
     version: str = ""  # of the package, in which it was found
-    script: str = (
-        ""  # in docs/reports, ends with 1 where it is present and with 0 where it is not; empty: there is none
-    )
+    script: str = ""  # in docs/reports, ends with 1 where it is present, else with 0; empty: there is none
     machine: str = ""  # it happens on no other, as Python names machines; empty: on all
     compiles: bool = False  # whether the script needs a C++ compiler
     changes: Mapping[str, str] = field(default_factory=dict)  # files of the package, and the ed script that mends each
