@@ -6,7 +6,7 @@ Each imports its package when it is called.
 """
 
 import os
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,32 @@ def _through_jax(function: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
 def flax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None) -> Tensor:
     """flax.linen's dot_product_attention, jitted: the softmax in the format of its inputs, its default."""
     return _through_jax(_flax(), q, k, v, attn_mask)
+
+
+def _pallas(q: Any, k: Any, v: Any, o: Any, *, scale: float) -> None:
+    """One head in Pallas, all keys at once: P is cast, and divided by l behind the product."""
+    import jax.numpy as jnp
+
+    s = jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32) * scale
+    p = jnp.exp(s - s.max(1, keepdims=True))
+    product = jnp.dot(p.astype(v.dtype), v[...], preferred_element_type=jnp.float32)
+    o[...] = (product / p.sum(1, keepdims=True)).astype(o.dtype)
+
+
+@kernel(layout="hnd", refuses="gqa", backward="none")
+def pallas(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """A Pallas kernel of one's own, interpreted; without `interpret` it takes a GPU or a TPU."""
+    import jax
+    from jax.experimental import pallas as pl
+
+    def heads(q: Any, k: Any, v: Any, _: None) -> Any:
+        q_block, *key_blocks = (pl.BlockSpec((None, *x.shape[1:]), lambda head: (head, 0, 0)) for x in (q, k, v))
+        o = jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype)
+        out_block = pl.BlockSpec((None, *o.shape[1:]), lambda head: (head, 0, 0))
+        blocks = {"grid": q.shape[0], "in_specs": [q_block, *key_blocks], "out_specs": out_block}
+        return pl.pallas_call(partial(_pallas, scale=scale), o, interpret=True, **blocks)(q, k, v)
+
+    return _through_jax(heads, q, k, v, None)
 
 
 @kernel(takes="gqa", refuses="blind_rows", backward="none")

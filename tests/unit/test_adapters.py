@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiebreak
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.external.adapters import ADAPTERS
@@ -33,7 +34,8 @@ from tiebreak.kernels.reference import reference, reference_gradients
 FOREIGN = Path(__file__).parents[2] / "examples" / "foreign_kernels.py"  # what docs/other-kernels.md calls
 with (Path(__file__).parent / "foreign_functions.csv").open(encoding="utf-8", newline="") as rows:
     READ = {row["adapter"]: row for row in csv.DictReader(rows)}
-HERE = ("hf:eager", "hf:sdpa", "x_transformers", "jax", "onnxruntime", "openvino")  # run on a CPU
+JAX = ("jax", "pallas_flash", "pallas_splash")
+HERE = ("hf:eager", "hf:sdpa", "x_transformers", *JAX, "onnxruntime", "openvino")  # run on a CPU
 Mask = Callable[[int, int], Tensor]  # of so many queries and keys
 
 
@@ -199,11 +201,16 @@ REFUSED = {
     "openvino": {"grouped", "grouped causal", "scale", "blind"},
     "fla": {"blind", "padded"},
     **{name: {"blind"} for name in ("flash_attn_cute", "flashinfer", "transformer_engine", "npu_fusion_attention")},
-    **{name: {"blind"} for name in ("sageattention", "flag_gems", "hf:eager", "jax", "onnxruntime")},
+    **{name: {"blind"} for name in ("sageattention", "flag_gems", "hf:eager", *JAX, "onnxruntime")},
+    "pallas_flash": {"grouped", "grouped causal", "blind"},
 }
 PADDED = {"padded", "windowed", "causal window"}  # what goes by a mask too
 UNUSUAL = {*PADDED, "capped"}
-TAKEN = {"flashinfer": {"capped"}, **dict.fromkeys(("flash_attn", "flash_attn_cute"), UNUSUAL - {"padded"})}
+TAKEN = {
+    "flashinfer": {"capped"},
+    **{name: {"padded"} for name in ("pallas_flash", "pallas_splash")},
+    **dict.fromkeys(("flash_attn", "flash_attn_cute"), UNUSUAL - {"padded"}),
+}
 # Called for each row, as one of a causal sequence: then without gradients.
 ROW_BY_ROW = {"fla": {"full", "scale", "grouped", "short"}}
 FORWARD_ONLY = {"flashinfer", "sageattention", "onnxruntime", "openvino"}
@@ -326,6 +333,15 @@ def test_aiter_is_not_replaced_by_triton(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys.modules["aiter.ops.mha"], "ENABLE_CK", False)
     with pytest.raises(CannotRunError, match="unset ENABLE_CK"):
         CPU.run(external_kernel("aiter"), calls(BF16)["full"], gradients=False)
+
+
+def test_a_pallas_kernel_of_ones_own_is_called_and_rounds_as_it_is_written() -> None:
+    pytest.importorskip("jax", reason="jax is not installed: pip install jax")
+    call = tiebreak.inputs("tied_maxima[k=2]", heads=64)
+    q, k, v, do = (x.float() for x in (call.q, call.k, call.v, call.do))
+    inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), softmax_scale=call.scale)
+    o = CPU.run(external_kernel(f"{FOREIGN}:pallas"), inputs, gradients=False).o
+    tiebreak.assert_fair(o.bfloat16(), call.exact)  # it would not if P were divided before its cast
 
 
 @pytest.mark.parametrize(("name", "calls_taken"), [("sdpa_flash", 12), ("sdpa_math", 12), ("multihead_attention", 1)])

@@ -10,7 +10,8 @@ from tiebreak.kernels.external.options import LoadError
 _BY_MODULE = {
     "devices": "flash_attn flash_attn_cute xformers flashinfer sageattention aiter transformer_engine flag_gems liger"
     " fla npu_fusion_attention",
-    "libraries": "hf:eager hf:sdpa x_transformers jax onnxruntime openvino",
+    "libraries": "hf:eager hf:sdpa x_transformers onnxruntime openvino",
+    "jax_functions": "jax pallas_flash pallas_splash",
 }
 #: Where each lies: its module in this package, and its function.
 ADAPTERS: Mapping[str, str] = {

@@ -1,13 +1,12 @@
-"""Attention of libraries that have it on a CPU too: models in PyTorch, JAX, inference engines, forward alone."""
+"""Attention of libraries that have it on a CPU too: models in PyTorch, inference engines, forward alone."""
 
 import importlib
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from tiebreak.kernels.external.adapters.foreign import Foreign, needs
 from tiebreak.kernels.external.options import NO_BACKWARD, kernel
@@ -16,7 +15,6 @@ from tiebreak.kernels.formats import FP16, FP32
 HF_EAGER = Foreign("transformers.models.llama.modeling_llama:eager_attention_forward", "transformers", "4.48 to 5.23")
 HF_SDPA = Foreign("transformers.integrations.sdpa_attention:sdpa_attention_forward", "transformers", "4.48 to 5.23")
 X_TRANSFORMERS = Foreign("x_transformers.attend:Attend", "x-transformers", "2.31")
-JAX = Foreign("jax.nn:dot_product_attention", "jax", "0.4.31 to 0.10")
 ONNXRUNTIME = Foreign("onnxruntime:InferenceSession", "onnxruntime", "1.23 to 1.31", formats=(FP16, FP32))
 ONNX = Foreign("onnx.helper:make_node", "onnx", "1.18 to 1.23")
 OPENVINO = Foreign("openvino.opset13:scaled_dot_product_attention", "openvino", "2024.1 to 2026.4")
@@ -68,49 +66,6 @@ def x_transformers(
     attend = X_TRANSFORMERS(causal=is_causal, scale=scale, flash=False)
     o, _ = attend(q[:, places], k, v, mask=attn_mask)
     return o[:, places.argsort()]
-
-
-def _array(x: Tensor | None) -> Any:
-    return None if x is None else importlib.import_module("jax").dlpack.from_dlpack(x.detach().contiguous())
-
-
-def _tensor(x: Any) -> Tensor:
-    return from_dlpack(x).clone()  # type: ignore[no-untyped-call, unused-ignore]
-
-
-@cache
-def _jitted(scale: float, is_causal: bool, backward: bool) -> Any:
-    library = importlib.import_module("jax")
-
-    def forward(mask: Any, q: Any, k: Any, v: Any) -> Any:
-        return JAX(q, k, v, mask=mask, scale=scale, is_causal=is_causal, implementation="xla")
-
-    def gradients(mask: Any, do: Any, q: Any, k: Any, v: Any) -> Any:
-        return library.vjp(partial(forward, mask), q, k, v)[1](do)
-
-    return library.jit(gradients if backward else forward)
-
-
-def _gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, attn_mask: Any = None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    del o
-    pull = _jitted(scale, is_causal, backward=True)
-    return tuple(map(_tensor, pull(_array(attn_mask), *map(_array, (do, q, k, v)))))
-
-
-@needs(JAX)
-@kernel(layout="bnhd", takes="gqa", refuses="blind_rows", backward=_gradients)
-def jax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float) -> Tensor:
-    """Its dot_product_attention, jitted, by XLA and not cuDNN; its backward pass is jax.vjp's.
-
-    Its mask is aligned at the upper left. A row without a key is a mean of all. Whether P is rounded depends on the
-    shape of the call, unless XLA_FLAGS has --xla_allow_excess_precision=false.
-    """
-    if q.dtype == torch.float16 and q.device.type == "cpu":
-        raise NotImplementedError("jax.jit finds no product of fp16 with a sum in fp32 on a CPU")
-    attend = _jitted(scale, is_causal, backward=False)
-    return _tensor(attend(_array(attn_mask), *map(_array, (q, k, v))))
 
 
 @cache
