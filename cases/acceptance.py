@@ -5,10 +5,12 @@ reference that computes in fp32 and casts back), or against a benchmark on the s
 their format, or another fused kernel. Limits are those of the sources; docs/rules.md says what the rules see.
 """
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from importlib.resources import files
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -247,140 +249,15 @@ def _signed_mean(x: Compared) -> Readings:
     yield Reading(f"signed mean error of {x.name}", abs((away / unit).item()), 0.05)
 
 
-_FLASH = "Dao-AILab/flash-attention"
-_AT_FLASH = "0251105, 2026-08-15"
-_AT_AITER = "e404860, 2026-08-22"
-_OPBASE = "cann/opbase docs/zh/ops_precision_standard"
-_AT_COMMERCIAL = "6049643, 2026-04-09; taken out by 8b296c7, 2026-04-22"
-_SEVERAL = "the benchmark is another vendor's fused kernel: here flash@fused, emulated"
-# Absolute and relative tolerance, by format of the output.
-_TORCH = {"fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2), "fp32": (1e-5, 1.3e-6)}
-_GEMS = {name: (1e-4, relative) for name, (_, relative) in _TORCH.items()}
-_ENGINE = {"fp16": (1e-3, 1e-3), "bf16": (1.5e-2, 1.5e-2)}
-_FLASHINFER = {"fp16": (1e-3, 1e-3), "bf16": (1e-2, 1e-2)}
-_VLLM = dict.fromkeys(("fp16", "bf16"), (1.5e-2, 1e-2))
-_CUDNN = dict.fromkeys(("fp16", "bf16"), (2e-2, 2e-2))
-_BENCH = {"fp16": (1e-2, 1e-2), "bf16": (1e-2, 1e-2), "fp32": (1e-4, 1e-4)}
+_READ_BY = (_beside_eager, _close, _mostly_close, _absolute_or_relative, _double_benchmark, _recheck, _relative, _mixed,
+            _balance, _cambricon, _signed_mean)  # fmt: skip
+_BY_NAME: Mapping[str, Callable[..., Readings]] = {each.__name__.removeprefix("_"): each for each in _READ_BY}
 
 
-RULES: Mapping[str, Rule] = {
-    "flash_attention_2": Rule(
-        "max |o - ref| <= 2 max |eager - ref|; gradients 3 times",
-        f"{_FLASH} tests/test_flash_attn.py:1121 (2.8.4 {_AT_FLASH})",
-        partial(_beside_eager, times=2, gradients=3),
-        gradients=True,
-        note="no absolute term; ref is cast to the output's format, so that errors are counted in whole ulps",
-    ),
-    "flash_attention_3": Rule(
-        "max |o - ref| <= 2 max |eager - ref| + 2 max |ref + 0.3 - 0.3 - ref|, also of gradients",
-        f"{_FLASH} hopper/test_flash_attn.py:285, tests/cute/test_flash_attn.py:513"
-        f" (3.0.0 and 4.0.0.beta27, {_AT_FLASH})",
-        partial(_beside_eager, times=2, gradients=2, spare=2),
-        gradients=True,
-        note="FlashAttention-4's too; 3 times with a soft cap, which no input here has",
-    ),
-    "aiter": Rule(
-        "max |o - ref| <= max(2 max |eager - ref|, 0.01); gradients 10 times",
-        f"ROCm/aiter op_tests/test_mha.py:343 ({_AT_AITER})",
-        partial(_beside_eager, times=2, gradients=10, floor=0.01),
-        gradients=True,
-    ),
-    "aiter_check_all_close": Rule(
-        "|o - ref| <= 0.01 + 0.01 |o| but for 5 % of elements",
-        f"ROCm/aiter aiter/test_common.py:479 checkAllclose ({_AT_AITER})",
-        partial(_mostly_close, tolerance=0.01, most=0.05),
-        note="it logs and returns the share; most callers assert nothing",
-    ),
-    **{
-        f"ascend_{level.lower()}": Rule(
-            f"MARE, MERE and RMSE against exact <= {mare:g}, {mere:g} and {rmse:g} times the benchmark's; of |exact|"
-            " below 2^-8 (bf16) twice as many errors above 2^-16",
-            f"{_OPBASE}/commercial_standard.md 4.5, {level} ({_AT_COMMERCIAL})",
-            partial(_double_benchmark, mare=mare, mere=mere, rmse=rmse),
-            gradients=True,
-            note=_SEVERAL,
-        )
-        for level, mare, mere, rmse in (("L0", 10, 2, 2), ("L1", 5, 1.5, 1.5), ("L2", 2, 1.2, 1.2))
-    },
-    "ascend_recheck": Rule(
-        "the 95 % lower bound of the median ratio of MARE, MERE and RMSE, bootstrapped over 200 seeds and more, <= 1",
-        f"{_OPBASE}/commercial_standard.md 4.5.2 ({_AT_COMMERCIAL})",
-        _recheck,
-        note=f"asked after a fail of L0 to L2 alone, where fewer seeds fail; a head is a seed; {_SEVERAL}",
-    ),
-    "ascend_community_april": Rule(
-        "mean |o - exact| / (|exact| + 1e-7) < 2^-7 (bf16) and the largest < 10 times that",
-        f"{_OPBASE}/experimental_standard.md (6049643, 2026-04-09, to 2026-07-15)",
-        _relative,
-    ),
-    "ascend_community": Rule(
-        "|o - exact| <= 2^-6 + 2^-6 |exact| (bf16; fp16 2^-9) for 99 %, and the largest <= 1 or 32 ulps",
-        f"{_OPBASE}/experimental_standard.md 2 (adbe441, from 2026-07-15)",
-        _mixed,
-        note="where the source says 1 or 32 ulps the larger counts",
-    ),
-    "msprobe_balance": Rule(
-        "|count(o > exact) - count(o < exact)| / N <= 2^-7 (bf16; fp16 2^-20, fp32 2^-14)",
-        "Ascend/msprobe api_accuracy_checker/compare/algorithm.py:76, precision_standard/standard_config.py:127"
-        " (8ff00da, 2026-08-08)",
-        _balance,
-        note="without a sign, and not counted away from zero: over V of both signs a bias cancels; it decides for no"
-        " operator as shipped",
-    ),
-    "transformer_engine": Rule(
-        "|o - eager| <= 0.015 + 0.015 |eager| (bf16; fp16 0.001), also of gradients",
-        "NVIDIA/TransformerEngine tests/pytorch/attention/test_attention.py:179 (d0067d0, 2026-08-22)",
-        partial(_close, limits=_ENGINE, to="eager"),
-        gradients=True,
-    ),
-    "flag_gems": Rule(
-        "|o - eager| <= 0.0001 + 0.016 |eager| (bf16; fp16 0.001)",
-        "flagos-ai/FlagGems src/flag_gems/testing/__init__.py:80 (5.3.4+166 ed2508b, 2026-08-21)",
-        partial(_close, limits=_GEMS, to="eager"),
-        note="held against PyTorch's attention of the device, in the inputs' format; a test may ask for another atol",
-    ),
-    "flashinfer": Rule(
-        "|o - ref| <= 0.01 + 0.01 |ref| (bf16; fp16 0.001)",
-        "flashinfer-ai/flashinfer tests/attention/test_blackwell_fmha.py:167 (0.6.18+27 fb28d72, 2026-08-22)",
-        partial(_close, limits=_FLASHINFER),
-    ),
-    "vllm": Rule(
-        "|o - eager| <= 0.015 + 0.01 |eager|",
-        "vllm-project/vllm tests/kernels/attention/test_flash_attn.py test_varlen_with_paged_kv"
-        " (0001b99; bbf906a before it has the same)",
-        partial(_close, limits=_VLLM, to="eager"),
-    ),
-    "cudnn_frontend": Rule(
-        "|o - exact| <= 0.02 + 0.02 |exact|",
-        "NVIDIA/cudnn-frontend test/python/sdpa/fp16.py:667 (1.23.0+4 3929da2, 2026-05-08)",
-        partial(_close, limits=_CUDNN, to="exact"),
-    ),
-    "kernel_bench": Rule(
-        "|eager - o| <= 0.01 + 0.01 |o| (bf16, fp16)",
-        "ScalingIntelligence/KernelBench src/kernelbench/eval.py:83, 804 (423217d, 2026-03-05)",
-        partial(_close, limits=_BENCH, to="eager", of="out"),
-    ),
-    "flashinfer_bench": Rule(
-        "|o - ref| <= 0.01 or |o - ref| / (|ref| + 1e-8) <= 0.01",
-        "flashinfer-ai/flashinfer-bench flashinfer_bench/bench/utils.py:97 (40e6ca7, 2026-04-30)",
-        partial(_absolute_or_relative, tolerance=1e-2),
-    ),
-    "torch_assert_close": Rule(
-        "|o - ref| <= 1e-5 + 0.016 |ref| (bf16; fp16 0.001, fp32 1.3e-6)",
-        "pytorch/pytorch torch/testing/_comparison.py, _DTYPE_PRECISIONS (2.13.0)",
-        partial(_close, limits=_TORCH),
-    ),
-    "cambricon": Rule(
-        "sum |d| / sum |ref| and sqrt(sum d^2 / sum ref^2) <= 0.003, and not all d of one sign; d = o - ref",
-        "Cambricon/mlu-ops docs/MLU-OPS-Accuracy-Acceptance-Standard.md, pb_gtest/src/evaluator.cpp:224,"
-        " executor.cpp:2274 (ref is cast) (73adc65, 2026-04-29)",
-        _cambricon,
-        note="diff1, diff2 and diff4 of composite operators; diff4 of 100 and more different pairs that are not equal",
-    ),
-    "signed_mean": Rule(
-        "|mean((o - exact) sign(exact))| <= 0.05 eps mean |exact|",
-        "this suite (not in use elsewhere)",
-        _signed_mean,
-        note="what any of these rules could ask in one line",
-    ),
-}
+def _rule(asks: str, given: Mapping[str, Any] | None = None, **rest: Any) -> Rule:
+    """One of the table beside this file."""
+    return Rule(of=partial(_BY_NAME[asks], **given or {}), **rest)
+
+
+_TABLES = tomllib.loads((files(__package__) / "acceptance.toml").read_text("utf-8"))
+RULES: Mapping[str, Rule] = {name: _rule(**table) for name, table in _TABLES.items()}
