@@ -58,7 +58,7 @@ def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward() -> N
 
 
 def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:
-    record = run_cell(Cell(PTX, PTX.kernel("triton_fp8"), Call(CASES["v_eight_bits"]), BF16), Workbench(Settings(heads=2)))
+    record = run_cell(Cell(PTX, PTX.kernel("triton_fp8"), Call(CASES["fp8_ties"]), BF16), Workbench(Settings(heads=2)))
     assert record.outcome == SKIPPED
     assert "type fp8e4nv not supported in this architecture" in str(record.skipped)
 
