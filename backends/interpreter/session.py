@@ -84,7 +84,7 @@ class _Session:
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
                 self.put(tl.tensor, name, partialmethod(member))
         for module in (tl, tl.core):
-            self.put(module, "reduce", reducing(assumed))
+            self.put(module, "reduce", reducing(assumed, self._builder.in_pairs))
             self.put(module, "associative_scan", scan)
 
     def put(self, owner: object, name: str, replacement: object) -> None:

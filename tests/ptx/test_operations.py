@@ -26,6 +26,10 @@ def patterns(kind: str, seed: int, count: int = SOME) -> NDArray[np.generic]:
     return words.astype(f"u{dtype.itemsize}").view(dtype)
 
 
+def fp32(*numbers: float) -> NDArray[np.float32]:
+    return np.array(numbers, np.float32)
+
+
 def wrapped(value: int, kind: str) -> int:
     bits = 8 * TYPES[kind].itemsize
     value %= 2**bits
@@ -45,7 +49,7 @@ def field(x: int, start: int, length: int, kind: str) -> int:
     return wrapped(sum(bit << at for at, bit in enumerate(found)), kind)
 
 
-INTEGERS: dict[str, Callable[..., int]] = {
+INTEGERS: dict[str, Callable[..., int | None]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul.lo": lambda x, y: x * y,
@@ -162,15 +166,15 @@ def test_subnormal_numbers_are_zero_where_the_name_says_so() -> None:
     for name, result in (("", [2.0**-126, 2.0**-126 * 0.75]), ("ftz.", [0.0, 2.0**-126])):
         half = OPERATIONS[f"mul.rn.{name}f32"](least, np.array([0.5], np.float32))
         assert half.tolist() == [0.0 if name else 2.0**-127]
-        sums = OPERATIONS[f"fma.rn.{name}f32"](np.float32([1.0]), np.abs(small[:1]), small[:1])
+        sums = OPERATIONS[f"fma.rn.{name}f32"](fp32(1.0), np.abs(small[:1]), small[:1])
         assert sums.tolist() == result[:1]
-    assert OPERATIONS["ex2.approx.ftz.f32"](np.float32([-127.0])).tolist() == [0.0]
-    assert OPERATIONS["ex2.approx.f32"](np.float32([-127.0])).tolist() == [2.0**-127]
+    assert OPERATIONS["ex2.approx.ftz.f32"](fp32(-127.0)).tolist() == [0.0]
+    assert OPERATIONS["ex2.approx.f32"](fp32(-127.0)).tolist() == [2.0**-127]
 
 
 def test_extremes_drop_nan_and_know_the_sign_of_zero() -> None:
-    x = np.float32([np.nan, 1, -0.0, 0.0, -0.0])
-    y = np.float32([2, np.nan, 0.0, -0.0, -0.0])
+    x = fp32(np.nan, 1, -0.0, 0.0, -0.0)
+    y = fp32(2, np.nan, 0.0, -0.0, -0.0)
     largest, smallest = OPERATIONS["max.f32"](x, y), OPERATIONS["min.f32"](x, y)
     assert [math.copysign(1, value) * (abs(value) or 9) for value in largest] == [2, 1, 9, 9, -9]
     assert [math.copysign(1, value) * (abs(value) or 9) for value in smallest] == [2, 1, -9, -9, -9]
@@ -207,7 +211,7 @@ def test_casts_of_fp32_are_pytorchs(kind: str) -> None:
 def test_integers_are_converted_by_value_and_clamped_from_fp32() -> None:
     for to in ("s8", "u8", "s16", "u16", "s32", "u32"):
         info = np.iinfo(TYPES[to])
-        x = np.concatenate([patterns("f32", 1), np.float32([-1.5, 1.5, 255.9, 2.0**31, -(2.0**31), np.nan])])
+        x = np.concatenate([patterns("f32", 1), fp32(-1.5, 1.5, 255.9, 2.0**31, -(2.0**31), np.nan)])
         found = OPERATIONS[f"cvt.rzi.{to}.f32"](x)
         for number, result in zip(x.tolist(), found.tolist(), strict=True):
             whole = 0 if math.isnan(number) else number if math.isinf(number) else math.trunc(number)
