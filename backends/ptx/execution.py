@@ -3,30 +3,17 @@
 Where threads part, those that are furthest behind in the text go on alone, until the others' place is theirs too.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import Memory
 from tiebreak.backends.interpreter.numbers import Array
-from tiebreak.backends.ptx.binding import Step, bound, least_of_shared
-from tiebreak.backends.ptx.memory import Global, Shared
+from tiebreak.backends.ptx.binding import bound
 from tiebreak.backends.ptx.parsing import parsed
-from tiebreak.backends.ptx.threads import Threads
+from tiebreak.backends.ptx.threads import Launch, Threads
 
 _TOGETHER = 2**13  # threads: arrays of a register that a core's cache holds
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A grid of blocks, and what they are given."""
-
-    grid: tuple[int, int, int]  # blocks along x, y and z
-    threads: int  # of a block
-    shared: int  # bytes of a block
-    arguments: Sequence[int]  # the bits of every parameter
-    memory: Memory  # what they may touch
+_SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shared memory to less than four bytes
 
 
 class Program:
@@ -40,8 +27,8 @@ class Program:
         """
         taken_apart = parsed(text)
         self._parameters, self._labels = taken_apart.parameters, taken_apart.labels
-        self._steps = [Step(at, bound(at, card)) for at in taken_apart.instructions]
-        self._granule = least_of_shared(taken_apart.instructions)
+        self._steps = [(at, bound(at, card)) for at in taken_apart.instructions]
+        self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in taken_apart.instructions) else 4
 
     def run(self, launch: Launch) -> None:
         """Execute every block of a grid, as many at once as are worth it.
@@ -52,12 +39,13 @@ class Program:
             CannotRunError: some threads alone come to where a block's or a warp's have to be together.
         """
         count, at_once = int(np.prod(launch.grid)), max(1, _TOGETHER // launch.threads)
-        arguments = dict(zip(self._parameters, launch.arguments, strict=False))  # Triton's scratch memory is never used
         for start in range(0, count, at_once):
             blocks = np.arange(start, min(count, start + at_once), dtype=np.uint32)[:, None]
-            shared = Shared(len(blocks), launch.shared, launch.threads, self._granule)
+            threads = Threads(launch, blocks, self._granule)
+            for name, bits in zip(self._parameters, launch.arguments, strict=False):  # scratch memory is never used
+                threads.put(name, 8, np.array([[bits % 2**64]], np.uint64), threads.everyone)
             with np.errstate(all="ignore"):
-                self._execute(Threads(blocks, launch.grid, launch.threads, arguments, shared, Global(launch.memory)))
+                self._execute(threads)
 
     def _execute(self, threads: Threads) -> None:
         waiting = {0: threads.everyone}  # threads by their next instruction
@@ -65,14 +53,14 @@ class Program:
             at = min(waiting)
             active = waiting.pop(at)
             while at < min(waiting, default=len(self._steps)):
-                step = self._steps[at]
+                instruction, run = self._steps[at]
                 at += 1
-                mask = threads.guarded(active, step.instruction)
-                if step.run is not None:
-                    step.run(threads, mask)
+                mask = threads.guarded(active, instruction)
+                if run is not None:
+                    run(threads, mask)
                 elif mask.any():
-                    if step.instruction.opcode != "ret":
-                        _join(waiting, self._labels[str(step.instruction.operands[0])], mask, threads)
+                    if instruction.opcode != "ret":
+                        _join(waiting, self._labels[str(instruction.operands[0])], mask, threads)
                     active = active & ~mask
                     if not active.any():
                         break

@@ -27,27 +27,27 @@ class SharedMemoryError(RuntimeError):
 
 
 class Global:
-    """The host's memory, of which a kernel may touch its arguments' alone."""
+    """The host's memory, of which a kernel may touch its arguments' alone; addresses are int64."""
 
     def __init__(self, allowed: Memory) -> None:
-        self.allowed = allowed
+        self._allowed = allowed
 
-    def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any]) -> Array:
-        """Unsigned integers at addresses, uint64; zeros where the mask hides them."""
-        self.allowed.check(addresses, mask, dtype.itemsize, None, "reads")
-        found: Array = native.load(addresses, mask, np.zeros(addresses.shape, dtype), dtype)
+    def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], _: Instruction) -> Array:
+        """Unsigned integers; zeros where the mask hides them."""
+        self._allowed.check(addresses.view(np.uint64), mask, dtype.itemsize, None, "reads")
+        found: Array = native.load(addresses.view(np.uint64), mask, np.zeros(addresses.shape, dtype), dtype)
         return found
 
-    def write(self, addresses: Array, mask: Array, values: Array) -> None:
-        """Unsigned integers to addresses; where two threads write to one, the later thread's."""
-        self.allowed.check(addresses, mask, values.itemsize, None, "writes")
-        native.store(addresses, np.ascontiguousarray(values), mask)
+    def write(self, addresses: Array, mask: Array, values: Array, _: Instruction) -> None:
+        """Unsigned integers; where two threads write to one place, the later thread's."""
+        self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
+        native.store(addresses.view(np.uint64), values, mask)
 
 
 class Shared:
-    """The shared memory of some blocks, and its history."""
+    """The shared memory of some blocks, and its history. Addresses and masks are (blocks, threads)."""
 
-    def __init__(self, blocks: int, size: int, threads: int, granule: int) -> None:
+    def __init__(self, blocks: int, threads: int, size: int, granule: int) -> None:
         """Of so many bytes a block; history is kept of granules of so many bytes, the least that is accessed."""
         self._size, self._granule = -(-size // 16) * 16, granule
         self._bytes = np.zeros(blocks * self._size, np.uint8)
@@ -58,8 +58,7 @@ class Shared:
         self._phases = np.zeros((blocks, 1), np.int64)
         self._phases_of_warps = np.zeros((blocks, threads // WARP), np.int64)
         thread = np.arange(threads)
-        self._who = (thread // WARP << _OF_WARP | thread % WARP)[None]
-        self._starts = np.arange(blocks)[:, None] * self._size
+        self._who = thread // WARP << _OF_WARP | thread % WARP
 
     def meet(self, blocks: Array) -> None:
         """A barrier of all threads of each of these blocks, bool (blocks, 1)."""
@@ -77,71 +76,64 @@ class Shared:
         """Until no more than so many groups of copies are on their way: then they are written, by who asked for it."""
         pending = self._pending.reshape(len(blocks), -1)
         done = (pending > 0) & (pending <= self._group - most) & blocks
-        now = np.broadcast_to(self._now() & -1 << _PHASE, done.shape)[done]
         writers = self._writers.reshape(done.shape)
-        writers[done] = writers[done] & (1 << _PHASE) - 1 | now
+        who = writers[done] & (1 << _PHASE) - 1
+        writers[done] = who | np.broadcast_to(self._phases << _PHASE, done.shape)[done]
         pending[done] = 0
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
-        """Unsigned integers at (blocks, threads) addresses; zeros where the mask hides them."""
-        places = self._places(addresses, mask, dtype.itemsize, at)
-        self._look(places, mask, dtype.itemsize, at, collective=False)
+        """Unsigned integers; zeros where the mask hides them."""
+        places = self._looked_at(addresses, mask, dtype.itemsize, at)
         found: Array = np.where(mask, self._bytes.view(dtype)[places // dtype.itemsize], dtype.type(0))
         return found
 
     def rows(self, addresses: Array, mask: Array, at: Instruction) -> Array:
         """Rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8)."""
-        places = self._places(addresses, mask, 16, at)
-        self._look(places, mask, 16, at, collective=True)
+        places = self._looked_at(addresses, mask, 16, at, collective=True)
         rows: Array = self._bytes.view(np.uint16).reshape(-1, 8)[places // 16]
         return rows
 
     def write(self, addresses: Array, mask: Array, values: Array, at: Instruction, *, copied: bool = False) -> None:
-        """Unsigned integers to (blocks, threads) addresses; copied: they are there once their group was waited for."""
-        size = values.itemsize
-        places = self._places(addresses, mask, size, at)
-        granules, now, block = self._granules(places, mask, size, collective=False)
-        self._raise(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
+        """Unsigned integers; copied: they are there once their group was waited for."""
+        places, granules, now = self._accessed(addresses, mask, values.itemsize, at)
+        self._refuse(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
         for history, what in ((self._writers, "wrote"), (self._readers, "read")):
-            self._raise(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
-        words = self._bytes.view(values.dtype)
-        words[places[mask] // size] = np.broadcast_to(values, mask.shape)[mask]
+            self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
+        self._bytes.view(values.dtype)[places[mask] // values.itemsize] = values[mask]
         self._writers[granules] = now
-        self._pending[granules] = self._group[block, 0] + 1 if copied else 0
+        self._pending[granules] = self._group[granules * self._granule // self._size, 0] + 1 if copied else 0
 
-    def _places(self, addresses: Array, mask: Array, size: int, at: Instruction) -> Array:
-        places = np.where(mask, addresses.astype(np.int64), 0)
-        if ((places < 0) | (places + size > self._size) | (places % size != 0)).any():
-            raise SharedMemoryError(f"{at} goes beyond the shared memory, or is not aligned")
-        return places + self._starts
-
-    def _look(self, places: Array, mask: Array, size: int, at: Instruction, *, collective: bool) -> None:
-        """Check a read, and remember it."""
-        granules, now, _ = self._granules(places, mask, size, collective=collective)
+    def _looked_at(
+        self, addresses: Array, mask: Array, size: int, at: Instruction, *, collective: bool = False
+    ) -> Array:
+        """Check a read, and remember it: bytes from the first block's first on."""
+        places, granules, now = self._accessed(addresses, mask, size, at, collective=collective)
         writers, readers = self._writers[granules], self._readers[granules]
-        self._raise(writers == _NOBODY, granules, at, "reads what no thread has written")
-        self._raise(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
-        self._raise(_unordered(writers, now), granules, at, "reads what another thread wrote")
+        self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")
+        self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
+        self._refuse(_unordered(writers, now), granules, at, "reads what another thread wrote")
         self._readers[granules] = now
         # Of several readers in one phase no single one is remembered.
         others = np.where(_unordered(readers, now), readers, self._readers[granules])
-        met = others != now
         several = np.where((others ^ now) >> _OF_WARP == 0, now | _SEVERAL, now & -1 << _PHASE | _EVERYONE << _OF_WARP)
-        self._readers[granules[met]] = several[met]
+        self._readers[granules[others != now]] = several[others != now]
+        return places
 
-    def _granules(self, places: Array, mask: Array, size: int, *, collective: bool) -> tuple[Array, Array, Array]:
-        """What is accessed, by whom and when, and in which block."""
-        each = size // self._granule
-        granules = (places[mask] // self._granule)[:, None] + np.arange(each)
+    def _accessed(
+        self, addresses: Array, mask: Array, size: int, at: Instruction, *, collective: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """Places in bytes, and every granule there that the mask shows, by whom and when."""
+        places = np.where(mask, addresses, 0)
+        if ((places < 0) | (places + size > self._size) | (places % size != 0)).any():
+            raise SharedMemoryError(f"{at} goes beyond the shared memory, or is not aligned")
+        places = places + np.arange(len(places))[:, None] * self._size
+        granules = (places[mask] // self._granule)[:, None] + np.arange(size // self._granule)
         block, thread = np.nonzero(mask)
-        who = self._who[0, thread] | _SEVERAL if collective else self._who[0, thread]
-        now = self._phases[block, 0] << _PHASE | self._phases_of_warps[block, thread // WARP] << _PHASE_OF_WARP | who
-        return granules.ravel(), np.repeat(now, each), np.repeat(block, each)
+        phases = self._phases[block, 0] << _PHASE | self._phases_of_warps[block, thread // WARP] << _PHASE_OF_WARP
+        now = phases | self._who[thread] | (_SEVERAL if collective else 0)
+        return places, granules.ravel(), np.repeat(now, granules.shape[1])
 
-    def _now(self) -> Array:
-        return self._phases << _PHASE
-
-    def _raise(self, wrong: Array, granules: Array, at: Instruction, what: str) -> None:
+    def _refuse(self, wrong: Array, granules: Array, at: Instruction, what: str) -> None:
         if wrong.any():
             byte = int(granules[wrong][0]) * self._granule % self._size
             reason = f"{at} {what}" + (" and no barrier lies between" if "another" in what else "")
@@ -149,13 +141,10 @@ class Shared:
 
 
 def _unordered(before: Array, now: Array) -> Array:
-    """Whether nothing orders what somebody did before what somebody does now."""
-    same_phase = (before != _NOBODY) & (before >> _PHASE == now >> _PHASE)
+    """Whether nothing orders what somebody did before what somebody does now: no barrier, and they are not one."""
     difference = before ^ now
-    same_thread = (difference & (1 << _PHASE_OF_WARP) - 1 == 0) & (now & _SEVERAL == 0)
-    # Within a warp its own barrier orders too.
-    ordered_in_warp = ((difference >> _OF_WARP) & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0) & (
-        difference >> _PHASE_OF_WARP != 0
-    )
-    unordered: Array = same_phase & ~same_thread & ~ordered_in_warp
+    in_phase = (before != _NOBODY) & (difference >> _PHASE == 0)
+    one_thread = (difference & (1 << _PHASE_OF_WARP) - 1 == 0) & (now & _SEVERAL == 0)
+    of_warp = difference >> _OF_WARP & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0  # which has a barrier of its own
+    unordered: Array = in_phase & ~one_thread & ~(of_warp & (difference >> _PHASE_OF_WARP != 0))
     return unordered

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from tiebreak.kernels.kernel import CannotRunError
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{(.*)\}", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)[^,]*?([\w$]+)\s*(?:,|$)")
+_ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)(.*?)\{(.*)\}", re.DOTALL)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)", re.DOTALL)
 _STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
-_SPECIAL = re.compile(r"%(?:(?:tid|ntid|ctaid|nctaid)\.[xyz]|laneid)")
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Instruction:
 class Text:
     """A kernel's PTX, taken apart."""
 
-    name: str  # of the kernel
-    parameters: Mapping[str, str]  # their types by name, in order
+    parameters: tuple[str, ...]  # their names
     instructions: tuple[Instruction, ...]  # in the order of the text
     labels: Mapping[str, int]  # where they stand: numbers of instructions
 
@@ -60,7 +57,7 @@ def parsed(text: str) -> Text:
     """Take apart the one kernel of a PTX text.
 
     Raises:
-        CannotRunError: it is none, or a register is read that is not known here.
+        CannotRunError: it is none, or holds a statement that is not known here.
     """
     entry = _ENTRY.search(_COMMENT.sub("", text).partition("\n\t.section")[0])
     if entry is None:
@@ -68,20 +65,17 @@ def parsed(text: str) -> Text:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     types: dict[str, str] = {}
-    for line, statement in _statements(entry[4]):
+    for line, statement in _statements(entry[3]):
         if statement.endswith(":"):
             labels[statement[:-1]] = len(instructions)
         elif declared := _REGISTERS.match(statement):
             types = {**types, **dict.fromkeys(_names(declared[2]), declared[1])}
         elif match := _STATEMENT.fullmatch(statement):
             operands = tuple(map(_operand, _OPERAND.findall(match[4])))
-            made = Instruction(line, match[2] or "", bool(match[1]), match[3], operands, types)
-            _check_registers(made)
-            instructions.append(made)
+            instructions.append(Instruction(line, match[2] or "", bool(match[1]), match[3], operands, types))
         else:
             raise CannotRunError(f"the PTX statement {statement.split()[0]} is not executed here")
-    parameters = {name: kind for kind, name in _PARAMETER.findall(" ".join(entry[2].split()))}
-    return Text(entry[1], parameters, tuple(instructions), labels)
+    return Text(tuple(re.findall(r"([\w$]+)\s*(?:,|$)", entry[1])), tuple(instructions), labels)
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:
@@ -105,14 +99,5 @@ def _operand(text: str) -> Operand:
     text = text.strip()
     if text[0] == "{":
         return tuple(part.strip() for part in text.strip("{}").split(","))
-    if match := _ADDRESS.fullmatch(text):
-        return Address(match[1], int(match[2] or "0", 0))
-    return text
-
-
-def _check_registers(instruction: Instruction) -> None:
-    for operand in instruction.operands:
-        names = operand if isinstance(operand, tuple) else (getattr(operand, "base", operand),)
-        for name in names:
-            if str(name)[0] == "%" and name not in instruction.types and not _SPECIAL.fullmatch(str(name)):
-                raise CannotRunError(f"the PTX register {name} is not known here")
+    match = _ADDRESS.fullmatch(text)
+    return Address(match[1], int(match[2] or "0", 0)) if match else text

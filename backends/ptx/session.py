@@ -16,7 +16,8 @@ from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
-from tiebreak.backends.ptx.execution import Launch, Program
+from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.threads import Launch
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.loading import compiling_text
 
@@ -26,11 +27,9 @@ _program = lru_cache(maxsize=64)(Program)
 
 @contextmanager
 def executing(card: str, shared: int) -> Iterator[None]:
-    """Execute every Triton function that is launched meanwhile, on CPU tensors.
+    """Execute, on CPU tensors, every Triton function that is launched meanwhile, compiled for a card such as sm_80.
 
-    Args:
-        card: that it is compiled for, as in sm_80.
-        shared: bytes of shared memory that a block may have there.
+    A block has at most so many bytes of shared memory there.
     """
     with ExitStack() as stack:
         target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
@@ -69,31 +68,29 @@ class _Launcher:
     """In the place of the driver's: gives a grid to a program."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
-        self._names: tuple[str, ...] = tuple(source.signature)
         self._types: Mapping[str, Any] = source.signature
         self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
         self._name = str(source.fn.__name__)
         if metadata.num_ctas > 1 or metadata.global_scratch_size:
             raise CannotRunError("clusters of blocks and scratch memory are not executed here")
 
-    def __call__(self, x: int, y: int, z: int, _stream: object, program: Program, *rest: object) -> None:
+    def __call__(self, x: int, y: int, z: int, _stream: object, program: Program, *rest: Any) -> None:
         """Of what follows, all but the last as many as there are parameters are the driver's own."""
-        bound = dict(zip(self._names, rest[-len(self._names) :], strict=True))
-        bits = [number for name, value in bound.items() for number in _bits(self._types[name], value)]
+        bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
         given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
+        bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
         memory = Memory(self._name, tuple(arguments_of(given)))
         program.run(Launch((x, y, z), self._threads, self._shared, bits, memory))
 
 
 def _bits(kind: Any, value: Any) -> Iterator[int]:
-    """What a kernel gets of an argument: nothing of a constant, each part of a tuple, a tensor's address."""
+    """What a kernel gets of an argument: each part of a tuple but constants, the address of a tensor."""
     if isinstance(kind, tuple):
         for part, element in zip(kind, value, strict=True):
             yield from _bits(part, element)
     elif kind in _FLOATS:
-        packed = struct.pack(f"<{_FLOATS[kind]}", value)
-        yield int.from_bytes(packed, "little")
-    elif isinstance(kind, str) and kind.startswith("tensordesc"):
+        yield int.from_bytes(struct.pack(f"<{_FLOATS[kind]}", value), "little")
+    elif kind.startswith("tensordesc"):
         raise CannotRunError("tensor descriptors are not executed here")
     elif kind != "constexpr":
         yield value.data_ptr() if hasattr(value, "data_ptr") else int(value)

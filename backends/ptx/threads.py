@@ -1,10 +1,11 @@
 """The threads of some blocks: their registers, and the memory that they see."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from tiebreak.backends.interpreter.memory import Memory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, Global, Shared
 from tiebreak.backends.ptx.parsing import Instruction
@@ -13,53 +14,43 @@ from tiebreak.kernels.kernel import CannotRunError
 _NOTHING = np.zeros((1, 1), np.uint64)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A grid of blocks, and what they are given."""
+
+    grid: tuple[int, int, int]  # blocks along x, y and z
+    threads: int  # of a block
+    shared: int  # bytes of a block
+    arguments: Sequence[int]  # the bits of every parameter
+    memory: Memory  # what they may touch
+
+
 class Threads:
     """Every register is an array of (blocks, threads), unsigned or bool, 1 long where nothing changes along it."""
 
-    def __init__(
-        self,
-        blocks: Array,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Mapping[str, int],
-        shared: Shared,
-        memory: Global,
-    ) -> None:
-        """At the start of the program.
-
-        Args:
-            blocks: their numbers in the grid, those along x first: (blocks, 1).
-            grid: blocks along x, y and z.
-            threads: of a block.
-            arguments: bits by parameter; what is not named is 0.
-            shared: of these blocks.
-            memory: of the host.
-        """
-        self.shape = len(blocks), threads
+    def __init__(self, launch: Launch, blocks: Array, granule: int) -> None:
+        """Of some blocks of a launch, (blocks, 1) numbers, those along x first; `granule` is of their `Shared`."""
+        self.shape = len(blocks), launch.threads
         self.everyone = np.ones(self.shape, bool)
-        self.arguments, self.shared, self.memory = arguments, shared, memory
-        thread = np.arange(threads, dtype=np.uint32)[None]
+        self.shared = Shared(*self.shape, launch.shared, granule)
+        self.memory = Global(launch.memory)
+        thread = np.arange(launch.threads, dtype=np.uint32)[None]
         # Special Registers.
-        self.registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
-        for axis, size, along in zip("xyz", grid, np.unravel_index(blocks, grid, order="F"), strict=True):
-            self.registers[f"%ctaid.{axis}"] = along.astype(np.uint32)
-            self.registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
-            self.registers[f"%ntid.{axis}"] = np.full((1, 1), threads if axis == "x" else 1, np.uint32)
-        self.registers |= dict.fromkeys(("%tid.y", "%tid.z"), np.zeros((1, 1), np.uint32))
+        self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
+        for axis, size, along in zip("xyz", launch.grid, np.unravel_index(blocks, launch.grid, "F"), strict=True):
+            self._registers[f"%ctaid.{axis}"] = along.astype(np.uint32)
+            self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
         """Which of these threads execute an instruction."""
         if not at.guard:
             return active
-        predicate = self.registers[at.guard] ^ at.negated
-        if predicate.all():
-            return active
-        guarded: Array = predicate & active
-        return guarded
+        predicate = self._registers[at.guard] ^ at.negated
+        return active if predicate.all() else np.logical_and(predicate, active)
 
     def get(self, name: str) -> Array:
         """A register, as unsigned integers or bool; what was never written is 0."""
-        return self.registers.get(name, _NOTHING)
+        return self._registers.get(name, _NOTHING)
 
     def put(self, name: str, size: int, value: Array, mask: Array) -> None:
         """Write a register of so many bytes: a narrower number is extended by its sign, if it has one."""
@@ -69,21 +60,8 @@ class Threads:
             value = value if value.itemsize == size else value.astype(f"{value.dtype.kind}{size}")
             value = value.view(f"u{size}")
         if mask is not self.everyone:
-            value = np.where(mask, value, self.registers.get(name, value.dtype.type(0)))
-        self.registers[name] = value
-
-    def read(self, shared: bool, places: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
-        """Unsigned integers in the shared memory of the block, or in the host's; zeros where the mask hides them."""
-        if shared:
-            return self.shared.read(places, mask, dtype, at)
-        return self.memory.read(places.view(np.uint64), mask, dtype)
-
-    def write(self, shared: bool, places: Array, mask: Array, values: Array, at: Instruction) -> None:
-        """Unsigned integers to the one or the other, where the mask does not hide them."""
-        if shared:
-            self.shared.write(places, mask, values, at)
-        else:
-            self.memory.write(places.view(np.uint64), mask, values)
+            value = np.where(mask, value, self._registers.get(name, value.dtype.type(0)))
+        self._registers[name] = value
 
     def full(self, x: Array) -> Array:
         """An array with all its blocks and threads."""

@@ -13,7 +13,8 @@ if (reason := not_interpreting()) is not None:
 import torch
 
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
-from tiebreak.backends.ptx.execution import Launch, Program
+from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.threads import Launch
 
 KERNEL = """
 .visible .entry kernel(.param .u64 kernel_param_0, .param .u64 kernel_param_1)

@@ -98,7 +98,7 @@ def test_memory_that_was_not_given_is_not_touched(executed: Executed) -> None:
         ("add.sat.s32 %r2, %r0, %r1;", r"instruction add\.sat\.s32"),
         ("add.rz.f32 %r2, %r0, %r1;", r"instruction add\.rz\.f32"),
         ("wgmma.fence.sync.aligned;", r"instruction wgmma\.fence\.sync\.aligned"),
-        ("mov.u32 %r2, %clock;", r"register %clock is not known"),
+        ("mov.u32 %r2, %clock;", r"names %clock, which is not known here"),
         ("mov.u32 %r2, elsewhere;", r"mov\.u32 \(line \d+ .*\) names elsewhere"),
         ("shfl.sync.bfly.b32 %r2, %r0, 1, 7199, -1;", r"instruction shfl\.sync\.bfly\.b32"),
         ("bar.sync 1, 32;", r"instruction bar\.sync"),
