@@ -27,10 +27,8 @@ class _Ptx(Backend):
         return "--as", self.card
 
     def notice(self) -> str:
-        return (
-            f"compiled code, emulated processor: Triton's PTX for {self.card}, its tensor cores' sums; `ex2.approx` "
-            "and its like assumed correctly rounded; nothing ran on a GPU"
-        )
+        what = f"compiled code, emulated processor: Triton's PTX for {self.card}, its tensor cores' sums"
+        return f"{what}; approximations as ex2.approx assumed correctly rounded; nothing ran on a GPU"
 
     def assuming(self, card: str) -> Backend:
         if card not in CARDS:
@@ -41,7 +39,6 @@ class _Ptx(Backend):
         return {
             "triton": installed(),
             "as": self.card,
-            "approximations": "correctly rounded",
             "assumed": {self.name: f"as {self.card} (compiled code, emulated processor; nothing ran on a GPU)"},
         }
 

@@ -103,7 +103,7 @@ def _calculation(at: Instruction) -> Run:
     operation, write = OPERATIONS[at.opcode], _writer(at.operands[0], at)
     kinds = operation.sources + operation.sources[-1:] * len(at.operands)
     reads = [_reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
-    return lambda threads, mask: write(threads, 0, operation(*(read(threads) for read in reads)), mask)
+    return lambda threads, mask: write(threads, 0, operation.compute(*(read(threads) for read in reads)), mask)
 
 
 def _move(at: Instruction, match: _Match) -> Run:
@@ -171,7 +171,7 @@ def _of_copies(at: Instruction, match: _Match) -> Run:
     def meet(threads: Threads, mask: Array) -> None:
         blocks = threads.together(mask, threads.shape[1], at)
         if match[1] == "commit_group":
-            threads.shared.close_group(blocks)
+            threads.shared.groups += blocks
         else:
             threads.shared.wait(blocks, int(str(at.operands[0])))
 
@@ -184,9 +184,14 @@ def _of_copies(at: Instruction, match: _Match) -> Run:
 def _barrier(at: Instruction, match: _Match) -> Run:
     if at.operands != ("0",) and not (match[1] and at.operands[0] in _ALL_LANES):
         raise at.refused()
-    if match[1]:
-        return lambda threads, mask: threads.shared.meet_warps(threads.together(mask, WARP, at))
-    return lambda threads, mask: threads.shared.meet(threads.together(mask, threads.shape[1], at))
+
+    def meet(threads: Threads, mask: Array) -> None:
+        if match[1]:
+            threads.shared.phases_of_warps += threads.together(mask, WARP, at)
+        else:
+            threads.shared.phases += threads.together(mask, threads.shape[1], at)
+
+    return meet
 
 
 def _shuffle(at: Instruction, match: _Match) -> Run:

@@ -25,10 +25,9 @@ class Program:
         Raises:
             CannotRunError: it holds what is not executed here, which the message names.
         """
-        taken_apart = parsed(text)
-        self._parameters, self._labels = taken_apart.parameters, taken_apart.labels
-        self._steps = [(at, bound(at, card)) for at in taken_apart.instructions]
-        self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in taken_apart.instructions) else 4
+        self._parameters, instructions, self._labels = parsed(text)
+        self._steps = [(at, bound(at, card)) for at in instructions]
+        self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
 
     def run(self, launch: Launch) -> None:
         """Execute every block of a grid, as many at once as are worth it.

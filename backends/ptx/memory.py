@@ -54,31 +54,19 @@ class Shared:
         count = blocks * self._size // granule
         self._writers, self._readers = np.full(count, _NOBODY), np.full(count, _NOBODY)
         self._pending = np.zeros(count, np.int32)  # the group of copies that may still bring it
-        self._group = np.zeros((blocks, 1), np.int32)  # the last group of copies that a block's threads have closed
-        self._phases = np.zeros((blocks, 1), np.int64)
-        self._phases_of_warps = np.zeros((blocks, threads // WARP), np.int64)
+        self.groups = np.zeros((blocks, 1), np.int32)  # of copies, which the threads of a block have closed
+        self.phases = np.zeros((blocks, 1), np.int64)  # a barrier of a block begins a new one,
+        self.phases_of_warps = np.zeros((blocks, threads // WARP), np.int64)  # and so does one of a warp
         thread = np.arange(threads)
         self._who = thread // WARP << _OF_WARP | thread % WARP
-
-    def meet(self, blocks: Array) -> None:
-        """A barrier of all threads of each of these blocks, bool (blocks, 1)."""
-        self._phases += blocks
-
-    def meet_warps(self, warps: Array) -> None:
-        """A barrier of all threads of each of these warps, bool (blocks, warps)."""
-        self._phases_of_warps += warps
-
-    def close_group(self, blocks: Array) -> None:
-        """What was copied so far is a group."""
-        self._group += blocks
 
     def wait(self, blocks: Array, most: int) -> None:
         """Until no more than so many groups of copies are on their way: then they are written, by who asked for it."""
         pending = self._pending.reshape(len(blocks), -1)
-        done = (pending > 0) & (pending <= self._group - most) & blocks
+        done = (pending > 0) & (pending <= self.groups - most) & blocks
         writers = self._writers.reshape(done.shape)
         who = writers[done] & (1 << _PHASE) - 1
-        writers[done] = who | np.broadcast_to(self._phases << _PHASE, done.shape)[done]
+        writers[done] = who | np.broadcast_to(self.phases << _PHASE, done.shape)[done]
         pending[done] = 0
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
@@ -89,7 +77,7 @@ class Shared:
 
     def rows(self, addresses: Array, mask: Array, at: Instruction) -> Array:
         """Rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8)."""
-        places = self._looked_at(addresses, mask, 16, at, collective=True)
+        places = self._looked_at(addresses, mask, 16, at, _SEVERAL)
         rows: Array = self._bytes.view(np.uint16).reshape(-1, 8)[places // 16]
         return rows
 
@@ -101,13 +89,11 @@ class Shared:
             self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
         self._bytes.view(values.dtype)[places[mask] // values.itemsize] = values[mask]
         self._writers[granules] = now
-        self._pending[granules] = self._group[granules * self._granule // self._size, 0] + 1 if copied else 0
+        self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
 
-    def _looked_at(
-        self, addresses: Array, mask: Array, size: int, at: Instruction, *, collective: bool = False
-    ) -> Array:
+    def _looked_at(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
         """Check a read, and remember it: bytes from the first block's first on."""
-        places, granules, now = self._accessed(addresses, mask, size, at, collective=collective)
+        places, granules, now = self._accessed(addresses, mask, size, at, lanes)
         writers, readers = self._writers[granules], self._readers[granules]
         self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")
         self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
@@ -120,7 +106,7 @@ class Shared:
         return places
 
     def _accessed(
-        self, addresses: Array, mask: Array, size: int, at: Instruction, *, collective: bool = False
+        self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0
     ) -> tuple[Array, Array, Array]:
         """Places in bytes, and every granule there that the mask shows, by whom and when."""
         places = np.where(mask, addresses, 0)
@@ -129,8 +115,8 @@ class Shared:
         places = places + np.arange(len(places))[:, None] * self._size
         granules = (places[mask] // self._granule)[:, None] + np.arange(size // self._granule)
         block, thread = np.nonzero(mask)
-        phases = self._phases[block, 0] << _PHASE | self._phases_of_warps[block, thread // WARP] << _PHASE_OF_WARP
-        now = phases | self._who[thread] | (_SEVERAL if collective else 0)
+        phases = self.phases[block, 0] << _PHASE | self.phases_of_warps[block, thread // WARP] << _PHASE_OF_WARP
+        now = phases | self._who[thread] | lanes
         return places, granules.ravel(), np.repeat(now, granules.shape[1])
 
     def _refuse(self, wrong: Array, granules: Array, at: Instruction, what: str) -> None:

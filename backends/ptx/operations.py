@@ -5,10 +5,9 @@ like), the correctly rounded result is taken, which is an assumption: no card's 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -31,20 +30,15 @@ TYPES: Mapping[str, np.dtype[Any]] = {
 _F32 = TYPES["f32"]
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """What an instruction computes of its operands, number by number."""
 
     compute: Callable[..., Any]  # of arrays that broadcast to one shape, of these types
     sources: tuple[str, ...]  # types of the operands behind the destination; the last one's is that of all others
-    flushes: bool = False  # whether subnormal fp32 operands and results are zero
 
-    def __call__(self, *operands: Array) -> Array:
-        """The result, whose type the destination's is."""
-        if self.flushes:
-            return _flushed(self.compute(*map(_flushed, operands)))
-        result: Array = self.compute(*operands)
-        return result
+
+def _flushing(compute: Callable[..., Array], *operands: Array) -> Array:
+    return _flushed(compute(*map(_flushed, operands)))
 
 
 def _flushed(x: Array) -> Array:
@@ -74,10 +68,6 @@ def _extreme(x: Array, y: Array, *, largest: bool) -> Array:
     found: Array = (np.fmax if largest else np.fmin)(x, y)
     negative = np.signbit(x) & np.signbit(y) if largest else np.signbit(x) | np.signbit(y)
     return np.where((x == 0) & (y == 0), np.where(negative, -np.abs(found), np.abs(found)), found)
-
-
-def _ordered_unequal(x: Array, y: Array) -> Any:
-    return (x < y) | (x > y)
 
 
 def _doubled(x: Array, y: Array, addend: Array | None = None) -> Array:
@@ -129,13 +119,6 @@ def _pair(high: Array, low: Array, *, dtype: np.dtype[Any]) -> Array:
     return np.stack(halves, -1)
 
 
-def _to_integer(x: Array, *, dtype: np.dtype[Any]) -> Array:
-    """Toward zero, clamped, of NaN 0: of fp32 to no more than 32 bits."""
-    info = np.iinfo(dtype)
-    clipped: Array = np.clip(np.nan_to_num(np.trunc(x.astype(np.float64))), info.min, info.max)
-    return clipped.astype(dtype)
-
-
 def _cast(x: Array, *, dtype: np.dtype[Any]) -> Array:
     return x.astype(dtype)
 
@@ -147,14 +130,9 @@ def _conversions() -> Iterator[tuple[str, Operation]]:
         yield f"cvt.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
     for to, of in product(("f32", "f64"), integers):
         yield f"cvt.rn.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
-    for of in integers:
-        if "64" not in of:
-            yield f"cvt.rzi.{of}.f32", Operation(partial(_to_integer, dtype=TYPES[of]), ("f32",))
     for narrow in ("f16", "bf16"):
         yield f"cvt.f32.{narrow}", Operation(partial(_cast, dtype=_F32), (narrow,))
-        for how in ("rn", "rz"):
-            cast = partial(converted, to=TYPES[narrow], toward_zero=how == "rz")
-            yield f"cvt.{how}.{narrow}.f32", Operation(cast, ("f32",))
+        yield f"cvt.rn.{narrow}.f32", Operation(partial(converted, to=TYPES[narrow]), ("f32",))
     for kind in ("f16", "bf16", "satfinite.e4m3", "satfinite.e5m2"):
         pair = partial(_pair, dtype=TYPES[kind.removeprefix("satfinite.")])
         yield f"cvt.rn.{kind}x2.f32", Operation(pair, ("f32",))
@@ -189,13 +167,11 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("ex2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.exp2), "T"),
     ("lg2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.log2), "T"),
     ("rcp", "approx.f32 approx.ftz.f32 rn.f32 rn.ftz.f32", partial(_rounded_once, np.reciprocal), "T"),
-    ("sqrt", "approx.f32 approx.ftz.f32 rn.f32 rn.ftz.f32", partial(_rounded_once, np.sqrt), "T"),
-    ("rsqrt", "approx.f32 approx.ftz.f32", partial(_rounded_once, lambda x: 1 / np.sqrt(x)), "T"),
     ("bfe", "u32 s32 u64 s64", _field, "T u32"),
     # Comparison and Selection Instructions
     *((f"setp.{name}", f"{_INTEGERS} {_BITS} {_FP32} f16 bf16", test, "T") for name, test in _TESTS.items()),
     ("setp.ne", f"{_INTEGERS} {_BITS}", np.not_equal, "T"),
-    ("setp.ne", _FP32, _ordered_unequal, "T"),
+    ("setp.ne", _FP32, lambda x, y: (x < y) | (x > y), "T"),
     ("setp.neu", _FP32, np.not_equal, "T"),
     ("setp.nan", _FP32, lambda x, y: np.isnan(x) | np.isnan(y), "T"),
     ("selp", f"{_BITS} {_INTEGERS} f32", lambda x, y, chosen: np.where(chosen, x, y), "T T pred"),
@@ -217,7 +193,7 @@ def _operations() -> Iterator[tuple[str, Operation]]:
         for ending in endings.split():
             kind = ending.rpartition(".")[2]
             types = tuple(kind if source == "T" else source for source in sources.split())
-            yield f"{name}.{ending}", Operation(compute, types, flushes="ftz" in ending)
+            yield f"{name}.{ending}", Operation(partial(_flushing, compute) if "ftz" in ending else compute, types)
     yield from _conversions()
 
 

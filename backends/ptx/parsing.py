@@ -44,17 +44,8 @@ class Instruction:
         return CannotRunError(f"the PTX instruction {self.opcode} is not executed here")
 
 
-@dataclass(frozen=True)
-class Text:
-    """A kernel's PTX, taken apart."""
-
-    parameters: tuple[str, ...]  # their names
-    instructions: tuple[Instruction, ...]  # in the order of the text
-    labels: Mapping[str, int]  # where they stand: numbers of instructions
-
-
-def parsed(text: str) -> Text:
-    """Take apart the one kernel of a PTX text.
+def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
+    """Names of parameters, instructions, and at which ones labels stand, of the one kernel of a PTX text.
 
     Raises:
         CannotRunError: it is none, or holds a statement that is not known here.
@@ -75,7 +66,7 @@ def parsed(text: str) -> Text:
             instructions.append(Instruction(line, match[2] or "", bool(match[1]), match[3], operands, types))
         else:
             raise CannotRunError(f"the PTX statement {statement.split()[0]} is not executed here")
-    return Text(tuple(re.findall(r"([\w$]+)\s*(?:,|$)", entry[1])), tuple(instructions), labels)
+    return re.findall(r"([\w$]+)\s*(?:,|$)", entry[1]), instructions, labels
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:

@@ -83,7 +83,7 @@ def test_integers_wrap_as_integers_of_any_size_taken_modulo_their_width(
     count = function.__code__.co_argcount if hasattr(function, "__code__") else 1 if function is abs else 2
     kinds = [*operation.sources, *[operation.sources[-1]] * count][:count]
     operands = [patterns(each, seed) for seed, each in enumerate(kinds, 1)]
-    found = operation(*operands)
+    found = operation.compute(*operands)
     for result, *numbers in zip(found.tolist(), *(operand.tolist() for operand in operands), strict=True):
         expected = function(*numbers)
         assert expected is None or result == wrapped(expected, kind), numbers
@@ -95,8 +95,8 @@ def test_whole_products_and_fields(kind: str) -> None:
     wide = kind[0] + "64"
     z = patterns(wide, 3)
     start, length = (patterns("u32", seed) % 40 for seed in (4, 5))
-    made = [OPERATIONS[f"{name}.{kind}"](x, y) for name in ("mul.wide", "mul.hi")]
-    made += [OPERATIONS[f"mad.wide.{kind}"](x, y, z), OPERATIONS[f"bfe.{kind}"](x, start, length)]
+    made = [OPERATIONS[f"{name}.{kind}"].compute(x, y) for name in ("mul.wide", "mul.hi")]
+    made += [OPERATIONS[f"mad.wide.{kind}"].compute(x, y, z), OPERATIONS[f"bfe.{kind}"].compute(x, start, length)]
     for a, b, c, first, count, *results in zip(
         *(array.tolist() for array in (x, y, z, start, length, *made)), strict=True
     ):
@@ -106,7 +106,7 @@ def test_whole_products_and_fields(kind: str) -> None:
 
 def test_bytes_are_permuted_one_by_one() -> None:
     x, y, selector = (patterns("u32", seed) for seed in (1, 2, 3))
-    found = OPERATIONS["prmt.b32"](x, y, selector).astype("<u4").view(np.uint8).reshape(-1, 4)
+    found = OPERATIONS["prmt.b32"].compute(x, y, selector).astype("<u4").view(np.uint8).reshape(-1, 4)
     both = np.stack([x, y], -1).astype("<u4").view(np.uint8)
     for bytes_of_both, chosen, result in zip(both.tolist(), selector.tolist(), found.tolist(), strict=True):
         for at, byte in enumerate(result):
@@ -143,7 +143,7 @@ def test_a_fused_multiply_add_is_rounded_once() -> None:
         (half, np.full(SOME, np.float32(2.0**14)), tie),
         (tiny, tiny * 2.0**40, tiny * 2.0**-49),
     ):
-        found = OPERATIONS["fma.rn.f32"](a, b.astype(np.float32), c.astype(np.float32))
+        found = OPERATIONS["fma.rn.f32"].compute(a, b.astype(np.float32), c.astype(np.float32))
         for result, *numbers in zip(found.tolist(), a.tolist(), b.tolist(), c.tolist(), strict=True):
             first, second, third = map(Fraction, numbers)
             assert result == rounded(first * second + third), numbers
@@ -153,8 +153,8 @@ def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:
     x, y = (np.random.default_rng(seed).uniform(1, 2, SOME).astype(np.float32) for seed in (1, 2))
     scale = np.float32(2.0) ** np.random.default_rng(3).integers(-125, 125, SOME).astype(np.float32)
     exact = [Fraction(a) / Fraction(b) for a, b in zip(x.tolist(), (y * scale).tolist(), strict=True)]
-    right = OPERATIONS["div.rn.f32"](x, y * scale).tolist()
-    full = OPERATIONS["div.full.f32"](x, y * scale).tolist()
+    right = OPERATIONS["div.rn.f32"].compute(x, y * scale).tolist()
+    full = OPERATIONS["div.full.f32"].compute(x, y * scale).tolist()
     for each, rn, near in zip(exact, right, full, strict=True):
         assert rn == rounded(each)
         assert abs(Fraction(near) - each) <= 2 * Fraction(2) ** (max(math.floor(math.log2(each)), -126) - 23)
@@ -164,18 +164,18 @@ def test_divisions_are_correctly_rounded_or_within_two_ulp() -> None:
 def test_subnormal_numbers_are_zero_where_the_name_says_so() -> None:
     small, least = np.array([2.0**-127, -(2.0**-130)], np.float32), np.array([2.0**-126], np.float32)
     for name, result in (("", [2.0**-126, 2.0**-126 * 0.75]), ("ftz.", [0.0, 2.0**-126])):
-        half = OPERATIONS[f"mul.rn.{name}f32"](least, np.array([0.5], np.float32))
+        half = OPERATIONS[f"mul.rn.{name}f32"].compute(least, np.array([0.5], np.float32))
         assert half.tolist() == [0.0 if name else 2.0**-127]
-        sums = OPERATIONS[f"fma.rn.{name}f32"](fp32(1.0), np.abs(small[:1]), small[:1])
+        sums = OPERATIONS[f"fma.rn.{name}f32"].compute(fp32(1.0), np.abs(small[:1]), small[:1])
         assert sums.tolist() == result[:1]
-    assert OPERATIONS["ex2.approx.ftz.f32"](fp32(-127.0)).tolist() == [0.0]
-    assert OPERATIONS["ex2.approx.f32"](fp32(-127.0)).tolist() == [2.0**-127]
+    assert OPERATIONS["ex2.approx.ftz.f32"].compute(fp32(-127.0)).tolist() == [0.0]
+    assert OPERATIONS["ex2.approx.f32"].compute(fp32(-127.0)).tolist() == [2.0**-127]
 
 
 def test_extremes_drop_nan_and_know_the_sign_of_zero() -> None:
     x = fp32(np.nan, 1, -0.0, 0.0, -0.0)
     y = fp32(2, np.nan, 0.0, -0.0, -0.0)
-    largest, smallest = OPERATIONS["max.f32"](x, y), OPERATIONS["min.f32"](x, y)
+    largest, smallest = OPERATIONS["max.f32"].compute(x, y), OPERATIONS["min.f32"].compute(x, y)
     assert [math.copysign(1, value) * (abs(value) or 9) for value in largest] == [2, 1, 9, 9, -9]
     assert [math.copysign(1, value) * (abs(value) or 9) for value in smallest] == [2, 1, -9, -9, -9]
 
@@ -194,32 +194,24 @@ def test_casts_of_fp32_are_pytorchs(kind: str) -> None:
     expected = given.to(dtype)
     bits = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
     name = f"cvt.rn.{kind}x2.f32" if dtype.itemsize == 2 else f"cvt.rn.satfinite.{kind}x2.f32"
-    pair = OPERATIONS[name](x, x[::-1].copy())
+    pair = OPERATIONS[name].compute(x, x[::-1].copy())
     for half, wanted in ((pair[..., 0], given.flip(0).to(dtype)), (pair[..., 1], expected)):
         number = ~wanted.float().isnan()
         made = torch.from_numpy(np.ascontiguousarray(half).view(f"i{dtype.itemsize}")).view(bits)
         assert torch.equal(made[number], wanted.view(bits)[number])
         assert np.isnan(half[~number.numpy()].astype(np.float32)).all()
     if dtype.itemsize == 2:
-        assert np.array_equal(OPERATIONS[f"cvt.rn.{kind}.f32"](x), pair[..., 1], equal_nan=True)
-        back = OPERATIONS[f"cvt.f32.{kind}"](pair[..., 1])
+        assert np.array_equal(OPERATIONS[f"cvt.rn.{kind}.f32"].compute(x), pair[..., 1], equal_nan=True)
+        back = OPERATIONS[f"cvt.f32.{kind}"].compute(pair[..., 1])
         assert np.array_equal(back, expected.float().numpy(), equal_nan=True)
-        cut = OPERATIONS[f"cvt.rz.{kind}.f32"](x).astype(np.float32)
-        assert (np.abs(cut) <= np.abs(x))[np.isfinite(x)].all()
 
 
-def test_integers_are_converted_by_value_and_clamped_from_fp32() -> None:
-    for to in ("s8", "u8", "s16", "u16", "s32", "u32"):
-        info = np.iinfo(TYPES[to])
-        x = np.concatenate([patterns("f32", 1), fp32(-1.5, 1.5, 255.9, 2.0**31, -(2.0**31), np.nan)])
-        found = OPERATIONS[f"cvt.rzi.{to}.f32"](x)
-        for number, result in zip(x.tolist(), found.tolist(), strict=True):
-            whole = 0 if math.isnan(number) else number if math.isinf(number) else math.trunc(number)
-            assert result == max(info.min, min(info.max, whole))
+def test_integers_are_converted_by_value() -> None:
+    for to in ("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"):
         for of in ("s8", "u16", "s32", "u64"):
             integers = patterns(of, 2)
-            found = OPERATIONS[f"cvt.{to}.{of}"](integers)
+            found = OPERATIONS[f"cvt.{to}.{of}"].compute(integers)
             assert found.tolist() == [wrapped(number, to) for number in integers.tolist()]
     wide = patterns("s64", 3)
-    for number, result in zip(wide.tolist(), OPERATIONS["cvt.rn.f32.s64"](wide).tolist(), strict=True):
+    for number, result in zip(wide.tolist(), OPERATIONS["cvt.rn.f32.s64"].compute(wide).tolist(), strict=True):
         assert result == rounded(Fraction(number))
