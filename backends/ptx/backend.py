@@ -1,5 +1,6 @@
 """The backend `ptx`: Triton kernels as they are compiled for an NVIDIA card, executed on any CPU."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,10 @@ class _Ptx(Backend):
     """Triton kernels alone: compiled code on an emulated processor."""
 
     card: str = "sm_80"  # what they are compiled for
+
+    @property
+    def evidence(self) -> str:
+        return f"bits of PTX for {self.card} on an emulated processor"
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -45,7 +50,7 @@ class _Ptx(Backend):
     def repeats(self, kernel: Kernel) -> bool:
         return not kernel.external  # blocks run in the same order; a user's kernel may draw numbers of its own
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.ptx.session import executing  # triton may be missing
 
         return executing(self.card, CARDS[self.card])

@@ -30,11 +30,7 @@ _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle tak
 
 
 def bound(at: Instruction, card: str) -> Run | None:
-    """What threads do at an instruction; None where they go elsewhere.
-
-    Raises:
-        CannotRunError: it is not executed here.
-    """
+    """What threads do at an instruction, None where they go elsewhere; CannotRunError: it is not executed here."""
     if at.opcode in ("bra", "bra.uni", "ret"):
         return None
     for pattern, binder in _BINDERS.items():
@@ -94,9 +90,6 @@ def _place(operand: Operand, at: Instruction) -> _Read:
     assert isinstance(operand, Address)
     base, offset = _reader(operand.base, "s64", at), operand.offset
     return lambda threads: threads.full(base(threads) + offset)
-
-
-# Calculation.
 
 
 def _calculation(at: Instruction) -> Run:
@@ -176,9 +169,6 @@ def _of_copies(at: Instruction, match: _Match) -> Run:
             threads.shared.wait(blocks, int(str(at.operands[0])))
 
     return meet
-
-
-# Other threads.
 
 
 def _barrier(at: Instruction, match: _Match) -> Run:

@@ -60,11 +60,7 @@ def _tile(registers: Sequence[Array], kind: str, shape: tuple[int, int], places:
 
 
 def product_of(instruction: Instruction, card: str) -> Product:
-    """The product that a card computes by this instruction.
-
-    Raises:
-        CannotRunError: it is not known.
-    """
+    """The product that a card computes by this instruction; CannotRunError: it is not known."""
     k, a, b = match.groups() if (match := _MMA.fullmatch(instruction.opcode)) else ("", "", "")
     try:
         return Product(int(k), a, b, core_of(card, _FORMATS[a], _FORMATS[b]))
