@@ -68,7 +68,7 @@ class Threads:
         return np.ascontiguousarray(np.broadcast_to(x, self.shape))
 
     def together(self, mask: Array, size: int, at: Instruction) -> Array:
-        """Which warps, or blocks, of `size` threads execute an instruction; CannotRunError: part of one, and all must."""
+        """Which warps, or blocks, of `size` threads execute an instruction; CannotRunError: part of one does."""
         groups = self.full(mask).reshape(self.shape[0], -1, size)
         some, every = groups.max(-1), groups.min(-1)
         if (some != every).any():
