@@ -101,8 +101,9 @@ class Shared:
         self._readers[granules] = now
         # Of several readers in one phase no single one is remembered.
         others = np.where(_unordered(readers, now), readers, self._readers[granules])
-        several = np.where((others ^ now) >> _OF_WARP == 0, now | _SEVERAL, now & -1 << _PHASE | _EVERYONE << _OF_WARP)
-        self._readers[granules[others != now]] = several[others != now]
+        met, far = others != now, (others ^ now) >> _OF_WARP != 0
+        self._readers[granules[met]] = now[met] | _SEVERAL
+        self._readers[granules[far]] = now[far] & -1 << _PHASE | _EVERYONE << _OF_WARP
         return places
 
     def _accessed(

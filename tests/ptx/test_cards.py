@@ -1,5 +1,6 @@
 """A user's kernel on several cards and in several configurations: its bits in fp32, against the interpreter's."""
 
+import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from tiebreak.backends.interpreter.session import interpreting
 from tiebreak.backends.ptx import session
 from tiebreak.backends.ptx.backend import CARDS as SHARED
 from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.memory import SharedMemoryError
 from tiebreak.backends.ptx.session import executing
 
 FEW_LINES = Path(__file__).parents[1] / "interpreter" / "few_lines.py"
@@ -72,6 +74,26 @@ def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any
     assert torch.equal(executed(mine(), "sm_89"), first)
     assert torch.equal(executed(mine(launch=", num_warps=8"), "sm_86"), first)
     assert not torch.equal(executed(mine(launch=", enable_fp_fusion=False")), first)
+
+
+def test_every_barrier_that_is_left_out_of_the_compiled_code_is_missed(
+    mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+
+    def kept(text: str, card: str) -> Program:
+        texts.append(text)
+        return Program(text, card)
+
+    monkeypatch.setattr(session, "_program", kept)
+    executed(mine())
+    synchronising = list(re.finditer(r"(?:bar\.sync|cp\.async\.wait_group)[^;]*;", texts[0]))
+    assert len(synchronising) > 3
+    for match in synchronising:
+        left_out = Program(texts[0][: match.start()] + texts[0][match.end() :], "sm_80")
+        monkeypatch.setattr(session, "_program", lambda text, card, program=left_out: program)
+        with pytest.raises(SharedMemoryError):
+            executed(mine())
 
 
 def _in_bf16(text: str) -> str:

@@ -13,6 +13,9 @@ Executed = Callable[..., torch.Tensor]
 LANES = torch.arange(64)
 WRITE, READ = "st.shared.b32 [%r1], %r0;", "xor.b32 %r3, %r1, 4; ld.shared.b32 %r2, [%r3];"  # own; the neighbour's
 OTHER_WARP = READ.replace("4", "128")
+# One word; at the second place by one warp alone where %p1 guards it.
+ALL_READ = f"{WRITE} bar.sync 0; mov.b32 %r5, 0; setp.ge.s32 %p1, %r0, 32; ld.shared.b32 %r2, [%r5];"
+ONE_WRITES = "setp.eq.s32 %p0, %r0, 62; @%p0 st.shared.b32 [%r5], %r0;"
 COPY = "cvt.u32.u64 %r4, %rd2; cp.async.ca.shared.global [%r1], [%rd0], 4; cp.async.commit_group;"
 WAIT = "cp.async.wait_group 0;"
 
@@ -63,6 +66,10 @@ def test_threads_see_what_others_had(body: str, sources: torch.Tensor, executed:
         (f"{WRITE} bar.warp.sync -1; {OTHER_WARP}", r"reads what another thread wrote"),
         (f"{WRITE} bar.sync 0; {READ} {WRITE}", r"st\.shared\.b32 .* writes what another thread read"),
         (f"{WRITE} bar.sync 0; {OTHER_WARP} bar.warp.sync -1; {WRITE}", r"writes what another thread read"),
+        (f"{ALL_READ} {ONE_WRITES}", r"writes what another thread read"),
+        (f"{ALL_READ} bar.warp.sync -1; {ONE_WRITES}", r"writes what another thread read"),
+        (f"{ALL_READ} bar.warp.sync -1; {ONE_WRITES.replace('62', '30')}", r"writes what another thread read"),
+        (f"{ALL_READ.replace('ld', '@%p1 ld')} {ONE_WRITES}", r"writes what another thread read"),
         (f"{WRITE} xor.b32 %r3, %r1, 8; st.shared.b32 [%r3], %r0;", r"writes what another thread wrote"),
         (f"{COPY} {READ}", r"reads what an asynchronous copy is bringing"),
         (f"{COPY} bar.sync 0; ld.shared.b32 %r2, [%r1];", r"reads what an asynchronous copy is bringing"),
