@@ -67,9 +67,9 @@ class FaithfulBuilder(InterpreterBuilder):
         self.contracts = contracts
         self._multiplied = False
 
-    def in_pairs(self) -> bool:
-        """Whether tiles lie as a product's sums do: from a launch's first product on, on a card that leaves them so."""
-        return self._multiplied and self.assumed.pairs
+    def in_pairs(self) -> tuple[int, ...]:
+        """The assumed order of a row where tiles lie as a product's sums do: from a launch's first product on."""
+        return self.assumed.pairs if self._multiplied else ()
 
     # Triton before 3.9 lacks these.
 

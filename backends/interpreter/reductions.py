@@ -29,19 +29,14 @@ def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
     return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
 
 
-def reducing(assumed: Assumptions, in_pairs: Callable[[], bool]) -> Callable[..., Any]:
-    """`tl.reduce` under what is assumed of a card's sums; `in_pairs`: whether tiles lie as a product's sums do."""
+def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> Callable[..., Any]:
+    """`tl.reduce` under what is assumed of a card's sums; `in_pairs`: the order of a row, as of `Assumptions.pairs`."""
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
         inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
         arrays = [tensor.handle.data.reshape(-1) if axis is None else tensor.handle.data for tensor in inputs]
-        if (
-            in_pairs()
-            and combine_fn is standard._sum_combine
-            and axis in (-1, arrays[0].ndim - 1)
-            and arrays[0].ndim > 1
-        ):
-            arrays = [_in_pairs(array) for array in arrays]
+        if (order := in_pairs()) and combine_fn is standard._sum_combine and axis in (-1, arrays[0].ndim - 1):
+            arrays = [_in_pairs(array, order) for array in arrays]
         results = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
         if _plain(keep_dims):
             new = tuple(range(inputs[0].handle.data.ndim)) if axis is None else axis
@@ -83,16 +78,16 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
     return [part.reshape(shape) if part.size == size else np.broadcast_to(part, shape) for part in data]
 
 
-def _in_pairs(x: Array) -> Array:
+def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
     """Columns as a balanced tree adds them up where lane t of four holds 2t and 2t + 1 of every eight.
 
-    That is how `mma.sync` leaves its sums, and Triton what it computes of them: a thread adds up its own pairs, then
-    lanes 2 apart meet, then neighbours.
+    That is how `mma.sync` leaves its sums, and Triton what it computes of them.
     """
-    if x.shape[-1] % 8:
+    rows = x.ndim - 1
+    if rows == 0 or x.shape[-1] % 8:
         return x
     lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
-    return np.moveaxis(lanes, (-2, -3), (-4, -3)).reshape(x.shape)
+    return lanes.transpose(*range(rows), *(rows + part for part in order)).reshape(x.shape)
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:

@@ -63,11 +63,12 @@ def _quotient(x: Array, y: Array) -> Array:
     return np.ldexp(x.astype(np.float64) * (np.float32(1) / fraction), -exponent).astype(np.float32)
 
 
-def _extreme(x: Array, y: Array, *, largest: bool) -> Array:
+def _extreme(x: Array, y: Array, *third: Array, largest: bool) -> Array:
     """NaN is dropped, and of -0 and +0 the latter is the larger."""
     found: Array = (np.fmax if largest else np.fmin)(x, y)
     negative = np.signbit(x) & np.signbit(y) if largest else np.signbit(x) | np.signbit(y)
-    return np.where((x == 0) & (y == 0), np.where(negative, -np.abs(found), np.abs(found)), found)
+    found = np.where((x == 0) & (y == 0), np.where(negative, -np.abs(found), np.abs(found)), found)
+    return _extreme(found, *third, largest=largest) if third else found
 
 
 def _doubled(x: Array, y: Array, addend: Array | None = None) -> Array:
@@ -139,7 +140,7 @@ def _conversions() -> Iterator[tuple[str, Operation]]:
 
 
 _INTEGERS, _BITS = "s16 u16 s32 u32 s64 u64", "b16 b32 b64"
-_FP32, _NARROW = "f32 rn.f32 ftz.f32 rn.ftz.f32", "f16 bf16 f16x2 bf16x2 rn.bf16 rn.bf16x2"
+_FP32, _NARROW = "f32 rn.f32 ftz.f32 rn.ftz.f32 f32x2 rn.f32x2", "f16 bf16 f16x2 bf16x2 rn.bf16 rn.bf16x2"
 _TESTS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
 # Names; what may follow them, the operands' type last; what is computed; operands' types, T being the one that follows.
 _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
@@ -161,7 +162,7 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
     ("min", _INTEGERS, np.minimum, "T"),
     ("max", f"{_FP32} {_NARROW}", partial(_extreme, largest=True), "T"),
     ("min", f"{_FP32} {_NARROW}", partial(_extreme, largest=False), "T"),
-    ("fma", "rn.f32 rn.ftz.f32 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", _fma, "T"),
+    ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", _fma, "T"),
     ("div", "rn.f32 rn.ftz.f32", np.divide, "T"),
     ("div", "full.f32 full.ftz.f32 approx.f32 approx.ftz.f32", _quotient, "T"),
     ("ex2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.exp2), "T"),

@@ -62,11 +62,13 @@ def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
     return o
 
 
-@pytest.mark.parametrize("row_sum", [ROW_SUM, "tl.sum(p.to(tl.bfloat16), 1)"])
-def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(row_sum: str, mine: Any) -> None:
+@pytest.mark.parametrize(
+    ("row_sum", "card"), [(ROW_SUM, "sm_80"), (ROW_SUM, "sm_120"), ("tl.sum(p.to(tl.bfloat16), 1)", "sm_80")]
+)
+def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(row_sum: str, card: str, mine: Any) -> None:
     """In fp32, which hides nothing; and in bf16, where every sum of two is rounded."""
     module = mine(row_sum)
-    assert torch.equal(executed(module), interpreted(module))
+    assert torch.equal(executed(module, card), interpreted(module, card))
 
 
 def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:
