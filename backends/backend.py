@@ -44,6 +44,7 @@ class Backend:
     unavailable: Callable[[], str | None]  # None, or why it can't run here, in one line
     vendor_kernels: Callable[[], tuple[Kernel, ...]]  # kernels that only this backend has
     predicts: bool = False  # whether its output is the prediction itself
+    on_request: bool = False  # whether it runs only where --backend names it
     composed: bool = True  # whether the composed kernels run on it too, or its own alone
     call_steps: int = 4  # how long one call takes, looks and all, about, in training steps with attention in one layer
     bits: str = "bits on this machine"  # what a plan rests on that is told by them

@@ -7,10 +7,13 @@ from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS
+from tiebreak.backends.ptx import PTX
 
 __all__ = ["BACKENDS", "CARDS", "COMMONLY"]
 
-BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, CUDA, ASCEND)}
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, PTX, CUDA, ASCEND)
+}
 #: What people also call a backend.
 COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
             "triton": "interpreter", "emulator": "emulation"}  # fmt: skip

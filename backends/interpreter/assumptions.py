@@ -25,6 +25,9 @@ class Assumptions:
     exact: bool = True
     contracts: bool = False  # whether a product goes unrounded into a sum, where Triton lets it
     reciprocal: bool = False  # whether x / y is a product with the rounded reciprocal
+    #: How four lanes, that hold pairs of a product's columns, add up a row, the last first: 0 a pair's places in every
+    #: eight columns, 1 lanes 2 apart, 2 neighbours, 3 within a pair. Empty: a balanced tree.
+    pairs: tuple[int, ...] = ()
 
     @property
     def about(self) -> str:
@@ -68,9 +71,10 @@ class Assumptions:
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""
+        order = "each thread's part, then its neighbours'" if self.pairs else "a balanced tree"
         return {
             "as": self.name,
-            "sums": "exact" if self.exact else f"tensor cores of {self.name}, rows in fp32 as a balanced tree",
+            "sums": "exact" if self.exact else f"tensor cores of {self.name}, rows in fp32 as {order}",
             "exponential_flushes": not self.exact,
             "exponential_in_base_two": not self.exact,
             "contraction": self.contraction()[1],
@@ -84,13 +88,17 @@ EXACT = Assumptions("exact")
 # published and which is 2 ulp off at most; a product with the reciprocal is off as much. B200's PTX contracts nothing,
 # AMD's assembler some of the arguments of an exponential and not others: none is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
+# As the backend ptx finds it, with mma.sync's layout; sm_120 adds pairs to pairs, with add.f32x2.
+_PAIRS = {**dict.fromkeys(("sm_80", "sm_86", "sm_89"), (2, 1, 0, 3)), "sm_120": (2, 1, 3, 0)}
 
 
 def _card(name: str) -> Assumptions:
     if name.startswith("gfx"):
         return Assumptions(name, "hip", name, 64, exact=False)
     architecture, contracts = int(name.removeprefix("sm_")), name in _CONTRACTING
-    return Assumptions(name, architecture=architecture, exact=False, contracts=contracts, reciprocal=True)
+    return Assumptions(
+        name, architecture=architecture, exact=False, contracts=contracts, reciprocal=True, pairs=_PAIRS.get(name, ())
+    )
 
 
 #: By the names that --as takes. Volta is none: Triton has dropped it.

@@ -65,6 +65,11 @@ class FaithfulBuilder(InterpreterBuilder):
         """Take up a launch that may touch this memory, and is compiled with contraction or not."""
         self.memory = memory
         self.contracts = contracts
+        self._multiplied = False
+
+    def in_pairs(self) -> tuple[int, ...]:
+        """The assumed order of a row where tiles lie as a product's sums do: from a launch's first product on."""
+        return self.assumed.pairs if self._multiplied else ()
 
     # Triton before 3.9 lacks these.
 
@@ -223,6 +228,7 @@ class FaithfulBuilder(InterpreterBuilder):
     ) -> Handle:
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
         how = input_precision, max_num_imprecise_acc
+        self._multiplied = True
         result = TensorHandle(product(a.data, b.data, d.data, self.assumed, *how), d.dtype.scalar)
         if not self.assumed.exact and not d.data.any():
             result.attr["dot"] = (a.data, b.data, *how)  # Triton adds a sum that it goes into on the tensor cores

@@ -50,7 +50,7 @@ def bits(x: Array) -> Array:
 def fused(x: Array, y: Array, z: Array) -> Array:
     """x y + z in fp32, rounded once."""
     arrays = np.broadcast_arrays(x, y, z)
-    fused_sum: Array = fma(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()
+    fused_sum: Array = fma(*(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays)).numpy()
     return fused_sum
 
 

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.language import standard
 from triton.runtime import interpreter as upstream
 
-from tiebreak.backends.emulation.accumulators import row_total
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.numbers import Array, converted, is_float, numpy_type
-from tiebreak.kernels.plans import Accumulator
 
 Tensor = Any  # triton's
 Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
@@ -32,12 +29,14 @@ def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
     return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
 
 
-def reducing(assumed: Assumptions) -> Callable[..., Any]:
-    """`tl.reduce` under what is assumed of a card's sums."""
+def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> Callable[..., Any]:
+    """`tl.reduce` under what is assumed of a card's sums; `in_pairs`: the order of a row, as of `Assumptions.pairs`."""
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
         inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
         arrays = [tensor.handle.data.reshape(-1) if axis is None else tensor.handle.data for tensor in inputs]
+        if (order := in_pairs()) and combine_fn is standard._sum_combine and axis in (-1, arrays[0].ndim - 1):
+            arrays = [_in_pairs(array, order) for array in arrays]
         results = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
         if _plain(keep_dims):
             new = tuple(range(inputs[0].handle.data.ndim)) if axis is None else axis
@@ -79,14 +78,28 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
     return [part.reshape(shape) if part.size == size else np.broadcast_to(part, shape) for part in data]
 
 
+def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
+    """Columns as a balanced tree adds them up where lane t of four holds 2t and 2t + 1 of every eight.
+
+    That is how `mma.sync` leaves its sums, and Triton what it computes of them.
+    """
+    rows = x.ndim - 1
+    if rows == 0 or x.shape[-1] % 8:
+        return x
+    lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
+    return lanes.transpose(*range(rows), *(rows + part for part in order)).reshape(x.shape)
+
+
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
     """Of numbers in the order that is assumed; of integers and fp64 the sum."""
     if not is_float(x.dtype) or x.dtype == np.float64:
         return np.asarray(x.sum(axis, dtype=x.dtype))
-    rows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x.astype(np.float32), axis, -1)))
-    # On any card in fp32, by a balanced tree.
-    total = row_total(rows, Accumulator.EXACT if assumed.exact else Accumulator.HOPPER)
-    return converted(total[..., 0].numpy(), x.dtype)
+    rows = np.moveaxis(x, axis, -1)
+    if assumed.exact:
+        return converted(rows.sum(-1, dtype=np.float64), x.dtype)
+    while rows.shape[-1] > 1:  # on any card a balanced tree, each of whose sums is rounded to the type
+        rows = converted(rows[..., ::2].astype(np.float32) + rows[..., 1::2].astype(np.float32), x.dtype)
+    return rows[..., 0]
 
 
 def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: object) -> Any:

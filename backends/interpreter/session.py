@@ -14,17 +14,15 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter as upstream
-from triton.runtime.autotuner import Autotuner
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import numpy_type
 from tiebreak.backends.interpreter.reductions import reducing, scan
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import Tuning
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
@@ -48,17 +46,7 @@ def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
             session.put(
                 kind, "__call__", lambda function, *args, **kwargs: session.rewritten(function)(*args, **kwargs)
             )
-        session.put(Autotuner, "run", _with_one(Autotuner.run))
-        session.put(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
-        # What a kernel's host code may ask of the active driver: there is one device, with one stream.
-        answers = {
-            "get_current_target": assumed.target,
-            "get_active_torch_device": torch.device("cpu"),
-            "get_current_device": 0,
-            "get_current_stream": 0,
-        }
-        active = {name: partial(lambda answer, *_: answer, answer) for name, answer in answers.items()}
-        session.put(driver, "_active", SimpleNamespace(**active))
+        stack.enter_context(absent(assumed.target))
         stack.enter_context(patch.dict(os.environ, {_SWITCH: "1"}))
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a program's tiles are small
@@ -66,29 +54,6 @@ def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", RuntimeWarning)
         yield session.told
-
-
-def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autotuned kernel the first configuration that its pruning leaves, or the chosen; what was tuned stays."""
-
-    def tuned(self: Autotuner, *args: object, **kwargs: object) -> Any:
-        prune, name, seen = self.prune_configs, self.base_fn.__name__, {*self.arg_names, "enable_fp_fusion"}
-
-        def one(given: dict[str, Any]) -> list[Any]:
-            left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
-            for each in prune(given):
-                words = "+".join(f"{key}={value}" for key, value in each.all_kwargs().items() if key in seen)
-                left.setdefault(words, each)
-                Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))
-            if kernel == name and chosen not in left:
-                raise CannotRunError(f"{Tuning.chosen}: not left by the kernel's pruning here: {', '.join(left)}")
-            Tuning.taken |= kernel == name
-            return [left[chosen] if kernel == name else next(iter(left.values()))]
-
-        with patch.multiple(self, cache={}, cache_results=False, prune_configs=one):
-            return run(self, *args, **kwargs)
-
-    return tuned
 
 
 class _Session:
@@ -119,7 +84,7 @@ class _Session:
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
                 self.put(tl.tensor, name, partialmethod(member))
         for module in (tl, tl.core):
-            self.put(module, "reduce", reducing(assumed))
+            self.put(module, "reduce", reducing(assumed, self._builder.in_pairs))
             self.put(module, "associative_scan", scan)
 
     def put(self, owner: object, name: str, replacement: object) -> None:

@@ -16,7 +16,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config, power_of_two
-from tiebreak.kernels.triton.loading import interpreting, source
+from tiebreak.kernels.triton.loading import executing, interpreting, source
 from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension
@@ -89,8 +89,8 @@ class Call:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels: nothing else does on the host."""
-        return self.q.device.type == "cpu"
+        """Whether Triton's interpreter runs the kernels, and not a card, be it one that is emulated on the host."""
+        return self.q.device.type == "cpu" and not executing()
 
     def tiled(self, block: Block, heads: int) -> tuple[Config, int]:
         """The configuration of one launch over `heads` heads, and how many programs share the heads.
@@ -126,7 +126,11 @@ class Call:
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
         function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
         try:
-            with nullcontext() if self.interpreted else torch.get_device_module(self.q.device).device(self.q.device):
+            with (
+                nullcontext()
+                if self.q.device.type == "cpu"
+                else torch.get_device_module(self.q.device).device(self.q.device)
+            ):
                 function[grid](*inputs, *args, C=config, **options(config.d))
         except OutOfResources as error:
             raise ValueError(f"{kernel} at head dimension {config.d}: {' '.join(str(error).split())}") from error

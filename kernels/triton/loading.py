@@ -3,11 +3,13 @@
 import importlib.metadata
 import importlib.util
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from packaging.version import Version
@@ -16,6 +18,8 @@ OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul,
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
+_EXECUTING = ContextVar("executing", default=False)  # whether what is compiled is executed on the host
+_BINARIES = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 
 
 def installed() -> str | None:
@@ -67,6 +71,38 @@ def source(part: str) -> ModuleType:
 def interpreting() -> bool:
     """Whether Triton's functions are interpreted now."""
     return os.environ.get(_SWITCH) == "1"
+
+
+def executing() -> bool:
+    """Whether what is compiled for a card that is not here is executed on the host now."""
+    return _EXECUTING.get()
+
+
+@contextmanager
+def compiling_text(*, executed: bool = False) -> Iterator[None]:
+    """Let Triton compile down to the assembly's text, whatever the environment says: its binary is the text's bytes.
+
+    So nothing of a card is needed. If the text is `executed`, launches are made as on a GPU.
+    """
+    from triton import knobs
+
+    with knobs.runtime.scope(), knobs.compilation.scope(), knobs.language.scope():
+        knobs.runtime.override_arch = None
+        knobs.runtime.add_stages_inspection_hook = _without_assembler
+        knobs.compilation.disable_line_info = False
+        knobs.language.force_disable_fp_fusion = False
+        before = _EXECUTING.set(executed)
+        try:
+            yield
+        finally:
+            _EXECUTING.reset(before)
+
+
+def _without_assembler(*stages: Any) -> tuple[str, str]:
+    """Triton calls this twice: for what to add to its cache's key, and to let the stages be changed."""
+    for name in _BINARIES.intersection(stages[1]) if stages else ():
+        stages[1][name] = lambda text, _metadata: text.encode()
+    return "text as binary", "text as binary"
 
 
 class Tuning:

@@ -213,7 +213,7 @@ def test_a_plan_rests_on_bits_of_what_computed_and_on_an_assumption_where_that_i
     ("backend", "card", "message"),
     [
         ("interpreter", "sm_42", r"^--as sm_42: unknown; the cards are exact, sm_75, "),
-        ("cpu", "sm_90", r"^--as sm_90: only --backend interpreter computes as a card that is not here"),
+        ("cpu", "sm_90", r"^--as sm_90: only --backend interpreter and ptx compute as a card that is not here"),
     ],
 )
 def test_an_unknown_card_and_one_without_the_interpreter_are_refused(backend: str, card: str, message: str) -> None:

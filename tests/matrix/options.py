@@ -70,7 +70,7 @@ OPTIONS = {option.name: option for option in (
     Option("allow-missing", "NAMES",
            "backends that may be missing although --backend names them; without it the run falls", needs="backend"),
     Option("as", "CARD",
-           f"with --backend interpreter, compute as one of {', '.join(CARDS)} would; nothing runs on it"
+           f"with --backend interpreter or ptx, compute as one of {', '.join(CARDS)} would; nothing runs on it"
            " (docs/triton.md)"),
     Option("kernels", "NAMES",
            "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",

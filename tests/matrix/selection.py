@@ -127,6 +127,8 @@ def matching_backends(selection: Selection) -> list[Backend]:
     """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
     names = "cpu" if selection.backends is None and selection.kernel else selection.backends
     backends = _pick("--backend", "backend", names, BACKENDS)
+    if names is None:
+        backends = [backend for backend in backends if not backend.on_request]
     if selection.card is None:
         return backends
     try:
@@ -134,7 +136,9 @@ def matching_backends(selection: Selection) -> list[Backend]:
     except ValueError as error:
         raise UsageError(f"--as {error}") from error
     if all(assumed is plain for assumed, plain in zip(assuming, backends, strict=True)):
-        raise UsageError(f"--as {selection.card}: only --backend interpreter computes as a card that is not here")
+        raise UsageError(
+            f"--as {selection.card}: only --backend interpreter and ptx compute as a card that is not here"
+        )
     return assuming
 
 

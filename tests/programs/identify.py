@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     parser.add_argument("--backend", default="cpu", metavar="NAME", help="where they run (default: cpu)")
-    parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
+    parser.add_argument("--as", dest="card", metavar="CARD", help="of --backend interpreter, ptx: compute as this card")
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of inputs that choose no plan (default: 1)")

@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, metavar=name.upper(), help=what)
     add = parser.add_argument
     add("--backend", metavar="NAME[,NAME]", help="of both, or of each (default: cpu; of a plan: emulation)")
-    add("--as", dest="card", metavar="CARD", help="of --backend interpreter: compute as this card")
+    add("--as", dest="card", metavar="CARD", help="of --backend interpreter, ptx: compute as this card")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     add("--cases", metavar="NAMES", help="inputs, and questions of invariance (default: two dozen)")
     add("--dtype", choices=FORMATS, help="of q, k and v (default: bf16; through the model fp16 too)")

@@ -3,21 +3,18 @@
 Everything that an environment variable of Triton's could change about the result is pinned.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from packaging.version import Version
 
-from tiebreak.kernels.triton.loading import installed, missing
+from tiebreak.kernels.triton.loading import compiling_text, installed, missing
 from tiebreak.kernels.triton.roster import Compilation, compilations
 
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.
 OLDEST = "3.8"
 _ALIGNED = 16  # bytes: every tensor of PyTorch's starts at a multiple of more
-_ASSEMBLERS = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 _AUDITED = frozenset(  # each brings a rounding plan or a shift rule that no other has
     {
         *(f"triton_{name}/forward" for name in ("flash", "stabilized", "lazy", "fair", "paper", "fp8", "fp8_offset")),
@@ -84,7 +81,7 @@ def compile_for(target: Target, source: Compilation) -> str:
     pointers = [at for at, kind in enumerate(source.signature.values()) if kind.startswith("*")]
     attributes = {(at,): [["tt.divisibility", _ALIGNED]] for at in pointers}
     try:
-        with _pinned():
+        with compiling_text():
             compiled = triton.compile(
                 ASTSource(source.function, dict(source.signature), dict(source.constexprs), attributes),
                 target=GPUTarget(target.backend, target.arch, 32 if target.backend == "cuda" else 64),
@@ -101,22 +98,3 @@ def _reason(error: Exception) -> str:
     last = lines[-1] if lines else type(error).__name__
     wrapped = re.fullmatch(r"\w+\((['\"])(.*)\1\)", last)
     return wrapped.group(2) if wrapped else last
-
-
-@contextlib.contextmanager
-def _pinned() -> Iterator[None]:
-    from triton import knobs
-
-    with knobs.runtime.scope(), knobs.compilation.scope(), knobs.language.scope():
-        knobs.runtime.override_arch = None
-        knobs.runtime.add_stages_inspection_hook = _without_assembler
-        knobs.compilation.disable_line_info = False
-        knobs.language.force_disable_fp_fusion = False
-        yield
-
-
-def _without_assembler(*stages: Any) -> tuple[str, str]:
-    """Triton calls this twice: for what to add to its cache's key, and to let the stages be changed."""
-    for name in _ASSEMBLERS.intersection(stages[1]) if stages else ():
-        stages[1][name] = lambda _text, _metadata: b""
-    return "text only", "text only"

@@ -1,0 +1,238 @@
+"""Instructions as functions of threads: where operands come from, what memory and other threads take part with."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.memory import WARP
+from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
+from tiebreak.backends.ptx.parsing import Address, Instruction, Operand
+from tiebreak.backends.ptx.products import product_of, shared_out
+from tiebreak.backends.ptx.threads import Threads
+from tiebreak.kernels.kernel import CannotRunError
+
+Run = Callable[[Threads, Array], None]  # what the threads of a mask, bool (blocks, threads), do
+_Match = re.Match[str]
+_Read = Callable[[Threads], Array]
+_SHARED = "global_smem"  # Triton's name of it
+_SPECIAL = re.compile(r"%(?:tid\.x|n?ctaid\.[xyz]|laneid)")
+_ALL_LANES = {"-1", "0xffffffff"}
+_LANE = np.arange(WARP)
+_SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle takes from; beyond the warp's end its own
+    "bfly": lambda by: _LANE ^ by,
+    "idx": lambda by: by & 31,
+    "up": lambda by: np.where(by <= _LANE, _LANE - by, _LANE),
+    "down": lambda by: np.where(_LANE + by < WARP, _LANE + by, _LANE),
+}
+
+
+def bound(at: Instruction, card: str) -> Run | None:
+    """What threads do at an instruction, None where they go elsewhere; CannotRunError: it is not executed here."""
+    if at.opcode in ("bra", "bra.uni", "ret"):
+        return None
+    for pattern, binder in _BINDERS.items():
+        if match := re.fullmatch(pattern, at.opcode):
+            return binder(at, match)
+    if at.opcode.startswith("mma."):
+        return _product(at, card)
+    if at.opcode in OPERATIONS:
+        return _calculation(at)
+    raise at.refused()
+
+
+# Operands.
+
+
+def _reader(operand: Operand, kind: str, at: Instruction) -> _Read:
+    """Reads an operand as numbers of a type; of an x2 (blocks, threads, 2)."""
+    dtype, name = TYPES[kind.removesuffix("x2")], str(operand)
+    size = dtype.itemsize * (2 if kind.endswith("x2") else 1)
+    if name in at.types or _SPECIAL.fullmatch(name):
+        return lambda threads: _typed(threads.get(name), dtype, size)
+    try:  # a number, of fp32 and fp64 its bits; shared memory begins at 0
+        bits = 0 if name == _SHARED else int(re.sub("^0[fFdD]", "0x", name).rstrip("U"), 0)
+    except ValueError as error:
+        raise CannotRunError(f"{at} names {name}, which is not known here") from error
+    constant = np.array([[bits % 2 ** (8 * size)]], f"u{size}")
+    return lambda _: _typed(constant != 0 if kind == "pred" else constant, dtype, size)
+
+
+def _typed(x: Array, dtype: np.dtype[Any], size: int) -> Array:
+    if x.dtype == dtype:
+        return x
+    x = x if x.itemsize == size else x.astype(f"u{size}")
+    return x.view(dtype) if dtype.itemsize == size else x[..., None].view(dtype)
+
+
+def _writer(operand: Operand, at: Instruction) -> Callable[[Threads, int, Array, Array], None]:
+    """Writes one of the registers of an operand, by its number among them; one called _ is none."""
+    names = _names(operand)
+    if any(name not in at.types and name != "_" for name in names):
+        raise at.refused()
+    sizes = [TYPES[at.types[name]].itemsize if name != "_" else 0 for name in names]
+
+    def write(threads: Threads, number: int, value: Array, mask: Array) -> None:
+        if sizes[number]:
+            threads.put(names[number], sizes[number], value, mask)
+
+    return write
+
+
+def _names(operand: Operand) -> tuple[str, ...]:
+    return operand if isinstance(operand, tuple) else (str(operand),)
+
+
+def _place(operand: Operand, at: Instruction) -> _Read:
+    """Reads an address, int64, of every thread."""
+    assert isinstance(operand, Address)
+    base, offset = _reader(operand.base, "s64", at), operand.offset
+    return lambda threads: threads.full(base(threads) + offset)
+
+
+def _calculation(at: Instruction) -> Run:
+    operation, write = OPERATIONS[at.opcode], _writer(at.operands[0], at)
+    kinds = operation.sources + operation.sources[-1:] * len(at.operands)
+    reads = [_reader(operand, kind, at) for operand, kind in zip(at.operands[1:], kinds, strict=False)]
+    return lambda threads, mask: write(threads, 0, operation.compute(*(read(threads) for read in reads)), mask)
+
+
+def _move(at: Instruction, match: _Match) -> Run:
+    """`mov`, also from several registers to one and back, the lowest first."""
+    write, (target, source), size = _writer(at.operands[0], at), at.operands, int(match[1]) // 8
+    each = size // max(len(_names(target)), len(_names(source)))
+    reads = [_reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in _names(source)]
+
+    def move(threads: Threads, mask: Array) -> None:
+        whole = np.stack(np.broadcast_arrays(*(read(threads) for read in reads)), -1)
+        parts = whole.view(f"u{each if isinstance(target, tuple) else size}")
+        for number in range(parts.shape[-1]):
+            write(threads, number, np.ascontiguousarray(parts[..., number]), mask)
+
+    return move if isinstance(target, tuple) or isinstance(source, tuple) else _calculation(at)
+
+
+# Memory.
+
+
+def _access(at: Instruction, match: _Match) -> Run:
+    """`ld` and `st`, of several numbers side by side too."""
+    loads, shared, dtype = match[1] == "ld", match[2] == "shared", TYPES[match[3]]
+    memory, values = at.operands[1::-1] if loads else at.operands[:2]
+    place, count, unsigned = _place(memory, at), len(_names(values)), np.dtype(f"u{dtype.itemsize}")
+    write = _writer(values, at) if loads else None
+    reads = [] if loads else [_reader(name, f"u{8 * dtype.itemsize}", at) for name in _names(values)]
+
+    def access(threads: Threads, mask: Array) -> None:
+        first, shown, space = place(threads), threads.full(mask), threads.shared if shared else threads.memory
+        for number in range(count):
+            where = first + number * dtype.itemsize
+            if write is not None:
+                write(threads, number, space.read(where, shown, unsigned, at).view(dtype), mask)
+            else:
+                space.write(where, shown, threads.full(reads[number](threads)), at)
+
+    return access
+
+
+def _parameter(at: Instruction, match: _Match) -> Run:
+    write, address, dtype = _writer(at.operands[0], at), at.operands[1], TYPES[match[1]]
+    if not isinstance(address, Address) or address.offset:
+        raise at.refused()
+    return lambda threads, mask: write(threads, 0, _typed(threads.get(address.base), dtype, dtype.itemsize), mask)
+
+
+def _copy(at: Instruction, _: _Match) -> Run:
+    """`cp.async`: so many bytes, or zeros where the fourth operand is 0."""
+    to, source, size = _place(at.operands[0], at), _place(at.operands[1], at), int(str(at.operands[2]), 0)
+    filled = _reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
+
+    def copy(threads: Threads, mask: Array) -> None:
+        count, shown, first, target = threads.full(filled(threads)), threads.full(mask), source(threads), to(threads)
+        if not np.isin(count, (0, size)).all():
+            raise at.refused()
+        for byte in range(0, size, 4):
+            words = threads.memory.read(first + byte, shown & (count > 0), TYPES["u32"], at)
+            threads.shared.write(target + byte, shown, words, at, copied=True)
+
+    return copy
+
+
+def _of_copies(at: Instruction, match: _Match) -> Run:
+    def meet(threads: Threads, mask: Array) -> None:
+        blocks = threads.together(mask, threads.shape[1], at)
+        if match[1] == "commit_group":
+            threads.shared.groups += blocks
+        else:
+            threads.shared.wait(blocks, int(str(at.operands[0])))
+
+    return meet
+
+
+def _barrier(at: Instruction, match: _Match) -> Run:
+    if at.operands != ("0",) and not (match[1] and at.operands[0] in _ALL_LANES):
+        raise at.refused()
+
+    def meet(threads: Threads, mask: Array) -> None:
+        if match[1]:
+            threads.shared.phases_of_warps += threads.together(mask, WARP, at)
+        else:
+            threads.shared.phases += threads.together(mask, threads.shape[1], at)
+
+    return meet
+
+
+def _shuffle(at: Instruction, match: _Match) -> Run:
+    _, value, by, clamp, members = at.operands
+    if clamp != ("0" if match[1] == "up" else "31") or members not in _ALL_LANES:
+        raise at.refused()
+    reads, write = (_reader(value, "u32", at), _reader(by, "u32", at)), _writer(at.operands[0], at)
+
+    def shuffle(threads: Threads, mask: Array) -> None:
+        threads.together(mask, WARP, at)
+        x, by = (threads.full(read(threads)).reshape(threads.shape[0], -1, WARP) for read in reads)
+        taken = np.take_along_axis(x, _SOURCES[match[1]](by.astype(np.int64)), -1)
+        write(threads, 0, taken.reshape(threads.shape), mask)
+
+    return shuffle
+
+
+def _matrices(at: Instruction, match: _Match) -> Run:
+    count, write, place = int(match[1]), _writer(at.operands[0], at), _place(at.operands[1], at)
+
+    def load(threads: Threads, mask: Array) -> None:
+        threads.together(mask, WARP, at)
+        naming = threads.full(mask & (threads.get("%laneid") < 8 * count))  # others' addresses are ignored
+        rows = threads.shared.rows(place(threads), naming, at)
+        for number, value in enumerate(shared_out(rows, count, transposed=bool(match[2]))):
+            write(threads, number, value, mask)
+
+    return load
+
+
+def _product(at: Instruction, card: str) -> Run:
+    product, write = product_of(at, card), _writer(at.operands[0], at)
+    reads = [[_reader(name, "u32", at) for name in _names(operand)] for operand in at.operands[1:]]
+
+    def multiply(threads: Threads, mask: Array) -> None:
+        threads.together(mask, WARP, at)
+        for number, value in enumerate(product(*([threads.full(read(threads)) for read in each] for each in reads))):
+            write(threads, number, value, mask)
+
+    return multiply
+
+
+_BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
+    # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
+    r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)"
+    r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,
+    r"ld\.param\.(\w+)": _parameter,
+    r"mov\.b(32|64)": _move,
+    r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*": _copy,
+    r"cp\.async\.(commit_group|wait_group)": _of_copies,
+    r"bar\.(warp\.)?sync": _barrier,
+    r"shfl\.sync\.(bfly|idx|up|down)\.b32": _shuffle,
+    r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _matrices,
+}

@@ -1,0 +1,73 @@
+"""A compiled kernel, executed: all threads of some blocks at once, in lock step, every register an array.
+
+Where threads part, those that are furthest behind in the text go on alone, until the others' place is theirs too.
+"""
+
+import re
+
+import numpy as np
+
+from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.binding import bound
+from tiebreak.backends.ptx.parsing import parsed
+from tiebreak.backends.ptx.threads import Launch, Threads
+
+_TOGETHER = 2**13  # threads: arrays of a register that a core's cache holds
+_SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shared memory to less than four bytes
+
+
+class Program:
+    """The instructions of one kernel for one card, looked up."""
+
+    def __init__(self, text: str, card: str) -> None:
+        """From PTX.
+
+        Raises:
+            CannotRunError: it holds what is not executed here, which the message names.
+        """
+        self._parameters, instructions, self._labels = parsed(text)
+        self._steps = [(at, bound(at, card)) for at in instructions]
+        self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
+
+    def run(self, launch: Launch) -> None:
+        """Execute every block of a grid, as many at once as are worth it.
+
+        Raises:
+            SharedMemoryError: the threads of a block race, or read what none has written.
+            OutOfBoundsError: it touches what it was not given.
+            CannotRunError: some threads alone come to where a block's or a warp's have to be together.
+        """
+        count, at_once = int(np.prod(launch.grid)), max(1, _TOGETHER // launch.threads)
+        for start in range(0, count, at_once):
+            blocks = np.arange(start, min(count, start + at_once), dtype=np.uint32)[:, None]
+            threads = Threads(launch, blocks, self._granule)
+            for name, bits in zip(self._parameters, launch.arguments, strict=False):  # scratch memory is never used
+                threads.put(name, 8, np.array([[bits % 2**64]], np.uint64), threads.everyone)
+            with np.errstate(all="ignore"):
+                self._execute(threads)
+
+    def _execute(self, threads: Threads) -> None:
+        waiting = {0: threads.everyone}  # threads by their next instruction
+        while waiting:
+            at = min(waiting)
+            active = waiting.pop(at)
+            while at < min(waiting, default=len(self._steps)):
+                instruction, run = self._steps[at]
+                at += 1
+                mask = threads.guarded(active, instruction)
+                if run is not None:
+                    run(threads, mask)
+                elif mask.any():
+                    if instruction.opcode != "ret":
+                        _join(waiting, self._labels[str(instruction.operands[0])], mask, threads)
+                    active = active & ~mask
+                    if not active.any():
+                        break
+            else:
+                _join(waiting, at, active, threads)
+            waiting.pop(len(self._steps), None)
+
+
+def _join(waiting: dict[int, Array], at: int, mask: Array, threads: Threads) -> None:
+    met = waiting[at] | mask if at in waiting else mask
+    waiting[at] = threads.everyone if met.all() else met

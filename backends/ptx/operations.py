@@ -1,0 +1,201 @@
+"""What each PTX instruction computes of its operands, by its whole name: one that is not here is not executed.
+
+Titles are those of the PTX ISA's sections. Where it leaves an approximation's last bits open (`ex2.approx` and its
+like), the correctly rounded result is taken, which is an assumption: no card's bits are published.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from tiebreak.backends.emulation.rounding import odd_sum
+from tiebreak.backends.interpreter.numbers import Array, converted, fused
+
+#: What registers and memory hold under a type's name; an x2 is two of them in a register.
+TYPES: Mapping[str, np.dtype[Any]] = {
+    "pred": np.dtype(bool),
+    **{f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "bu" for bits in (8, 16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
+    **{f"f{bits}": np.dtype(f"f{bits // 8}") for bits in (16, 32, 64)},
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "tf32": np.dtype(np.float32),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_F32 = TYPES["f32"]
+
+
+class Operation(NamedTuple):
+    """What an instruction computes of its operands, number by number."""
+
+    compute: Callable[..., Any]  # of arrays that broadcast to one shape, of these types
+    sources: tuple[str, ...]  # types of the operands behind the destination; the last one's is that of all others
+
+
+def _flushing(compute: Callable[..., Array], *operands: Array) -> Array:
+    return _flushed(compute(*map(_flushed, operands)))
+
+
+def _flushed(x: Array) -> Array:
+    return np.where(np.abs(x) < np.finfo(np.float32).smallest_normal, x * 0, x) if x.dtype == _F32 else x
+
+
+def _rounded_once(function: Callable[..., Any], x: Array) -> Array:
+    return converted(np.asarray(function(x.astype(np.float64))), x.dtype)
+
+
+def _fma(x: Array, y: Array, z: Array) -> Array:
+    if x.dtype == _F32:
+        return fused(x, y, z)
+    # A product of narrow numbers is exact in fp64, its sum rounded to odd there and so once.
+    wide = np.broadcast_arrays(x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64))
+    return converted(odd_sum(*(torch.from_numpy(np.array(term)) for term in wide)).numpy(), x.dtype)
+
+
+def _quotient(x: Array, y: Array) -> Array:
+    """`div.full`: x * (1 / y), the reciprocal rounded and scaled: off by 2 ulp at most, as SASS shows it is done."""
+    fraction, exponent = np.frexp(y)
+    return np.ldexp(x.astype(np.float64) * (np.float32(1) / fraction), -exponent).astype(np.float32)
+
+
+def _extreme(x: Array, y: Array, *third: Array, largest: bool) -> Array:
+    """NaN is dropped, and of -0 and +0 the latter is the larger."""
+    found: Array = (np.fmax if largest else np.fmin)(x, y)
+    negative = np.signbit(x) & np.signbit(y) if largest else np.signbit(x) | np.signbit(y)
+    found = np.where((x == 0) & (y == 0), np.where(negative, -np.abs(found), np.abs(found)), found)
+    return _extreme(found, *third, largest=largest) if third else found
+
+
+def _doubled(x: Array, y: Array, addend: Array | None = None) -> Array:
+    """The whole product."""
+    dtype = np.dtype(f"{x.dtype.kind}{2 * x.itemsize}")
+    whole: Array = x.astype(dtype) * y.astype(dtype) + (dtype.type(0) if addend is None else addend)
+    return whole
+
+
+def _truncated(x: Array, y: Array, *, remainder: bool) -> Array:
+    """Integer division toward zero; by zero it gives anything, here what division by one does."""
+    divisor = np.where(y == 0, x.dtype.type(1), y)
+    rest = np.fmod(x, divisor)
+    result: Array = rest if remainder else (x - rest) // divisor
+    return result
+
+
+def _shifted(x: Array, by: Array, *, left: bool) -> Array:
+    """Beyond the width zeros are left, or copies of the sign."""
+    last = 8 * x.itemsize - 1
+    within = np.minimum(by, last).astype(x.dtype)
+    shifted: Array = x << within if left else x >> within
+    gone = x.dtype.type(0) * x if left or x.dtype.kind == "u" else shifted
+    return np.where(by > last, gone, shifted)
+
+
+def _field(x: Array, start: Array, length: Array) -> Array:
+    """`bfe`: so many bits from one on; where x is signed, beyond them copies of the last."""
+    unused = (8 * x.itemsize - np.clip(length, 1, 8 * x.itemsize)).astype(x.dtype)
+    field: Array = _shifted(x, start, left=False) << unused >> unused
+    return np.where(length == 0, x.dtype.type(0), field)
+
+
+def _permuted(x: Array, y: Array, selector: Array) -> Array:
+    """`prmt`: four bytes of eight, each chosen by four bits, of which the highest replicates the byte's sign."""
+    both = y.astype(np.uint64) << np.uint64(32) | x
+    result = np.zeros((1, 1), np.uint32)
+    for at in range(4):
+        chosen = selector >> np.uint32(4 * at)
+        byte = (both >> ((chosen & 7) * 8).astype(np.uint64) & np.uint64(255)).astype(np.uint32)
+        byte = np.where(chosen & 8 != 0, (byte >> 7) * np.uint32(255), byte)
+        result = result | byte << np.uint32(8 * at)
+    return result
+
+
+def _pair(high: Array, low: Array, *, dtype: np.dtype[Any]) -> Array:
+    """Two numbers in a register, the first operand in its upper half."""
+    halves = np.broadcast_arrays(converted(low, dtype), converted(high, dtype))
+    return np.stack(halves, -1)
+
+
+def _cast(x: Array, *, dtype: np.dtype[Any]) -> Array:
+    return x.astype(dtype)
+
+
+def _conversions() -> Iterator[tuple[str, Operation]]:
+    """`cvt`."""
+    integers = [f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)]
+    for to, of in product(integers, integers):
+        yield f"cvt.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
+    for to, of in product(("f32", "f64"), integers):
+        yield f"cvt.rn.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))
+    for narrow in ("f16", "bf16"):
+        yield f"cvt.f32.{narrow}", Operation(partial(_cast, dtype=_F32), (narrow,))
+        yield f"cvt.rn.{narrow}.f32", Operation(partial(converted, to=TYPES[narrow]), ("f32",))
+    for kind in ("f16", "bf16", "satfinite.e4m3", "satfinite.e5m2"):
+        pair = partial(_pair, dtype=TYPES[kind.removeprefix("satfinite.")])
+        yield f"cvt.rn.{kind}x2.f32", Operation(pair, ("f32",))
+
+
+_INTEGERS, _BITS = "s16 u16 s32 u32 s64 u64", "b16 b32 b64"
+_FP32, _NARROW = "f32 rn.f32 ftz.f32 rn.ftz.f32 f32x2 rn.f32x2", "f16 bf16 f16x2 bf16x2 rn.bf16 rn.bf16x2"
+_TESTS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal}
+# Names; what may follow them, the operands' type last; what is computed; operands' types, T being the one that follows.
+_ROWS: tuple[tuple[str, str, Callable[..., Any], str], ...] = (
+    # Integer, Floating-Point and Half Precision Floating-Point Arithmetic Instructions
+    ("add", f"{_INTEGERS} {_FP32} {_NARROW}", np.add, "T"),
+    ("sub", f"{_INTEGERS} {_FP32} {_NARROW}", np.subtract, "T"),
+    ("mul", f"{_FP32} {_NARROW}", np.multiply, "T"),
+    ("mul.lo", _INTEGERS, np.multiply, "T"),
+    ("mul.hi", "s32 u32", lambda x, y: (_doubled(x, y) >> 32).astype(x.dtype), "T"),
+    ("mul.wide", "s16 u16 s32 u32", _doubled, "T"),
+    ("mad.lo", _INTEGERS, lambda x, y, z: x * y + z, "T"),
+    ("mad.wide", "s32", _doubled, "T T s64"),
+    ("mad.wide", "u32", _doubled, "T T u64"),
+    ("div", _INTEGERS, partial(_truncated, remainder=False), "T"),
+    ("rem", _INTEGERS, partial(_truncated, remainder=True), "T"),
+    ("neg", f"s16 s32 s64 {_FP32} {_NARROW}", np.negative, "T"),
+    ("abs", f"s16 s32 s64 {_FP32} {_NARROW}", np.abs, "T"),
+    ("max", _INTEGERS, np.maximum, "T"),
+    ("min", _INTEGERS, np.minimum, "T"),
+    ("max", f"{_FP32} {_NARROW}", partial(_extreme, largest=True), "T"),
+    ("min", f"{_FP32} {_NARROW}", partial(_extreme, largest=False), "T"),
+    ("fma", "rn.f32 rn.ftz.f32 rn.f32x2 rn.f16 rn.bf16 rn.f16x2 rn.bf16x2", _fma, "T"),
+    ("div", "rn.f32 rn.ftz.f32", np.divide, "T"),
+    ("div", "full.f32 full.ftz.f32 approx.f32 approx.ftz.f32", _quotient, "T"),
+    ("ex2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.exp2), "T"),
+    ("lg2", "approx.f32 approx.ftz.f32", partial(_rounded_once, np.log2), "T"),
+    ("rcp", "approx.f32 approx.ftz.f32 rn.f32 rn.ftz.f32", partial(_rounded_once, np.reciprocal), "T"),
+    ("bfe", "u32 s32 u64 s64", _field, "T u32"),
+    # Comparison and Selection Instructions
+    *((f"setp.{name}", f"{_INTEGERS} {_BITS} {_FP32} f16 bf16", test, "T") for name, test in _TESTS.items()),
+    ("setp.ne", f"{_INTEGERS} {_BITS}", np.not_equal, "T"),
+    ("setp.ne", _FP32, lambda x, y: (x < y) | (x > y), "T"),
+    ("setp.neu", _FP32, np.not_equal, "T"),
+    ("setp.nan", _FP32, lambda x, y: np.isnan(x) | np.isnan(y), "T"),
+    ("selp", f"{_BITS} {_INTEGERS} f32", lambda x, y, chosen: np.where(chosen, x, y), "T T pred"),
+    # Logic and Shift Instructions
+    ("and", f"{_BITS} pred", np.bitwise_and, "T"),
+    ("or", f"{_BITS} pred", np.bitwise_or, "T"),
+    ("xor", f"{_BITS} pred", np.bitwise_xor, "T"),
+    ("not", f"{_BITS} pred", np.invert, "T"),
+    ("shl", _BITS, partial(_shifted, left=True), "T u32"),
+    ("shr", f"{_BITS} {_INTEGERS}", partial(_shifted, left=False), "T u32"),
+    # Data Movement and Conversion Instructions
+    ("mov", f"{_BITS} {_INTEGERS} f32 pred", lambda x: x, "T"),
+    ("prmt", "b32", _permuted, "T"),
+)
+
+
+def _operations() -> Iterator[tuple[str, Operation]]:
+    for name, endings, compute, sources in _ROWS:
+        for ending in endings.split():
+            kind = ending.rpartition(".")[2]
+            types = tuple(kind if source == "T" else source for source in sources.split())
+            yield f"{name}.{ending}", Operation(partial(_flushing, compute) if "ftz" in ending else compute, types)
+    yield from _conversions()
+
+
+OPERATIONS: Mapping[str, Operation] = dict(_operations())

@@ -1,0 +1,94 @@
+"""PTX text as instructions (PTX ISA, Syntax): what they are called, what they read and write, where a branch goes."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tiebreak.kernels.kernel import CannotRunError
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)(.*?)\{(.*)\}", re.DOTALL)
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.+)", re.DOTALL)
+_STATEMENT = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]")
+
+
+@dataclass(frozen=True)
+class Address:
+    """An operand in square brackets."""
+
+    base: str  # a register, a parameter, or the name of a variable
+    offset: int  # bytes
+
+
+Operand = str | Address | tuple[str, ...]  # a name or a number; a place in memory; several in braces
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a kernel."""
+
+    line: int  # of the kernel's body, from 1
+    guard: str  # the predicate it is executed under; empty: always
+    negated: bool  # whether it is executed where that is false
+    opcode: str  # all of it, such as `add.rn.f32`
+    operands: tuple[Operand, ...]  # the destination first
+    types: Mapping[str, str]  # of the registers that are declared so far
+
+    def __str__(self) -> str:
+        return f"{self.opcode} (line {self.line} of the PTX's body)"
+
+    def refused(self) -> CannotRunError:
+        """That it is not executed here: its cell is skipped with the instruction's name."""
+        return CannotRunError(f"the PTX instruction {self.opcode} is not executed here")
+
+
+def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
+    """Names of parameters, instructions, and at which ones labels stand, of the one kernel of a PTX text.
+
+    Raises:
+        CannotRunError: it is none, or holds a statement that is not known here.
+    """
+    entry = _ENTRY.search(_COMMENT.sub("", text).partition("\n\t.section")[0])
+    if entry is None:
+        raise CannotRunError("the PTX has no kernel")
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    types: dict[str, str] = {}
+    for line, statement in _statements(entry[3]):
+        if statement.endswith(":"):
+            labels[statement[:-1]] = len(instructions)
+        elif declared := _REGISTERS.match(statement):
+            types = {**types, **dict.fromkeys(_names(declared[2]), declared[1])}
+        elif match := _STATEMENT.fullmatch(statement):
+            operands = tuple(map(_operand, _OPERAND.findall(match[4])))
+            instructions.append(Instruction(line, match[2] or "", bool(match[1]), match[3], operands, types))
+        else:
+            raise CannotRunError(f"the PTX statement {statement.split()[0]} is not executed here")
+    return re.findall(r"([\w$]+)\s*(?:,|$)", entry[1]), instructions, labels
+
+
+def _statements(body: str) -> Iterator[tuple[int, str]]:
+    """What stands between semicolons, and labels; without braces of scopes and without directives but `.reg`."""
+    for line, text in enumerate(body.split("\n"), 1):
+        for part in re.split(r"(?<=:)\s|;", text + " "):
+            bare = part.strip()
+            bare = bare.removeprefix("{").strip() if bare.count("{") > bare.count("}") else bare
+            if bare and bare != "}" and (bare[0] != "." or bare.startswith(".reg")):
+                yield line, bare
+
+
+def _names(declared: str) -> Iterator[str]:
+    """`%r<3>` are %r0 to %r2."""
+    for name in declared.split(","):
+        stem, _, count = name.strip().rstrip(">").partition("<")
+        yield from (f"{stem}{number}" for number in range(int(count))) if count else (stem,)
+
+
+def _operand(text: str) -> Operand:
+    text = text.strip()
+    if text[0] == "{":
+        return tuple(part.strip() for part in text.strip("{}").split(","))
+    match = _ADDRESS.fullmatch(text)
+    return Address(match[1], int(match[2] or "0", 0)) if match else text

@@ -1,0 +1,96 @@
+"""A stretch of time in which what Triton compiles for a card is executed here."""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.errors import CompilationError
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from tiebreak.backends.absent import absent
+from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.threads import Launch
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.triton.loading import compiling_text
+
+_FLOATS = {"fp16": "e", "fp32": "f", "f32": "f", "fp64": "d"}
+_program = lru_cache(maxsize=64)(Program)
+
+
+@contextmanager
+def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
+    """Execute, on CPU tensors, every Triton function that is launched meanwhile, compiled for a card such as sm_80.
+
+    A block has at most so many bytes of shared memory there. What is yielded says what is assumed of the card.
+    """
+    with ExitStack() as stack:
+        target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
+        utils = SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": shared},
+            # What the compiler calls the binary is the text. No module is left to be unloaded.
+            load_binary=lambda name, text, *_: (None, _program(text.decode(), card), 0, 0, 1024),
+        )
+        stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
+        stack.enter_context(compiling_text(executed=True))
+        stack.enter_context(patch.object(JITFunction, "run", _compiling(JITFunction.run)))
+        stack.enter_context(patch.object(InterpretedFunction, "run", _refused))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # a block's tiles are small
+        yield ("ex2.approx and its like correctly rounded",)
+
+
+def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What the compiler has no code for is no call for this card."""
+
+    def compiling(self: Any, *args: object, **kwargs: object) -> Any:
+        try:
+            return run(self, *args, **kwargs)
+        except CompilationError as error:
+            reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+            raise CannotRunError(f"Triton does not compile it for this card: {reason}") from error
+
+    return compiling
+
+
+def _refused(function: Any, *_: object, **__: object) -> None:
+    raise CannotRunError(f"{function.fn.__name__} was made under TRITON_INTERPRET=1, which leaves nothing to compile")
+
+
+class _Launcher:
+    """In the place of the driver's: gives a grid to a program."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._types: Mapping[str, Any] = source.signature
+        self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
+        self._name = str(source.fn.__name__)
+        if metadata.num_ctas > 1 or metadata.global_scratch_size:
+            raise CannotRunError("clusters of blocks and scratch memory are not executed here")
+
+    def __call__(self, x: int, y: int, z: int, _stream: object, program: Program, *rest: Any) -> None:
+        """Of what follows, all but the last as many as there are parameters are the driver's own."""
+        bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
+        given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
+        bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
+        memory = Memory(self._name, tuple(arguments_of(given)))
+        program.run(Launch((x, y, z), self._threads, self._shared, bits, memory))
+
+
+def _bits(kind: Any, value: Any) -> Iterator[int]:
+    """What a kernel gets of an argument: each part of a tuple but constants, the address of a tensor."""
+    if isinstance(kind, tuple):
+        for part, element in zip(kind, value, strict=True):
+            yield from _bits(part, element)
+    elif kind in _FLOATS:
+        yield int.from_bytes(struct.pack(f"<{_FLOATS[kind]}", value), "little")
+    elif kind.startswith("tensordesc"):
+        raise CannotRunError("tensor descriptors are not executed here")
+    elif kind != "constexpr":
+        yield value.data_ptr() if hasattr(value, "data_ptr") else int(value)

@@ -1,0 +1,76 @@
+"""The threads of some blocks: their registers, and the memory that they see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiebreak.backends.interpreter.memory import Memory
+from tiebreak.backends.interpreter.numbers import Array
+from tiebreak.backends.ptx.memory import WARP, Global, Shared
+from tiebreak.backends.ptx.parsing import Instruction
+from tiebreak.kernels.kernel import CannotRunError
+
+_NOTHING = np.zeros((1, 1), np.uint64)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A grid of blocks, and what they are given."""
+
+    grid: tuple[int, int, int]  # blocks along x, y and z
+    threads: int  # of a block
+    shared: int  # bytes of a block
+    arguments: Sequence[int]  # the bits of every parameter
+    memory: Memory  # what they may touch
+
+
+class Threads:
+    """Every register is an array of (blocks, threads), unsigned or bool, 1 long where nothing changes along it."""
+
+    def __init__(self, launch: Launch, blocks: Array, granule: int) -> None:
+        """Of some blocks of a launch, (blocks, 1) numbers, those along x first; `granule` is of their `Shared`."""
+        self.shape = len(blocks), launch.threads
+        self.everyone = np.ones(self.shape, bool)
+        self.shared = Shared(*self.shape, launch.shared, granule)
+        self.memory = Global(launch.memory)
+        thread = np.arange(launch.threads, dtype=np.uint32)[None]
+        # Special Registers.
+        self._registers: dict[str, Array] = {"%tid.x": thread, "%laneid": thread % WARP}
+        for axis, size, along in zip("xyz", launch.grid, np.unravel_index(blocks, launch.grid, "F"), strict=True):
+            self._registers[f"%ctaid.{axis}"] = along.astype(np.uint32)
+            self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
+
+    def guarded(self, active: Array, at: Instruction) -> Array:
+        """Which of these threads execute an instruction."""
+        if not at.guard:
+            return active
+        predicate = self._registers[at.guard] ^ at.negated
+        return active if predicate.all() else np.logical_and(predicate, active)
+
+    def get(self, name: str) -> Array:
+        """A register, as unsigned integers or bool; what was never written is 0."""
+        return self._registers.get(name, _NOTHING)
+
+    def put(self, name: str, size: int, value: Array, mask: Array) -> None:
+        """Write a register of so many bytes: a narrower number is extended by its sign, if it has one."""
+        if value.ndim > 2:  # two in a register
+            value = np.ascontiguousarray(value).view(f"u{2 * value.itemsize}")[..., 0]
+        if value.dtype != bool:
+            value = value if value.itemsize == size else value.astype(f"{value.dtype.kind}{size}")
+            value = value.view(f"u{size}")
+        if mask is not self.everyone:
+            value = np.where(mask, value, self._registers.get(name, value.dtype.type(0)))
+        self._registers[name] = value
+
+    def full(self, x: Array) -> Array:
+        """An array with all its blocks and threads."""
+        return np.ascontiguousarray(np.broadcast_to(x, self.shape))
+
+    def together(self, mask: Array, size: int, at: Instruction) -> Array:
+        """Which warps, or blocks, of `size` threads execute an instruction; CannotRunError: part of one does."""
+        groups = self.full(mask).reshape(self.shape[0], -1, size)
+        some, every = groups.max(-1), groups.min(-1)
+        if (some != every).any():
+            raise CannotRunError(f"{at} is reached by some threads of a {'warp' if size == WARP else 'block'} alone")
+        return np.asarray(some)

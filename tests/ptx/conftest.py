@@ -1,0 +1,50 @@
+"""Kernels in PTX, and kernels in Triton that are compiled to it, executed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tiebreak.kernels.triton.loading import not_interpreting
+
+if (reason := not_interpreting()) is not None:
+    pytest.skip(reason, allow_module_level=True)
+
+import torch
+
+from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.threads import Launch
+
+KERNEL = """
+.visible .entry kernel(.param .u64 kernel_param_0, .param .u64 kernel_param_1)
+{{
+    .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<29>; .reg .b64 %rd<9>;
+    ld.param.b64 %rd0, [kernel_param_0];
+    ld.param.b64 %rd1, [kernel_param_1];
+    mov.u32 %r0, %tid.x;
+    shl.b32 %r1, %r0, 2;
+    cvt.u64.u32 %rd2, %r1;
+    add.s64 %rd0, %rd0, %rd2;
+    add.s64 %rd1, %rd1, %rd2;
+    {body}
+    st.global.b32 [%rd1], %r2;
+    ret;
+}}
+"""
+Executed = Callable[..., Any]
+
+
+@pytest.fixture
+def executed() -> Executed:
+    """What a kernel's %r2 is at its end, of every thread: one of whose threads is number %r0, its input at [%rd0]."""
+
+    def execute(body: str, inputs: torch.Tensor | None = None, threads: int = 64, card: str = "sm_80") -> torch.Tensor:
+        given = torch.arange(threads, dtype=torch.int32) if inputs is None else inputs
+        output = torch.zeros(threads, dtype=torch.int32)
+        memory = Memory("kernel", tuple(arguments_of({"X": given, "Y": output})))
+        program = Program(KERNEL.format(body=body), card)
+        program.run(Launch((1, 1, 1), threads, 1024, (given.data_ptr(), output.data_ptr()), memory))
+        return output
+
+    return execute

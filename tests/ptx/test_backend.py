@@ -1,0 +1,73 @@
+"""The backend: cells of the suite's kernels and of users', on request."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.backends.ptx import PTX
+from tiebreak.backends.ptx.session import executing
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.selection import Selection, cells
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
+
+CASES = {case.name: case for case in SCRIPTED}
+FEW_LINES = f"{Path(__file__).parents[1] / 'interpreter' / 'few_lines.py'}:attention"
+
+
+def test_it_runs_where_it_is_named_alone_and_says_what_it_is() -> None:
+    selected, _ = cells(Selection(None, "triton_flash", "no_tail"))
+    assert "ptx" not in {cell.backend.name for cell in selected}
+    selected, _ = cells(Selection("ptx", "triton_flash", "no_tail", card="sm_89"))
+    (backend,) = {cell.backend for cell in selected}
+    assert backend.options == ("--as", "sm_89")
+    assert "nothing ran on a GPU" in str(backend.notice())
+    text = Run(backend.describe(), {}, records=()).backend_text("ptx")
+    assert text == "ptx as sm_89 (compiled code, emulated processor; nothing ran on a GPU)"
+    with pytest.raises(UsageError, match=r"^--as gfx942: unknown to --backend ptx; its cards are sm_75, "):
+        cells(Selection("ptx", card="gfx942"))
+
+
+def test_a_users_triton_kernel_is_judged() -> None:
+    cell = Cell(PTX, external_kernel(FEW_LINES), Call(CASES["tied_maxima[k=2]"]), BF16)
+    record = run_cell(cell, Workbench(Settings(heads=16)))
+    assert record.verdict == UNBIASED
+    assert record.answers["repeatable"].met
+
+
+def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward() -> None:
+    inputs = CASES["random"].make(3, 0, 2, BF16)
+    ours, theirs = (
+        backend.run(backend.kernel("triton_flash"), inputs, gradients=True)
+        for backend in (PTX, INTERPRETER.assuming("sm_80"))
+    )
+    assert torch.equal(ours.o, theirs.o)
+    assert ours.gradients is not None
+    assert theirs.gradients is not None
+    assert all(map(torch.equal, *((x.dq, x.dk, x.dv) for x in (ours.gradients, theirs.gradients))))
+
+
+def test_what_the_card_lacks_is_a_skip_with_the_compilers_reason() -> None:
+    record = run_cell(Cell(PTX, PTX.kernel("triton_fp8"), Call(CASES["fp8_ties"]), BF16), Workbench(Settings(heads=2)))
+    assert record.outcome == SKIPPED
+    assert "type fp8e4nv not supported in this architecture" in str(record.skipped)
+
+
+def test_a_function_made_to_be_interpreted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    function = triton.jit(lambda X: None)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with executing("sm_80", 1 << 16), pytest.raises(CannotRunError, match="was made under TRITON_INTERPRET=1"):
+        function[(1,)](torch.zeros(1))

@@ -1,0 +1,136 @@
+"""A user's kernel on several cards and in several configurations: its bits in fp32, against the interpreter's."""
+
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.interpreter.assumptions import CARDS
+from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.backends.ptx import session
+from tiebreak.backends.ptx.backend import CARDS as SHARED
+from tiebreak.backends.ptx.execution import Program
+from tiebreak.backends.ptx.memory import SharedMemoryError
+from tiebreak.backends.ptx.session import executing
+
+FEW_LINES = Path(__file__).parents[1] / "interpreter" / "few_lines.py"
+ROW_SUM = "tl.sum(p, 1)"
+SHAPE = (1, 2, 64, 64)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Any:
+    """The kernel of a few lines, its O in fp32, with more words of a launch and another sum of a row."""
+
+    def loaded(row_sum: str = ROW_SUM, launch: str = "") -> ModuleType:
+        text = FEW_LINES.read_text()
+        assert ROW_SUM in text
+        text = text.replace(ROW_SUM, row_sum).replace("COLUMNS=min(64, k.shape[2])", f"COLUMNS=64{launch}")
+        text = text.replace("torch.empty_like(q)", "torch.empty_like(q, dtype=torch.float32)")
+        path = tmp_path / f"few_lines_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(text)
+        spec = spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(SHAPE, generator=generator).bfloat16() for _ in range(3))
+    return q, k.repeat(1, 1, 2, 1) * 1.5, torch.cat([v, v * 0.7], 2)
+
+
+def executed(module: ModuleType, card: str = "sm_80") -> Tensor:
+    with executing(card, SHARED[card]):
+        o: Tensor = module.attention(*inputs(), scale=0.13)
+    return o
+
+
+def interpreted(module: ModuleType, card: str = "sm_80") -> Tensor:
+    with interpreting(CARDS[card]):
+        o: Tensor = module.attention(*inputs(), scale=0.13)
+    return o
+
+
+@pytest.mark.parametrize(
+    ("row_sum", "card"), [(ROW_SUM, "sm_80"), (ROW_SUM, "sm_120"), ("tl.sum(p.to(tl.bfloat16), 1)", "sm_80")]
+)
+def test_the_interpreter_sums_rows_in_the_order_of_the_compiled_code(row_sum: str, card: str, mine: Any) -> None:
+    """In fp32, which hides nothing; and in bf16, where every sum of two is rounded."""
+    module = mine(row_sum)
+    assert torch.equal(executed(module, card), interpreted(module, card))
+
+
+def test_cards_of_one_tensor_core_and_four_and_eight_warps_round_alike(mine: Any) -> None:
+    first = executed(mine())
+    assert torch.equal(executed(mine(), "sm_89"), first)
+    assert torch.equal(executed(mine(launch=", num_warps=8"), "sm_86"), first)
+    assert not torch.equal(executed(mine(launch=", enable_fp_fusion=False")), first)
+
+
+def test_every_barrier_that_is_left_out_of_the_compiled_code_is_missed(
+    mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+
+    def kept(text: str, card: str) -> Program:
+        texts.append(text)
+        return Program(text, card)
+
+    monkeypatch.setattr(session, "_program", kept)
+    executed(mine())
+    synchronising = list(re.finditer(r"(?:bar\.sync|cp\.async\.wait_group)[^;]*;", texts[0]))
+    assert len(synchronising) > 3
+    for match in synchronising:
+        left_out = Program(texts[0][: match.start()] + texts[0][match.end() :], "sm_80")
+        monkeypatch.setattr(session, "_program", lambda text, card, program=left_out: program)
+        with pytest.raises(SharedMemoryError):
+            executed(mine())
+
+
+def _in_bf16(text: str) -> str:
+    """The first sum of a row's pairs, as a compiler might do it that takes the kernel's word for its type."""
+    at = text.index("shfl.sync.bfly", text.index("ex2.approx"))
+    place = text.rindex("add.f32", 0, at)
+    line = text[place : text.index(";", place) + 1]
+    target = line.split()[1].rstrip(",")
+    rounded = f"{{ .reg .b16 cut; cvt.rn.bf16.f32 cut, {target}; cvt.f32.bf16 {target}, cut; }}"
+    return text.replace(line, f"{line}\n\t{rounded}", 1)
+
+
+def _contracted(text: str) -> str:
+    """A product and the difference that it goes into as one operation."""
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        words = line.replace(",", " ").replace(";", " ").split()
+        if words[:1] == ["sub.rn.f32"]:
+            made = next((i for i in range(at) if lines[i].split()[:2] == ["mul.rn.f32", f"{words[2]},"]), None)
+            if made is not None:
+                x, y = lines[made].replace(",", " ").replace(";", " ").split()[2:4]
+                lines[at] = f"\tneg.f32 {words[1]}, {words[3]};\n\tfma.rn.f32 {words[1]}, {x}, {y}, {words[1]};"
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("edit", "launch"), [(_in_bf16, ""), (_contracted, ", enable_fp_fusion=False")])
+def test_what_a_compiler_does_wrong_shows_in_its_code_and_not_in_the_source(
+    edit: Any, launch: str, mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = mine(launch=launch)
+    sound, source = executed(module), interpreted(module)
+    assert torch.equal(sound, source)
+    monkeypatch.setattr(session, "_program", lambda text, card: Program(edit(text), card))
+    # The launcher keeps what it was given first: another module is compiled anew.
+    wrong = executed(mine(launch=launch))
+    assert not torch.equal(wrong, sound)
+    assert (wrong - sound).abs().max() < 0.05
+    assert torch.equal(interpreted(module), source)

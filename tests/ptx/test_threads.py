@@ -1,0 +1,119 @@
+"""What threads do together: branches, barriers, shared memory, copies; and what is refused rather than guessed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tiebreak.backends.interpreter.memory import OutOfBoundsError
+from tiebreak.backends.ptx.memory import SharedMemoryError
+from tiebreak.kernels.kernel import CannotRunError
+
+Executed = Callable[..., torch.Tensor]
+LANES = torch.arange(64)
+WRITE, READ = "st.shared.b32 [%r1], %r0;", "xor.b32 %r3, %r1, 4; ld.shared.b32 %r2, [%r3];"  # own; the neighbour's
+OTHER_WARP = READ.replace("4", "128")
+# One word; at the second place by one warp alone where %p1 guards it.
+ALL_READ = f"{WRITE} bar.sync 0; mov.b32 %r5, 0; setp.ge.s32 %p1, %r0, 32; ld.shared.b32 %r2, [%r5];"
+ONE_WRITES = "setp.eq.s32 %p0, %r0, 62; @%p0 st.shared.b32 [%r5], %r0;"
+COPY = "cvt.u32.u64 %r4, %rd2; cp.async.ca.shared.global [%r1], [%rd0], 4; cp.async.commit_group;"
+WAIT = "cp.async.wait_group 0;"
+
+
+def test_threads_that_part_meet_again(executed: Executed) -> None:
+    """A loop whose trips differ by thread, with one that leaves it early; then a sum that all add to."""
+    loop = """
+    mov.b32 %r2, 0; mov.b32 %r3, 0;
+    $L0: setp.ge.s32 %p0, %r3, %r0; @%p0 bra $L1;
+    add.s32 %r2, %r2, %r3; add.s32 %r3, %r3, 1; setp.gt.s32 %p1, %r2, 100; @!%p1 bra $L0;
+    add.s32 %r2, %r2, 1000;
+    $L1: add.s32 %r2, %r2, 1; bar.sync 0;
+    """
+    expected = []
+    for thread in range(64):
+        total = 0
+        for trip in range(thread):
+            total += trip
+            if total > 100:
+                total += 1000
+                break
+        expected.append(total + 1)
+    assert executed(loop).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "sources"),
+    [
+        ("shfl.sync.bfly.b32 %r2, %r0, 5, 31, -1;", LANES ^ 5),
+        ("shfl.sync.idx.b32 %r2, %r0, %r1, 31, -1;", (LANES & ~31) + (4 * LANES & 31)),
+        ("shfl.sync.up.b32 %r2, %r0, 3, 0, -1;", torch.where(LANES % 32 < 3, LANES, LANES - 3)),
+        ("shfl.sync.down.b32 %r2, %r0, 3, 31, -1;", torch.where(LANES % 32 > 28, LANES, LANES + 3)),
+        (f"{WRITE} bar.sync 0; {OTHER_WARP}", LANES ^ 32),
+        (f"{WRITE} bar.warp.sync -1; {READ}", LANES ^ 1),
+        (f"{COPY} {WAIT} bar.sync 0; {OTHER_WARP}", LANES ^ 32),
+        (f"{WRITE} bar.sync 0; {READ} bar.sync 0; {WRITE}", LANES ^ 1),
+    ],
+)
+def test_threads_see_what_others_had(body: str, sources: torch.Tensor, executed: Executed) -> None:
+    assert executed(body).tolist() == sources.tolist()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (READ, r"ld\.shared\.b32 \(line \d+.*\) reads what no thread has written: byte 4 of the block's"),
+        (f"{WRITE} {READ}", r"ld\.shared\.b32 .* reads what another thread wrote and no barrier lies between"),
+        (f"{WRITE} bar.warp.sync -1; {OTHER_WARP}", r"reads what another thread wrote"),
+        (f"{WRITE} bar.sync 0; {READ} {WRITE}", r"st\.shared\.b32 .* writes what another thread read"),
+        (f"{WRITE} bar.sync 0; {OTHER_WARP} bar.warp.sync -1; {WRITE}", r"writes what another thread read"),
+        (f"{ALL_READ} {ONE_WRITES}", r"writes what another thread read"),
+        (f"{ALL_READ} bar.warp.sync -1; {ONE_WRITES}", r"writes what another thread read"),
+        (f"{ALL_READ} bar.warp.sync -1; {ONE_WRITES.replace('62', '30')}", r"writes what another thread read"),
+        (f"{ALL_READ.replace('ld', '@%p1 ld')} {ONE_WRITES}", r"writes what another thread read"),
+        (f"{WRITE} xor.b32 %r3, %r1, 8; st.shared.b32 [%r3], %r0;", r"writes what another thread wrote"),
+        (f"{COPY} {READ}", r"reads what an asynchronous copy is bringing"),
+        (f"{COPY} bar.sync 0; ld.shared.b32 %r2, [%r1];", r"reads what an asynchronous copy is bringing"),
+        (f"{COPY} {WAIT} {READ}", r"reads what another thread wrote"),
+        (f"{COPY} {WRITE}", r"writes what an asynchronous copy is bringing"),
+        ("st.shared.b32 [%r1+1000], %r0;", r"beyond the shared memory"),
+        ("st.shared.b32 [%r1+2], %r0;", r"not aligned"),
+    ],
+)
+def test_a_race_and_a_word_that_nobody_wrote_are_errors_that_name_the_instruction(
+    body: str, message: str, executed: Executed
+) -> None:
+    with pytest.raises(SharedMemoryError, match=message):
+        executed(body)
+
+
+def test_with_groups_of_copies_on_their_way_the_earlier_ones_are_there(executed: Executed) -> None:
+    first = COPY + COPY.replace("[%r1]", "[%r1+256]")
+    assert executed(f"{first} cp.async.wait_group 1; ld.shared.b32 %r2, [%r1];").tolist() == LANES.tolist()
+    with pytest.raises(SharedMemoryError, match="asynchronous copy"):
+        executed(f"{first} cp.async.wait_group 1; ld.shared.b32 %r2, [%r1+256];")
+
+
+def test_memory_that_was_not_given_is_not_touched(executed: Executed) -> None:
+    with pytest.raises(OutOfBoundsError, match="kernel reads outside of all of its arguments: X, Y"):
+        executed("ld.global.b32 %r2, [%rd0+1048576];")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("lop3.b32 %r2, %r0, %r1, %r1, 150;", r"the PTX instruction lop3\.b32 is not executed here"),
+        ("add.sat.s32 %r2, %r0, %r1;", r"instruction add\.sat\.s32"),
+        ("add.rz.f32 %r2, %r0, %r1;", r"instruction add\.rz\.f32"),
+        ("wgmma.fence.sync.aligned;", r"instruction wgmma\.fence\.sync\.aligned"),
+        ("mov.u32 %r2, %clock;", r"names %clock, which is not known here"),
+        ("mov.u32 %r2, elsewhere;", r"mov\.u32 \(line \d+ .*\) names elsewhere"),
+        ("shfl.sync.bfly.b32 %r2, %r0, 1, 7199, -1;", r"instruction shfl\.sync\.bfly\.b32"),
+        ("bar.sync 1, 32;", r"instruction bar\.sync"),
+        ("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%r2}, {%r0}, {%r1}, {%r2};", r"instruction mma\.sync"),
+        ("setp.gt.s32 %p0, %r0, 5; @%p0 bra $L0; bar.sync 0; $L0:", r"bar\.sync .* some threads of a block alone"),
+        ("setp.gt.s32 %p0, %r0, 5; @%p0 shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;", r"some threads of a warp alone"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(body: str, message: str, executed: Executed) -> None:
+    with pytest.raises(CannotRunError, match=message):
+        executed(body)
