@@ -22,9 +22,9 @@ class SelectionContext:
 
     pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones, for any kind of experiment
     backends: Sequence[Backend]  # chosen, and able to run
-    kernels_named: bool  # whether --kernels or --kernel was given
-    cases_named: bool  # whether --cases was given
     fmt: Format  # of q, k, v and O
+    kernels_named: bool = False  # whether --kernels or --kernel was given
+    cases_named: bool = False  # whether --cases was given
     emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 

@@ -34,7 +34,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import rerun
-from tiebreak.matrix.questions.service import UNSAID
+from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
@@ -154,7 +154,7 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     function: Callable[..., Tensor], asked: set[str]
 ) -> None:
     pairs = [(CPU, users_kernel("mine", function, KernelOptions())), (CPU, CPU.kernel("flash@fused"))]
-    context = SelectionContext(pairs, [CPU], True, False, BF16)
+    context = SelectionContext(pairs, [CPU], BF16, kernels_named=True)
     chosen = [
         call.name
         for call in map(Call, (case for case in SCRIPTED if case.name.startswith("served[")))

@@ -10,7 +10,7 @@ from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
-from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.through_model import SuiteModel, difference
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
