@@ -52,12 +52,10 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
 
 
 def environment(level: Level) -> dict[str, str]:
-    """This process's environment, changed to the level's."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | dict(level.environment)
 
 
 def _modified(path: Path) -> int | None:
-    """Time of a file's last change in nanoseconds, None if there is no such file."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 

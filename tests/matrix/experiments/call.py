@@ -151,7 +151,6 @@ class Call(Experiment):
         )
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """Outputs, then what known plans make of the inputs, then measures."""
         case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
         known = bench.known(cell.backend, kernel, cell.fmt)
         sample = sampled(cell, case_bench)
