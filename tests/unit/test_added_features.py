@@ -33,7 +33,7 @@ from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.options import rerun
+from tiebreak.matrix.options import command
 from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
@@ -108,8 +108,7 @@ def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"--features window\+sink: mine takes no learned sink"):
         cells(Selection(kernel=target, cases="no_tail", features="window,window+sink"))
     (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window=9+value_dim"))[0]
-    command = " ".join(rerun(chosen, Settings()))
-    assert "--cases no_tail --features window=9+value_dim " in command
+    assert "--cases no_tail --features window=9+value_dim " in command(chosen, Settings())
 
 
 def test_each_case_is_run_with_each_feature_and_a_skip_says_why() -> None:

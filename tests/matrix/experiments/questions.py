@@ -22,7 +22,7 @@ from tiebreak.reports.records import record as records
 class _Table:
     kind: str
     group: str  # in words
-    comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
+    comparing: Callable[[Session], WithinError | WithoutBias]  # what compares the answers
     calls: float  # what its calls cost, as a share of those of a call's cell
     of_users: bool  # whether they are of users' kernels, in statements too, and a device's own only where it is named
 
@@ -69,7 +69,8 @@ class Asked(Experiment):
         return self.table.calls * backend.call_steps
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        session, found = Session(cell, bench.settings.seed, bench.settings.heads), self.table.comparing(cell)
+        session = Session(cell, bench.settings.seed, bench.settings.heads)
+        found = self.table.comparing(session)
         for look in range(LOOKS):
             for session.index in range(2**look // 2, 2**look):
                 self.question.ask(session, found)
@@ -80,15 +81,13 @@ class Asked(Experiment):
         return found.result
 
 
-def _without_bias(cell: Cell) -> WithoutBias:
+def _without_bias(session: Session) -> WithoutBias:
     """What compares the answers of a kernel that perhaps declares that this change alters no bit."""
-    kernel = cell.kernel
-    declared = kernel.caller.convention.options.invariant if isinstance(kernel, UserKernel) else ""
-    names = {f"{comparison.INVARIANCE}[{word}]" for word in split_words(declared)}
-    return WithoutBias(declared=cell.experiment.name in names)
+    names = {f"{comparison.INVARIANCE}[{word}]" for word in split_words(session.options.invariant)}
+    return WithoutBias(declared=session.cell.experiment.name in names)
 
 
-_USAGE = _Table(comparison.USAGE, usage.GROUP, lambda cell: WithinError(cell.fmt), 0.25, of_users=True)
+_USAGE = _Table(comparison.USAGE, usage.GROUP, lambda session: WithinError(session.cell.fmt), 0.25, of_users=True)
 _INVARIANCE = _Table(comparison.INVARIANCE, invariance.GROUP, _without_bias, 2.0, of_users=False)
 USAGE = Kind(
     _USAGE.kind,
