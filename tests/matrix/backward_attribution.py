@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 
 from torch import Tensor
 
@@ -146,7 +145,7 @@ class _Emulation:
         entries, heads = batch.inputs.q.shape[:2]
         self._batch, self._forward = batch, forward
         self._output = AttentionOutput(o[:entries, :heads].float(), batch.output(forward).lse)
-        self._exact = cache(self.gradients)
+        self._exact: dict[Declaration, Parts] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:
         batch = self._batch
@@ -161,7 +160,10 @@ class _Emulation:
 
     def exact(self, like: BackwardPass) -> Parts:
         """Without a rounding: what errors are measured from."""
-        return self._exact(like.exact_after(self._forward))
+        declaration = like.exact_after(self._forward)
+        if declaration not in self._exact:
+            self._exact[declaration] = self.gradients(declaration)
+        return self._exact[declaration]
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
         """What a kernel computes delta from, O or what is exact; None: neither, or not to be told."""

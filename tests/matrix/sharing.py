@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -135,11 +135,14 @@ class Emulated:
 
     def predicted(self, declaration: Declaration) -> Tensor:
         """O, which is kept."""
-        return self._kept(self.clipped(declaration))
+        key = self.clipped(declaration)
+        if key not in self._predicted:
+            self._predicted[key] = self.output(key).o
+        return self._predicted[key]
 
     @cached_property
-    def _kept(self) -> Callable[[Declaration], Tensor]:
-        return cache(lambda declaration: self.output(declaration).o)
+    def _predicted(self) -> dict[Declaration, Tensor]:
+        return {}
 
 
 @lru_cache(maxsize=1024)
