@@ -9,7 +9,7 @@ from torch import Tensor
 from tiebreak.cases.measures.accuracy import LIMIT
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, run_backward, run_forward
+from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.bits import equal_bits
@@ -99,7 +99,6 @@ class _Comparison:
 
     @property
     def agreeing(self) -> int:
-        """How many gradients have the bits of the backward pass."""
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
     @property
@@ -145,13 +144,12 @@ class _Emulation:
     def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor) -> None:
         entries, heads = batch.inputs.q.shape[:2]
         self._batch, self._forward = batch, forward
-        lse = run_forward(batch.clipped(forward), batch.inputs, batch.emulation.arithmetic).lse
-        self._output = AttentionOutput(o[:entries, :heads].float(), lse)
+        self._output = AttentionOutput(o[:entries, :heads].float(), batch.output(forward).lse)
         self._exact: dict[Declaration, Parts] = {}
 
     def gradients(self, declaration: Declaration) -> Parts:
         batch = self._batch
-        gradients = run_backward(batch.clipped(declaration), batch.inputs, self._output, batch.emulation.arithmetic)
+        gradients = run_backward(batch.clipped(declaration), batch.inputs, self._output, batch.arithmetic)
         return self.parts(gradients)
 
     def parts(self, gradients: Gradients) -> Parts:

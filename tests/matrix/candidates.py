@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.probes import plan_changes
@@ -142,10 +142,3 @@ def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
 def drawn(declaration: Declaration) -> bool:
     """Whether random bits enter O."""
     return declaration.plan.stochastic or declaration.shift_rule.dithered
-
-
-@lru_cache(maxsize=1024)
-def clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
-    """The declaration in tiles no larger than so many queries by keys: beyond the input's size they change nothing."""
-    block = declaration.block
-    return replace(declaration, block=replace(block, queries=min(block.queries, queries), keys=min(block.keys, keys)))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.measures import Measure
-from tiebreak.kernels.formats import Format
+from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
@@ -22,9 +22,9 @@ class SelectionContext:
 
     pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones, for any kind of experiment
     backends: Sequence[Backend]  # chosen, and able to run
-    kernels_named: bool  # whether --kernels or --kernel was given
-    cases_named: bool  # whether --cases was given
     fmt: Format  # of q, k, v and O
+    kernels_named: bool = False  # whether --kernels or --kernel was given
+    cases_named: bool = False  # whether --cases was given
     emulated_backward: bool = False  # whether users' kernels train with the suite's own backward pass
 
 
@@ -60,9 +60,14 @@ class Experiment(ABC):
     def described(self) -> CaseRecord:
         """What it is, for the file of records."""
 
-    @abstractmethod
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
+        formats = self.formats()
+        comes = formats is None or asked.fmt in formats
+        return [pair for pair in asked.pairs if comes and self.is_for(pair[1], asked)]
+
+    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+        return kernel.unsuited(Formats.of(asked.fmt)) is None
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """None, or why a cell can't run, in one line; by default running it tells."""

@@ -16,19 +16,9 @@ from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix.bits import EQUAL
 from tiebreak.matrix.candidates import drawn, nameless
 from tiebreak.matrix.identification.known import RANDOM
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import (
-    AMBIGUOUS,
-    BEHAVES_LIKE,
-    FOLLOWED,
-    FOLLOWS,
-    IDENTITY,
-    UNEXPLAINED,
-    Explanation,
-    FitRecord,
-    PlanRecord,
-    Record,
-)
+from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, Record
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class Standing:
 
     @property
     def followed(self) -> bool:
-        return min(self.bits.values()) >= FOLLOWED
+        return min(self.bits.values()) >= records.FOLLOWED
 
     @property
     def behaves(self) -> bool:
@@ -74,7 +64,7 @@ class Standing:
         return self.followed and all(abs(share - self.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
-def explain(records: Iterable[Record]) -> dict[str, Explanation]:
+def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     """The best plan of every kernel whose records carry fits, by backend-kernel: the one with the most equal bits.
 
     A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. What a plan
@@ -90,7 +80,7 @@ def explain(records: Iterable[Record]) -> dict[str, Explanation]:
     the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
     base alone moves two elements in a million.
     """
-    told = (record for record in records if _fits(record) or IDENTITY in record.evidence)
+    told = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
     kernels = grouped(told, lambda record: f"{record.backend}-{record.kernel}")
     return {name: _explained(own) for name, own in kernels.items()}
 
@@ -111,28 +101,28 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _explained(records: Sequence[Record]) -> Explanation:
+def _explained(own: Sequence[Record]) -> Explanation:
     """What a search came to, or else the known plan with most bits."""
-    searched: Explanation | None = next(filter(None, (record.evidence.get(IDENTITY) for record in records)), None)
-    compared = [record for record in records if _fits(record)]
-    if searched is not None and (searched.state == FOLLOWS or not compared):
+    searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in own)), None)
+    compared = [record for record in own if _fits(record)]
+    if searched is not None and (searched.state == records.FOLLOWS or not compared):
         return searched
     nearest = _nearest_known(compared)
-    return nearest if searched is None or nearest.state == BEHAVES_LIKE else searched
+    return nearest if searched is None or nearest.state == records.BEHAVES_LIKE else searched
 
 
-def _nearest_known(records: Sequence[Record]) -> Explanation:
-    plans = [plan for plan in _fits(records[0]) if all(plan in _fits(record) for record in records)]
-    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in records}) for plan in plans]
+def _nearest_known(own: Sequence[Record]) -> Explanation:
+    plans = [plan for plan in _fits(own[0]) if all(plan in _fits(record) for record in own)]
+    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in own}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))
-    state, named = UNEXPLAINED, [best]
+    state, named = records.UNEXPLAINED, [best]
     if best.followed:
         named = _first_of_families(standing for standing in standings if standing.equals(best))
-        state = AMBIGUOUS if len(named) > 1 else FOLLOWS
+        state = records.AMBIGUOUS if len(named) > 1 else records.FOLLOWS
     elif best.mean <= RANDOM and (alike := [standing for standing in standings if standing.behaves]):
-        state, named = BEHAVES_LIKE, _first_of_families(sorted(alike, key=lambda standing: standing.distance))
-    shares = sorted((share, case) for case, share in best.bits.items() if share < FOLLOWED)
-    worst = {case: share for share, case in shares} if state == UNEXPLAINED else {}
+        state, named = records.BEHAVES_LIKE, _first_of_families(sorted(alike, key=lambda standing: standing.distance))
+    shares = sorted((share, case) for case, share in best.bits.items() if share < records.FOLLOWED)
+    worst = {case: share for share, case in shares} if state == records.UNEXPLAINED else {}
     return Explanation(state, tuple(each.plan for each in named), len(named[0].bits), named[0].mean, worst)
 
 

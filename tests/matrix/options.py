@@ -1,6 +1,7 @@
 """The options of the matrix: how they are parsed and refused, kept, and given again by the command of one cell."""
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,11 +224,11 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
     return (*left_out, *by_fields)
 
 
-def rerun(cell: Cell, settings: Settings) -> list[str]:
-    """The words that give one cell again."""
+def command(cell: Cell, settings: Settings) -> str:
+    """The command that reruns one cell, as pytest's own name runs it."""
     own = cell.kernel.external
     case, *features = cell.experiment.name.split(JOINED)
-    words = ["--backend", cell.backend.name, *cell.backend.options]
+    words = ["pytest", *settings.matrix, "--backend", cell.backend.name, *cell.backend.options]
     words += cell.kernel.origin if own else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
     words += ["--fair"] if own and settings.fair else []
     words += ["--no-worse-than", "rounded"] if own and settings.as_rounded else []
@@ -237,4 +238,4 @@ def rerun(cell: Cell, settings: Settings) -> list[str]:
     words += ["--dtype", cell.fmt.name, "--seed", str(settings.seed), "--heads", str(settings.heads)]
     if settings.cell_timeout is not None:
         words += ["--cell-timeout", f"{settings.cell_timeout:g}", "-n", "1"]  # without a worker nothing ends what hangs
-    return words
+    return shlex.join(words)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
+from msgspec import convert
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
@@ -25,7 +26,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
-from tiebreak.matrix.scheduling import CaseScheduling, cell_id, needed
+from tiebreak.matrix.scheduling import NEEDED, CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
 from tiebreak.reports.cli import USAGE
@@ -252,7 +253,7 @@ class RecordCollector:
             session.exitstatus = USAGE
             return
         left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
-        if lacking := [case for case in dict.fromkeys(left_out) if case in needed()]:
+        if lacking := [case for case in dict.fromkeys(left_out) if case in NEEDED]:
             advice = "raise --budget, or name fewer with --cases"
             self.fallen.append(f"fell: too little was run for a verdict, without {first_few(lacking, 8)}; {advice}")
         if session.exitstatus == pytest.ExitCode.OK:
@@ -340,15 +341,14 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={name: records.CheckRecord(check.about, check.judges, check.wrong) for name, check in asked.items()},
-        cases={name: replace(each.described(), needed=name in needed()) for name, each in cases.items()},
+        cases={name: replace(each.described(), needed=name in NEEDED) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    fields = records.MeasureRecord.__struct_fields__
-    measured = (measure for kind in kinds().values() for measure in kind.measured)
-    return {each.name: records.MeasureRecord(*(getattr(each, name) for name in fields)) for each in measured}
+    measured = [measure for kind in kinds().values() for measure in kind.measured]
+    return {measure.name: convert(measure, records.MeasureRecord, from_attributes=True) for measure in measured}
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:

@@ -1,6 +1,5 @@
 """Run one cell: put the kernel through its experiment, ask the checks, record."""
 
-import shlex
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -11,7 +10,7 @@ from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
 from tiebreak.matrix.checks import ask_all, checks, judging
 from tiebreak.matrix.checks.expectations import CONTRACT, contract_broken
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.options import rerun
+from tiebreak.matrix.options import command
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Workbench
@@ -50,11 +49,6 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
         digest=result.digest,
         evidence=dict(result.evidence),
     )
-
-
-def command(cell: Cell, settings: Settings) -> str:
-    """The command that reruns one cell, as pytest's own name runs it."""
-    return shlex.join(["pytest", *settings.matrix, *rerun(cell, settings)])
 
 
 def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[str, Answer] | None = None) -> Record:

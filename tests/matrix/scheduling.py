@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,10 @@ from tiebreak.matrix.experiment import Cell
 
 _QUEUED = 2  # tests that a worker has before it, at least
 #: Cases, the one that tells most in a second first: docs/power.md says what that rests on.
-ORDER_FILE = Path(__file__).with_name("order.txt")
+_CASES = Path(__file__).with_name("order.txt").read_text(encoding="utf-8")
+ORDER = {name: place for place, name in enumerate(_CASES.split())}
+#: Those without which a verdict on a kernel says little: above the file's empty line.
+NEEDED = frozenset(_CASES.partition("\n\n")[0].split())
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -118,17 +120,6 @@ def seconds_of(text: str) -> float | None:
     return seconds if seconds >= 1 else None
 
 
-@cache
-def _order() -> Mapping[str, int]:
-    return {name: place for place, name in enumerate(ORDER_FILE.read_text(encoding="utf-8").split())}
-
-
-@cache
-def needed() -> frozenset[str]:
-    """The cases without which a verdict on a kernel says little: those above the order's empty line."""
-    return frozenset(ORDER_FILE.read_text(encoding="utf-8").partition("\n\n")[0].split())
-
-
 def rank(cell: Cell) -> tuple[int, float]:
     """Where a budget has a cell: the least first; behind those of the order the cheapest."""
-    return _order().get(cell.experiment.name, len(_order())), cell.experiment.cost(cell.backend)
+    return ORDER.get(cell.experiment.name, len(ORDER)), cell.experiment.cost(cell.backend)

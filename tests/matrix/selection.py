@@ -64,7 +64,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
             advice = f"{experiment.name} is in {own[0].name}; add that, or leave it out with --cases"
             raise UsageError(f"--dtype {selection.formats}: {advice}")
     named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
-    asked = (SelectionContext(pairs, running, *named, fmt, selection.emulated_backward) for fmt in formats)
+    asked = (SelectionContext(pairs, running, fmt, *named, selection.emulated_backward) for fmt in formats)
     selected = [cell for each in asked for cell in cells_of(experiments, each)]
     if not selected:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)

@@ -1,13 +1,16 @@
-"""An arithmetic that computes once what the kernels of one batch would each compute: the same to the bit."""
+"""What plans make of some inputs; what they would each compute is computed once, the same to the bit."""
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.formats import FP32
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
 _FP32 = Cast(FP32)
@@ -16,8 +19,8 @@ _WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 
 
-class SharedEmulation:
-    """The emulation's arithmetic for some inputs; see `tiebreak.kernels.arithmetic.Arithmetic`.
+class SharedEmulation(EmulatedArithmetic):
+    """The emulation's arithmetic for some inputs.
 
     What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
     argument, which every kernel makes anew, by its values.
@@ -25,7 +28,6 @@ class SharedEmulation:
 
     def __init__(self, inputs: AttentionInputs) -> None:
         """For inputs that outlive it."""
-        self._arithmetic = EmulatedArithmetic()
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
 
@@ -35,25 +37,20 @@ class SharedEmulation:
         self._of_values: dict[Hashable, list[tuple[Tensor, Tensor, int]]] = {}
         self._size = 0
 
-    @property
-    def has_fp64(self) -> bool:
-        return self._arithmetic.has_fp64
-
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         if random is not None or not cast.narrows:
-            return self._arithmetic.cast(x, cast, random)
-        return self._once((x,), cast, lambda: self._arithmetic.cast(x, cast))
+            return super().cast(x, cast, random)
+        return self._once((x,), cast, partial(super().cast, x, cast))
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """The cast comes after the product, unless its sum is cast on the way: plans of several casts share one."""
         if cast.every:
-            return self._once((a, b), (cast, accumulator), lambda: self._arithmetic.matmul(a, b, cast, accumulator))
+            return self._once((a, b), (cast, accumulator), partial(super().matmul, a, b, cast, accumulator))
+        anew = super().matmul
 
         def product() -> Tensor:
-            operands = (a, b)
-            if accumulator is Accumulator.EXACT:
-                operands = (self._widened(a), self._widened(b))
-            return self._arithmetic.matmul(*operands, _FP32, accumulator)
+            operands = (self._widened(a), self._widened(b)) if accumulator is Accumulator.EXACT else (a, b)
+            return anew(*operands, _FP32, accumulator)
 
         return self.cast(self._once((a, b), accumulator, product), cast)
 
@@ -62,16 +59,10 @@ class SharedEmulation:
         return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        return self._like(x, exponential, lambda: self._arithmetic.exp(x, exponential))
-
-    def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        return self._arithmetic.exp_of_fma(x, factor, addend, exponential)
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return self._arithmetic.tanh(x)
+        return self._like(x, exponential, partial(super().exp, x, exponential))
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        return self._once((x,), accumulator, lambda: self._arithmetic.row_sum(x, accumulator))
+        return self._once((x,), accumulator, partial(super().row_sum, x, accumulator))
 
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """A result of operands, if they are known.
@@ -123,3 +114,38 @@ def _storage(x: Tensor) -> int:
 def _place(x: Tensor) -> tuple[Hashable, ...]:
     """What tells a part of a tensor from any other, and from itself once someone has written to it."""
     return x.data_ptr(), x.shape, x.stride(), x._version
+
+
+@dataclass(frozen=True, eq=False)
+class Emulated:
+    """Inputs, and what plans make of them."""
+
+    inputs: AttentionInputs
+
+    @cached_property
+    def arithmetic(self) -> SharedEmulation:
+        return SharedEmulation(self.inputs)
+
+    def clipped(self, declaration: Declaration) -> Declaration:
+        """The declaration in tiles no larger than the inputs: beyond their size they change nothing."""
+        return _clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
+
+    def output(self, declaration: Declaration) -> AttentionOutput:
+        return run_forward(self.clipped(declaration), self.inputs, self.arithmetic)
+
+    def predicted(self, declaration: Declaration) -> Tensor:
+        """O, which is kept."""
+        key = self.clipped(declaration)
+        if key not in self._predicted:
+            self._predicted[key] = self.output(key).o
+        return self._predicted[key]
+
+    @cached_property
+    def _predicted(self) -> dict[Declaration, Tensor]:
+        return {}
+
+
+@lru_cache(maxsize=1024)
+def _clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+    block = declaration.block
+    return replace(declaration, block=replace(block, queries=min(block.queries, queries), keys=min(block.keys, keys)))

@@ -16,14 +16,14 @@ from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
+from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.kernels.reference import Reference, reference
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.candidates import clipped, drawn, nameless
+from tiebreak.matrix.candidates import drawn, nameless
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.sharing import SharedEmulation
+from tiebreak.matrix.sharing import Emulated
 
 _FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
@@ -36,9 +36,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class SharedBatch(Batch):
-    _predicted: dict[Declaration, Tensor] = field(default_factory=dict)
-
+class SharedBatch(Batch, Emulated):
     @cached_property
     def first_heads(self) -> "SharedBatch":
         """The first heads, from as many entries as there are; the whole of a small batch."""
@@ -50,11 +48,6 @@ class SharedBatch(Batch):
         own = slice(entries), slice(key_heads * inputs.groups)
         part = inputs.part(slice(entries), heads=own[1], key_heads=slice(key_heads))
         return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))
-
-    def predicted(self, declaration: Declaration) -> Tensor:
-        if declaration not in self._predicted:
-            self._predicted[declaration] = run_forward(declaration, self.inputs, self.emulation.arithmetic).o
-        return self._predicted[declaration]
 
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """How each candidate fits an output.
@@ -80,14 +73,6 @@ class SharedBatch(Batch):
             samples = by_key_head(in_units(ours.double() - theirs.double(), units), self.inputs.groups)
             fitting[declaration] = Fit(equal_bits(ours, theirs), interval(samples[torch.isfinite(samples)]))
         return fitting
-
-    @cached_property
-    def emulation(self) -> Backend:
-        return replace(EMULATION, arithmetic=SharedEmulation(self.inputs))
-
-    def clipped(self, declaration: Declaration) -> Declaration:
-        """The declaration in tiles no larger than the input: beyond its size they change nothing."""
-        return clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
 
 
 @dataclass(frozen=True)
@@ -126,7 +111,8 @@ class CaseBench:
         if key not in self._emulated:
             # Gradients are measured on the first batch alone.
             kernel = composed(declaration.label, declaration, ALL if index == 0 else DELTA_ALONE)
-            output = batch.emulation.run(kernel, batch.inputs, gradients=self.case.gradients)
+            emulation = replace(EMULATION, arithmetic=batch.arithmetic)
+            output = emulation.run(kernel, batch.inputs, gradients=self.case.gradients)
             self._emulated[key] = (output, self.measure(index, output, declaration))
         return self._emulated[key]
 

@@ -76,7 +76,6 @@ class Told:
 
 
 def known_findings() -> list[KnownFinding]:
-    """All of them, in the order of the page."""
     text = files("tiebreak.reports.known").joinpath(_FILE).read_text(encoding="utf-8")
     return [KnownFinding(**each) for each in tomllib.loads(text)["finding"]]
 

@@ -13,8 +13,7 @@ from tiebreak.backends.platform import cpu_features
 from tiebreak.programs import sysroot
 from tiebreak.programs.processes import finished
 from tiebreak.reports.cli import Parser
-from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import matching, split, unknown
+from tiebreak.reports.names import pick
 
 CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 
@@ -52,12 +51,10 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
 
 
 def environment(level: Level) -> dict[str, str]:
-    """This process's environment, changed to the level's."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | dict(level.environment)
 
 
 def _modified(path: Path) -> int | None:
-    """Time of a file's last change in nanoseconds, None if there is no such file."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
@@ -90,13 +87,9 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
     levels = EMULATED[arch] if arch else supported(cpu_features())
     if names is None:
         return list(levels)
-    known, chosen = [level.name for level in levels], set[str]()
-    for name in split(names):
-        # Of an emulated processor the name alone is enough.
-        alike = [*matching(name, known), *matching(f"{arch}-{name}", known)]
-        if not alike:
-            raise UsageError(unknown("level", name, known, "`tiebreak levels --list` names"))
-        chosen.update(alike)
+    # Of an emulated processor the name alone is enough.
+    known = {name: level.name for level in levels for name in (level.name, level.name.removeprefix(f"{arch}-"))}
+    chosen = {known[name] for name in pick("level", names, known, "`tiebreak levels --list` names")}
     return [level for level in levels if level.name in chosen]
 
 

@@ -155,7 +155,6 @@ def _described(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _claim_text(claim: Claim) -> str:
-    """What is claimed, of which kernels, and who says so, in one line."""
     rules, plans = (" ".join(sorted(names)) or "any" for names in (claim.rules, claim.plans))
     tiles = {None: "", True: ", in tiles", False: ", in one tile"}[claim.tiled]
     formats = ", ".join(sorted(claim.formats))

@@ -20,8 +20,8 @@ from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.matrix.identification.asking import Asked
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
-from tiebreak.matrix.pairs.side import Side
 from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settings import Settings

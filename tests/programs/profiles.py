@@ -54,9 +54,7 @@ def profile(name: str) -> Profile:
     offered = [experiment for kind in kinds().values() for experiment in kind.offered(None, cases_named=False)]
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
-    users = SelectionContext(
-        [(CPU, replace(ABSENT, external=True))], [CPU], kernels_named=True, cases_named=False, fmt=BF16
-    )
+    users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
     return Profile(
         name,
         asks.about,
@@ -77,9 +75,7 @@ def _suite_cases(
 ) -> dict[str, tuple[str, ...]]:
     """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
-    asked = SelectionContext(
-        [(bare, kernel) for kernel in bare.kernels()], [bare], kernels_named=False, cases_named=False, fmt=BF16
-    )
+    asked = SelectionContext([(bare, kernel) for kernel in bare.kernels()], [bare], BF16)
     chosen = (cell for cell in cells_of(experiments, asked) if kernels is None or cell.kernel.name in kernels)
     cells = grouped(chosen, lambda cell: cell.kernel.name)
     return {kernel: tuple(cell.experiment.name for cell in own) for kernel, own in cells.items()}

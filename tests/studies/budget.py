@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.matrix.scheduling import ORDER_FILE
+from tiebreak.matrix.scheduling import ORDER
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records.record import CRASHED, FELL
@@ -36,7 +36,7 @@ class NamedRow:
 
 def run_until_named(defect: str) -> NamedRow:
     """Run a defect, by its name, through the cases in the budget's order until it falls."""
-    cases = dict.fromkeys([*ORDER_FILE.read_text(encoding="utf-8").split(), *EXPERIMENTS])
+    cases = dict.fromkeys([*ORDER, *EXPERIMENTS])
     began, bench, fmt = time.process_time(), Workbench(Settings()), DEFECTS[defect].fmt.name
     for cells, case in enumerate(cases, 1):
         if run_one(defect, case, fmt, bench).outcome in (FELL, CRASHED):

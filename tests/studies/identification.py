@@ -120,7 +120,7 @@ def _told(identity: Identity, answer: Declaration, truth: Declaration) -> set[st
 def _agree(one: Declaration, other: Declaration, seed: int) -> bool:
     for designed in DESIGNED:
         inputs = designed.make(BF16, seed)
-        answer = Answer(designed.name, inputs, inputs.q)
+        answer = Answer(inputs, inputs.q, designed.name)
         if not torch.equal(answer.predicted(one).nan_to_num(), answer.predicted(other).nan_to_num()):
             return False
     return True

@@ -33,8 +33,8 @@ from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.options import rerun
-from tiebreak.matrix.questions.service import UNSAID
+from tiebreak.matrix.options import command
+from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
@@ -108,8 +108,7 @@ def test_a_feature_that_the_kernel_does_not_take_is_an_error(tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"--features window\+sink: mine takes no learned sink"):
         cells(Selection(kernel=target, cases="no_tail", features="window,window+sink"))
     (chosen,) = cells(Selection(kernel=target, cases="no_tail", features="window=9+value_dim"))[0]
-    command = " ".join(rerun(chosen, Settings()))
-    assert "--cases no_tail --features window=9+value_dim " in command
+    assert "--cases no_tail --features window=9+value_dim " in command(chosen, Settings())
 
 
 def test_each_case_is_run_with_each_feature_and_a_skip_says_why() -> None:
@@ -154,7 +153,7 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     function: Callable[..., Tensor], asked: set[str]
 ) -> None:
     pairs = [(CPU, users_kernel("mine", function, KernelOptions())), (CPU, CPU.kernel("flash@fused"))]
-    context = SelectionContext(pairs, [CPU], True, False, BF16)
+    context = SelectionContext(pairs, [CPU], BF16, kernels_named=True)
     chosen = [
         call.name
         for call in map(Call, (case for case in SCRIPTED if case.name.startswith("served[")))

@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.log_probabilities import KIND
-from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.through_model import OwnModel, difference, own_model, through_model
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells

@@ -15,8 +15,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.options import OPTIONS, RECORDED, refuse_twice
-from tiebreak.matrix.run import command
+from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
 from tiebreak.matrix.settings import Settings
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError

@@ -23,8 +23,8 @@ from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import judged, limited
-from tiebreak.matrix.pairs.side import Side
 from tiebreak.matrix.settings import Settings
 from tiebreak.programs import pair as program
 from tiebreak.reports import cli

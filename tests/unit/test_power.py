@@ -7,7 +7,7 @@ import pytest
 
 from tiebreak.defects.kernel import SOUND
 from tiebreak.defects.planted import DEFECTS
-from tiebreak.matrix.scheduling import ORDER_FILE
+from tiebreak.matrix.scheduling import ORDER
 from tiebreak.studies import budget, power
 from tiebreak.studies.pages import read_rows
 from tiebreak.studies.power import Caught, Cells, Outcomes, TwinRow, caught, first_catches, twin_rows
@@ -74,8 +74,7 @@ def test_a_task_runs_its_kernels_in_its_case() -> None:
 
 
 def test_a_budget_has_every_case_that_catches_a_defect() -> None:
-    ordered = ORDER_FILE.read_text(encoding="utf-8").split()
-    assert {defect.case for defect in DEFECTS.values()} <= set(ordered) <= set(power.EXPERIMENTS)
+    assert {defect.case for defect in DEFECTS.values()} <= set(ORDER) <= set(power.EXPERIMENTS)
 
 
 def test_every_defect_is_named_within_a_minute() -> None:

@@ -34,7 +34,6 @@ def checks() -> Mapping[str, Check]:
 
 
 def judging() -> frozenset[str]:
-    """Names of the checks that are about a cell's rounding."""
     return frozenset(name for name, check in checks().items() if check.judges)
 
 

@@ -28,12 +28,12 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, drawn, on_device
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.sampling import Sample, sampled
@@ -119,25 +119,16 @@ class Call(Experiment):
         formats = self.case.formats(fmt)
         return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        formats = self.formats()
-        if formats is not None and asked.fmt not in formats:
-            return []
-        pairs = [pair for pair in asked.pairs if pair[1].unsuited(self.case.formats(asked.fmt)) is None]
-        if self.case.study and not asked.cases_named:
-            pairs = [(backend, kernel) for backend, kernel in pairs if not kernel.external]
-        if self.case.needs and not asked.cases_named:
-            users = ((at, it) for at, it in pairs if isinstance(it, UserKernel))
-            pairs = [(at, it) for at, it in users if self.case.needs <= it.caller.convention.own]
-        if not self.case.only_claimed or asked.kernels_named:
-            return pairs
-        return [
-            (backend, kernel)
-            for backend, kernel in pairs
-            if (plan := kernel.declaration) is None
-            or plan.label not in roster_labels()
-            or self.case.claim_about(plan) is not None  # in bf16: another format has the same kernels
-        ]
+    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+        case, plan = self.case, kernel.declaration
+        own = kernel.caller.convention.own if isinstance(kernel, UserKernel) else frozenset()
+        if kernel.unsuited(case.formats(asked.fmt)) is not None:
+            return False
+        if not asked.cases_named and (not case.needs <= own or (case.study and kernel.external)):
+            return False
+        if not case.only_claimed or asked.kernels_named or plan is None or plan.label not in roster_labels():
+            return True
+        return case.claim_about(plan) is not None  # in bf16: another format has the same kernels
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         """What the kernel takes decides, and what it fails on that it never said it takes."""
@@ -151,7 +142,6 @@ class Call(Experiment):
         )
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        """Outputs, then what known plans make of the inputs, then measures."""
         case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
         known = bench.known(cell.backend, kernel, cell.fmt)
         sample = sampled(cell, case_bench)

@@ -1,16 +1,14 @@
 """Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on inputs of its own."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.formats import Formats
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.backward_attribution import find_backward_pass
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.identification.known import UnidentifiedError
 from tiebreak.matrix.result import Result
@@ -31,9 +29,8 @@ class Identification(Experiment):
     def described(self) -> records.CaseRecord:
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        undeclared = (pair for pair in asked.pairs if isinstance(pair[1], UserKernel) and pair[1].declaration is None)
-        return [pair for pair in undeclared if pair[1].unsuited(Formats.of(asked.fmt)) is None]
+    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+        return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, asked)
 
     def cost(self, backend: Backend) -> float:
         """Two dozen calls, and a search through a thousand plans."""

@@ -2,15 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.measures import Measure
-from tiebreak.kernels.formats import Format, Formats
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
-from tiebreak.matrix.pairs.side import Side
+from tiebreak.kernels.formats import Format
+from tiebreak.matrix.experiment import Cell, Experiment, Kind
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.through_model import SuiteModel, difference
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
@@ -31,9 +30,6 @@ class LogProbabilities(Experiment):
 
     def described(self) -> records.CaseRecord:
         return records.CaseRecord("a small GPT-2, the same everywhere, with the kernel in all layers", "this suite")
-
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        return [pair for pair in asked.pairs if pair[1].unsuited(Formats.of(asked.fmt)) is None]
 
     def group(self, fmt: Format) -> str:
         """The model: it takes seconds to make."""

@@ -1,15 +1,15 @@
 """Questions: a kernel called in several ways, on ever more heads until it is known whether the answers agree."""
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
 from tiebreak.cases.verdicts import LOOKS
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
-from tiebreak.kernels.formats import Formats
-from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
+from tiebreak.kernels.kernel import CannotRunError, Kernel
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.questions import comparison, invariance, usage
 from tiebreak.matrix.questions.comparison import WithinError, WithoutBias
 from tiebreak.matrix.questions.session import Question, Session
@@ -19,22 +19,10 @@ from tiebreak.reports.records import record as records
 
 
 @dataclass(frozen=True)
-class _Table:
-    kind: str
-    group: str  # in words
-    comparing: Callable[[Cell], WithinError | WithoutBias]  # what compares the answers
-    calls: float  # what its calls cost, as a share of those of a call's cell
-    of_users: bool  # whether they are of users' kernels, in statements too, and a device's own only where it is named
-
-
-@dataclass(frozen=True)
-class Asked(Experiment):
-    table: _Table
+class _Asked(Experiment):
     question: Question
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return self.table.kind
+    heading: ClassVar[str]  # of their group, in words
+    calls: ClassVar[float]  # what its calls cost, as a share of those of a call's cell
 
     @property
     def name(self) -> str:
@@ -44,32 +32,19 @@ class Asked(Experiment):
     def version(self) -> int:
         return self.question.version
 
-    @property
-    def tags(self) -> frozenset[str]:
-        return frozenset({self.kind}) if self.table.of_users else frozenset()
-
     def described(self) -> records.CaseRecord:
-        return records.CaseRecord(self.question.about, self.question.source, group=self.table.group)
-
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """All kernels but those for other formats, or users' alone.
-
-        A device's own are not asked how they are used in a default run of the suite: they take copies of their
-        arguments, and keep no state.
-        """
-        formats, of_users = Formats.of(asked.fmt), self.table.of_users
-        return [
-            (backend, kernel)
-            for backend, kernel in asked.pairs
-            if (of_users and isinstance(kernel, UserKernel))
-            or (kernel.unsuited(formats) is None and not (of_users and (kernel.composed or not asked.cases_named)))
-        ]
+        return records.CaseRecord(self.question.about, self.question.source, group=self.heading)
 
     def cost(self, backend: Backend) -> float:
-        return self.table.calls * backend.call_steps
+        return self.calls * backend.call_steps
+
+    @abstractmethod
+    def comparing(self, session: Session) -> WithinError | WithoutBias:
+        """What compares the answers."""
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        session, found = Session(cell, bench.settings.seed, bench.settings.heads), self.table.comparing(cell)
+        session = Session(cell, bench.settings.seed, bench.settings.heads)
+        found = self.comparing(session)
         for look in range(LOOKS):
             for session.index in range(2**look // 2, 2**look):
                 self.question.ask(session, found)
@@ -80,37 +55,49 @@ class Asked(Experiment):
         return found.result
 
 
-def _without_bias(cell: Cell) -> WithoutBias:
-    """What compares the answers of a kernel that perhaps declares that this change alters no bit."""
-    kernel = cell.kernel
-    declared = kernel.caller.convention.options.invariant if isinstance(kernel, UserKernel) else ""
-    names = {f"{comparison.INVARIANCE}[{word}]" for word in split_words(declared)}
-    return WithoutBias(declared=cell.experiment.name in names)
+class _Usage(_Asked):
+    kind, heading, calls = comparison.USAGE, usage.GROUP, 0.25
+    tags = frozenset({comparison.USAGE})
+
+    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+        """Users' kernels: a device's own, which copy their arguments and keep no state, are asked where it is named."""
+        own = asked.cases_named and not kernel.composed and super().is_for(kernel, asked)
+        return own or isinstance(kernel, UserKernel)
+
+    def comparing(self, session: Session) -> WithinError:
+        return WithinError(session.cell.fmt)
 
 
-_USAGE = _Table(comparison.USAGE, usage.GROUP, lambda cell: WithinError(cell.fmt), 0.25, of_users=True)
-_INVARIANCE = _Table(comparison.INVARIANCE, invariance.GROUP, _without_bias, 2.0, of_users=False)
+class _Invariance(_Asked):
+    kind, heading, calls = comparison.INVARIANCE, invariance.GROUP, 2.0
+
+    def comparing(self, session: Session) -> WithoutBias:
+        """A kernel perhaps declares that this change alters no bit."""
+        words = split_words(session.options.invariant)
+        return WithoutBias(declared=self.name in {f"{self.kind}[{word}]" for word in words})
+
+
 USAGE = Kind(
-    _USAGE.kind,
+    _Usage.kind,
     records.ExperimentRecord(
         "a user's kernel called in other ways, on the same numbers",
         "share of elements with other bits in the other call; as good are others of equal accuracy;\n"
         "of the log-sum-exp its largest error in fp32 ulps, and its base;"
         " of hidden NaN the share of O or a gradient lost.",
     ),
-    experiments=tuple(Asked(_USAGE, question) for question in usage.QUESTIONS),
+    experiments=tuple(map(_Usage, usage.QUESTIONS)),
     measured=comparison.WITHIN_ERROR,
     advice=f"{usage.QUESTIONS[0].name} and its like are asked of users' kernels, which --kernel names, and of a"
     " device's own where --cases names the question",
 )
 INVARIANCE = Kind(
-    _INVARIANCE.kind,
+    _Invariance.kind,
     records.ExperimentRecord(
         "a call compared with itself under one change",
         "0: the same bits; else the signed mean of the difference in ulps, + away from zero, farthest from 0 of all"
         " changes.\nB: with a bias (99.9 % beyond 0.05 ulp), ?: not known yet, neither: without one.",
     ),
     on_request=True,
-    experiments=tuple(Asked(_INVARIANCE, question) for question in invariance.QUESTIONS),
+    experiments=tuple(map(_Invariance, invariance.QUESTIONS)),
     measured=comparison.WITHOUT_BIAS,
 )

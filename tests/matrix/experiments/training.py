@@ -49,6 +49,7 @@ def trained_kernel(variant: Variant) -> Kernel:
 class TrainingRun(Experiment):
     kind: ClassVar[str] = "training"
     time_limit: ClassVar[float] = 600.0
+    tags = frozenset({"training"})
     snippet: Snippet
 
     @property
@@ -58,10 +59,6 @@ class TrainingRun(Experiment):
     @property
     def version(self) -> int:
         return self.snippet.version
-
-    @property
-    def tags(self) -> frozenset[str]:
-        return frozenset({"training"})
 
     def described(self) -> records.CaseRecord:
         snippet = self.snippet

@@ -3,20 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend, to_device
-from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel, run_forward
+from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
 from tiebreak.matrix.bits import same_bits
-from tiebreak.matrix.candidates import clipped
 from tiebreak.matrix.identification.designed import Designed
-from tiebreak.matrix.sharing import SharedEmulation
+from tiebreak.matrix.sharing import Emulated
 from tiebreak.matrix.trial import failed_trial
 
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
@@ -41,29 +38,18 @@ class Miss:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    name: str  # of the input
-    inputs: AttentionInputs
+class Answer(Emulated):
     o: Tensor
+    name: str  # of the input
     misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
-
-    @cached_property
-    def emulation(self) -> Arithmetic:
-        return SharedEmulation(self.inputs)
-
-    def _clipped(self, declaration: Declaration) -> Declaration:
-        return clipped(declaration, self.inputs.q.shape[2], self.inputs.k.shape[2])
-
-    def predicted(self, declaration: Declaration) -> Tensor:
-        return run_forward(self._clipped(declaration), self.inputs, self.emulation).o
 
     def missed(self, declaration: Declaration) -> float:
         return self.miss(declaration).share
 
     def miss(self, declaration: Declaration) -> Miss:
-        key = self._clipped(declaration)
+        key = self.clipped(declaration)
         if key not in self.misses:
-            prediction = self.predicted(key)
+            prediction = self.output(key).o
             missed, between = ~same_bits(self.o, prediction), 0.0
             if rows := int(missed.any(-1).sum()):
                 ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
@@ -96,7 +82,7 @@ class Asked:
         why = why or failed_trial(self.backend, self.kernel, inputs)
         try:
             if why is None:
-                return Answer(name, inputs, self.run(inputs))
+                return Answer(inputs, self.run(inputs), name)
         except CannotRunError as error:
             why = str(error)
         self.refused[name] = why

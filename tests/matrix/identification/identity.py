@@ -6,8 +6,6 @@ What is left open is every change of the plan that nothing tells from it, on inp
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import judge
@@ -252,7 +250,6 @@ class Rivals:
     """What of the space is told from a plan."""
 
     asked: Asked
-    _predictions: dict[tuple[str, Declaration], Tensor] = field(default_factory=dict)  # by input and plan
     _duels: dict[tuple[Declaration, Declaration], tuple[int, int]] = field(default_factory=dict)  # that were fought
 
     def better(self, plan: Declaration) -> Declaration | None:
@@ -317,10 +314,7 @@ class Rivals:
         """
         if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
             return answer.miss(rival).rows, 0
-        key = answer.name, plan
-        if key not in self._predictions:  # one plan has a hundred rivals
-            self._predictions[key] = answer.predicted(plan)
-        one, other = self._predictions[key], answer.predicted(rival)
+        one, other = answer.predicted(plan), answer.output(rival).o  # one plan has a hundred rivals
         differ = ~same_bits(one, other)
         ours, theirs = ((differ & same_bits(answer.o, each)).sum(-1) for each in (one, other))
         return int((ours > theirs).sum()), int((theirs > ours).sum())

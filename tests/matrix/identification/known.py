@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -10,16 +10,16 @@ from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration, run_forward
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import eight_bit_kernels
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.candidates import BY_LAW, accepted, clipped, drawn, on_device
+from tiebreak.matrix.candidates import BY_LAW, accepted, drawn, on_device
 from tiebreak.matrix.identification.asking import Answer, Asked
 from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import forward_alone
-from tiebreak.matrix.sharing import SharedEmulation
+from tiebreak.matrix.sharing import Emulated
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
 
@@ -37,20 +37,9 @@ _OTHER_ROWS = 0.5
 HEADS = 32  # of normal numbers: on as many, attribution tells the candidates of a cell apart
 
 
-@dataclass(frozen=True)
-class _Emulated:
-    """Inputs, and the O of plans on them, which every kernel that follows none on designed inputs meets."""
-
-    inputs: AttentionInputs
-    o: Callable[[Declaration], Tensor]
-
-
-@lru_cache(maxsize=len(_ASKED))
-def _emulated(at: int, fmt: Format, seed: int) -> _Emulated:
-    inputs = _ASKED[at].make(seed, 0, HEADS, fmt)
-    emulation, (queries, keys) = SharedEmulation(inputs), (inputs.q.shape[2], inputs.k.shape[2])
-    emulated = cache(lambda plan: run_forward(plan, inputs, emulation).o)
-    return _Emulated(inputs, lambda plan: emulated(clipped(plan, queries, keys)))
+@lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them
+def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
+    return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
 
 
 class UnidentifiedError(Exception):
@@ -118,7 +107,7 @@ class KnownPlans:
     def on_normal_numbers(self) -> tuple[str, ...]:
         """The accepted plan with the most bits; where O may have random bits, all that have; none if it can't run."""
         known, asked = accepted(on_device(self.asked.backend), Formats.of(self.asked.fmt)), self._asked(len(NORMAL))
-        total = {name: sum(equal_bits(o, emulated.o(plan)) for o, emulated in asked) for name, plan in known.items()}
+        total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in asked) for name, plan in known.items()}
         best = max(total, key=total.__getitem__)
         if asked and total[best] < FOLLOWED * len(asked) and self._random(asked[0][1].inputs):
             law = {name: plan for name, plan in known.items() if drawn(plan)} | BY_LAW
@@ -127,7 +116,7 @@ class KnownPlans:
             return (best,) if asked else ()
         return tuple(name for name in total if known[name].plan.stochastic)
 
-    def _asked(self, number: int) -> list[tuple[Tensor, _Emulated]]:
+    def _asked(self, number: int) -> list[tuple[Tensor, Emulated]]:
         """What it makes of so many inputs, but for those that it can't run."""
         answers = []
         for at in range(number):
@@ -148,14 +137,14 @@ class KnownPlans:
         differ = max((o != first[:1, :1, :1]).any(-1).double().mean().item() for o in (first, again))
         return differ > _OTHER_ROWS
 
-    def _of_its_law(self, plans: Mapping[str, Declaration], asked: Sequence[tuple[Tensor, _Emulated]]) -> str:
+    def _of_its_law(self, plans: Mapping[str, Declaration], asked: Sequence[tuple[Tensor, Emulated]]) -> str:
         """The plan of random bits whose errors are as large as the kernel's, input by input: its bits are its own."""
         apart = dict.fromkeys(plans, 0.0)
         for o, emulated in asked:
             exact = reference(emulated.inputs).o
             ours, *theirs = (
                 signed_error_ulps(each, exact, self.asked.fmt).square().nanmean()
-                for each in (o, *map(emulated.o, plans.values()))
+                for each in (o, *map(emulated.predicted, plans.values()))
             )
             for name, square in zip(plans, theirs, strict=True):
                 apart[name] = max(apart[name], (ours / square).log().abs().item())

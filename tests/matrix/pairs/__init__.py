@@ -1,1 +1,18 @@
 """Pairs: two kernels on the same inputs, what separates them, and how far apart they are in log-probabilities."""
+
+from dataclasses import dataclass
+
+from tiebreak.backends.backend import Backend
+from tiebreak.kernels.kernel import Declaration, Kernel
+
+DECLARED = "declared"  # what a plan rests on that its author names
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str  # as it was asked for
+    backend: Backend
+    kernel: Kernel  # one that declares nothing declares nothing here either
+    plan: Declaration | None  # that it declares, or follows by its bits, or the nearest; None: nothing could be told
+    known: bool  # whether it follows that plan, and the plan is not merely the nearest
+    rests_on: str = DECLARED  # what the plan rests on, in words

@@ -16,7 +16,7 @@ from tiebreak.matrix.attribution import slip_bits
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
 from tiebreak.matrix.identification.asking import Asked
-from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.pairs.log_probabilities import SIDES, A, B

@@ -14,24 +14,16 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.questions import INVARIANCE
 from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import FAILING
+from tiebreak.matrix.pairs import DECLARED, Side
 from tiebreak.matrix.pairs.calls import PairedCall
 from tiebreak.matrix.pairs.separation import separation
-from tiebreak.matrix.pairs.side import DECLARED, Side
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.pairs import verdict as verdicts
 from tiebreak.reports.pairs.log_probabilities import ModelRecord
-from tiebreak.reports.pairs.verdict import (
-    NORMAL,
-    ROUNDINGS,
-    SAME,
-    CallRecord,
-    PairVerdict,
-    SideRecord,
-    headlined,
-    statement,
-)
+from tiebreak.reports.pairs.verdict import CallRecord, PairVerdict, SideRecord
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.record import FELL, FOLLOWED, HELD, MEASURED
 from tiebreak.reports.tables.run import counted
@@ -81,18 +73,18 @@ def judged(
             raise UsageError(f"nothing can be compared: {why}")
         tell("looking for what separates their plans")
         a, b = (side.plan for side in light)
-        first = headlined(calls).case
+        first = verdicts.headlined(calls).case
         inputs = {first: [others[first]]} if first in others else {}
-        points = () if a is None or b is None else separation(a, b, fmt, inputs | {NORMAL: normal})
+        points = () if a is None or b is None else separation(a, b, fmt, inputs | {verdicts.NORMAL: normal})
     invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
     model = None if through is None else through(*map(summed_exactly, sides))
-    severity, sentence = statement(calls, model)
+    severity, sentence = verdicts.statement(calls, model)
     names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
     return PairVerdict(
         SCHEMA,
         headline=f"{' and '.join(names)} [{fmt.name}]: {sentence}",
         severity=severity,
-        ok=severity in (ROUNDINGS, SAME),
+        ok=severity in (verdicts.ROUNDINGS, verdicts.SAME),
         sides=(_record(sides[0], 0, calls), _record(sides[1], 1, calls)),
         format=fmt.name,
         seed=settings.seed,

@@ -21,7 +21,7 @@ from tiebreak.kernels.kernel import CannotRunError, composed, first_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.identification.asking import threads
-from tiebreak.matrix.pairs.side import Side
+from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs import log_probabilities as records
@@ -48,12 +48,9 @@ class SuiteModel:
         with threads(1):  # its tensors are small
             if side is None:
                 return fixture.exact()
-            return self._read(side, fmt, way, draw)
-
-    def _read(self, side: Side, fmt: Format, way: Way, draw: int) -> Read:
-        with side.backend.in_use():
-            head = HeadKernel(replace(side.kernel, has_backward=False), Cast(fmt))
-            return fixture.read(head, side.backend.arithmetic, side.backend.device, way, draw)
+            with side.backend.in_use():
+                head = HeadKernel(replace(side.kernel, has_backward=False), Cast(fmt))
+                return fixture.read(head, side.backend.arithmetic, side.backend.device, way, draw)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Two rules by which the answers of a question's calls are held to each other.
+"""The answers of a question's calls, O and gradients, and two rules by which they are held to each other.
 
 Answers that must be one are equal to the bit, or have errors of the same size: where strides differ, or what a view is
 a view of, a sound kernel may take another path and add up in another order. Its bits differ then, and its errors
@@ -14,24 +14,31 @@ the mean of the difference is the difference of both sides' biases; its samples 
 every other verdict of the suite it is a bias that the change has made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
+from tiebreak.cases.gradients import row_units
 from tiebreak.cases.measures import Measure
 from tiebreak.cases.measures.accuracy import WORSE
 from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
 from tiebreak.kernels.formats import Format, ulp
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs, sum_groups
+from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.questions.answers import OF_QUERIES, WHOLE, Answers, Cut, O, exact, units
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
 from tiebreak.reports.tables.texts import changes_text, worst
 
+O, DQ, DK, DV = "O", "dQ", "dK", "dV"
+PARTS = (O, DQ, DK, DV)
+OF_QUERIES = (O, DQ)  # parts that have a row for every query
+#: By part, (batch, heads, N, d) in fp32 on the host, as far as a kernel gives them.
+Answers = Mapping[str, Tensor]
 USAGE, INVARIANCE = "usage", "invariance"  # kinds of experiment, and the names of their checks
 BATCH, HEADS = 2, 4  # of a call whose answer must be one with another
 _ALL: Mapping[str, float] = {}
@@ -53,6 +60,65 @@ WITHOUT_BIAS = (
     Measure("bias_after", "bias of the changed call there", unit="ulp"),
     Measure("control_bits", "least share of elements of O that a control changes: 0 of a knob that does nothing"),
 )
+
+
+def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
+    """Return the answer of a call that was cut along a dimension, in the parts that its pieces have a share of."""
+    pieces = list(answers)
+    return {part: torch.cat([each[part] for each in pieces], dimension) for part in parts if part in pieces[0]}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of an answer is compared; the same cut of an answer that has no more is all of it."""
+
+    batch: slice | None = None  # None: all
+    rows: slice | None = None  # of O and dQ
+    keys: slice | None = None  # of dK and dV
+
+    def of(self, part: str, x: Tensor) -> Tensor:
+        rows, every = self.rows if part in OF_QUERIES else self.keys, slice(None)
+        return x[self.batch or every, :, rows or every]
+
+    def pairs(self, plain: Answers, other: Answers) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for part in plain:
+            if part in other:
+                yield part, self.of(part, plain[part]), self.of(part, other[part])
+
+
+WHOLE = Cut()
+_reference = lru_cache(maxsize=2)(reference)  # parts of one answer, one after the other
+
+
+@lru_cache(maxsize=2)
+def _gradients(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    return reference_gradients(inputs, _reference(inputs))
+
+
+def exact(inputs: AttentionInputs, part: str) -> Tensor:
+    """Return the exact O, dQ, dK or dV, fp64; computed once for all comparisons with a call."""
+    return _reference(inputs).o if part == O else _gradients(inputs)[PARTS.index(part) - 1]
+
+
+@lru_cache(maxsize=len(PARTS))
+def units(inputs: AttentionInputs, part: str) -> Tensor:
+    """Return what an error is to be multiplied by to be in ulps, + away from zero; NaN or 0 where the answer is 0.
+
+    An ulp of O is its own. The elements of a gradient cancel: theirs are of what they are the sum of, added up without
+    signs, dP and delta apart, since these cancel too.
+    """
+    ref, fmt, truth = _reference(inputs), inputs.formats.output, exact(inputs, part)
+    if part == O:
+        return torch.where(truth == 0, torch.nan, truth.sign() / ulp(truth, fmt))
+    do = inputs.do.double()
+    if part == DV:
+        terms = sum_groups(ref.p.transpose(-1, -2) @ do.abs(), inputs.groups)
+    else:
+        k, v = inputs.expanded_k().double(), inputs.expanded_v().double()
+        ds = inputs.scale * ref.p * ((do @ v.transpose(-1, -2)).abs() + ref.delta.abs())
+        of_rows = ds @ k.abs() if part == DQ else ds.transpose(-1, -2) @ inputs.q.double().abs()
+        terms = of_rows if part == DQ else sum_groups(of_rows, inputs.groups)
+    return truth.sign() / row_units(terms[..., None], fmt)[..., 0]
 
 
 @dataclass(frozen=True)
@@ -219,7 +285,6 @@ class WithoutBias:
 
     @property
     def settled(self) -> bool:
-        """Whether more heads would tell nothing more."""
         changes = self._changes().values()
         return bool(self._dead) or all(each.verdict in (None, UNBIASED) or _wrong(each) for each in changes)
 

@@ -22,8 +22,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
 from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn
-from tiebreak.matrix.questions.answers import DQ, OF_QUERIES, Answers, Cut, O, joined
-from tiebreak.matrix.questions.comparison import WithoutBias
+from tiebreak.matrix.questions.comparison import DQ, OF_QUERIES, Answers, Cut, O, WithoutBias, joined
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
 from tiebreak.matrix.questions.session import SHARE, Material, Question, Session
 

@@ -13,8 +13,7 @@ from tiebreak.kernels.formats import FP32, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.reference import products
-from tiebreak.matrix.questions.answers import DK, DQ, DV, Answers
-from tiebreak.matrix.questions.comparison import WithinError
+from tiebreak.matrix.questions.comparison import DK, DQ, DV, Answers, WithinError
 from tiebreak.matrix.questions.session import Session
 
 _UNITS = {NATURAL: 1.0, BINARY: math.log(2.0)}  # of a logarithm in each base

@@ -20,8 +20,7 @@ from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError, Kernel, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.questions.answers import PARTS, Answers, O, exact
-from tiebreak.matrix.questions.comparison import BATCH, HEADS, worst_head
+from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O, exact, worst_head
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times

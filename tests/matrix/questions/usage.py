@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tiebreak.cases.feature_cases import VARIED
 from tiebreak.kernels.external.call import Call, Places
-from tiebreak.kernels.features import HIDDEN_NAN
+from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.questions.answers import Cut, O
-from tiebreak.matrix.questions.comparison import BATCH, WithinError
+from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.questions.service import after_a_larger_call, long_keys, other_parameters, sizes
 from tiebreak.matrix.questions.session import CallShape, Question, Session
 
 GROUP = "the same numbers, called in another way"
@@ -27,6 +26,12 @@ _SQUARE = 64  # queries and keys of a call with a mask, or more
 _BATCHES, _HEADS = 60, 5  # more than 2^8 in all, and a power of two in neither
 _FEW = 16  # queries and keys of such a call
 _HIDDEN = 12  # keys at the end that padding hides
+_SIZES = (1, 2, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)  # rows and keys, at which kernels take another path
+_LONG = (9_001, 40_009)  # keys: so many beyond 2^13 and 2^15 that their loss shows
+_FEW_ROWS = 3
+_SEQUENCE = 128  # rows of a call with parameters, or after a larger one
+_PLAIN = 2  # the index of numbers that have no parameter, behind those of the two that do
+UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
 
 
 def strided_views(session: Session, found: WithinError) -> None:
@@ -71,9 +76,9 @@ def many_heads(session: Session, found: WithinError) -> None:
     found.compare("the last of 300 heads", session.answers(some), answers, some, last)
 
 
-def _square(session: Session) -> CallShape:
+def _square(session: Session, least: int = _SQUARE) -> CallShape:
     """Return a shape of as many queries as keys, and as many as the kernel needs."""
-    size = session.multiple(_SQUARE)
+    size = session.multiple(least)
     return CallShape(size, size, session.shape.d)
 
 
@@ -222,6 +227,61 @@ def scaled_do(session: Session, found: WithinError) -> None:
         answers = session.answers(replace(inputs, do=inputs.do * factor))
         ours = {part: x if part == O else x / factor for part, x in answers.items()}
         found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
+
+
+def sizes(session: Session, found: WithinError) -> None:
+    causal = CAUSAL in session.kernel.takes
+    for size in dict.fromkeys(map(session.multiple, _SIZES)):
+        shapes = {
+            f"{size} rows and keys": CallShape(size, size, session.shape.d, causal=causal),
+            f"{size} keys": CallShape(session.multiple(_FEW_ROWS), size, session.shape.d),
+        }
+        for words, shape in shapes.items():  # few numbers have chance in their errors
+            inputs = session.draw_small(shape, batch=1, heads=max(2, _SIZES[-1] // (2 * size)))
+            _hold(session, found, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
+
+
+def long_keys(session: Session, found: WithinError) -> None:
+    for size in map(session.multiple, _LONG):
+        inputs = session.draw_small(CallShape(session.multiple(_FEW_ROWS), size, session.shape.d), batch=1, heads=2)
+        _hold(session, found, f"{size} keys", inputs, gradients=False)
+
+
+def _hold(session: Session, found: WithinError, words: str, inputs: AttentionInputs, gradients: bool = True) -> None:
+    if session.takes(inputs):
+        _emulate(session, found, words, inputs, session.place(inputs, gradients=gradients).answers())
+
+
+def _emulate(session: Session, found: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
+    """Compare an answer with an emulation of the plan that the kernel declares, else of the loosest there is.
+
+    It says how errors grow with the size, and the kernel's first call how large they are (`Session.levels`).
+    """
+    emulated = session.emulated(inputs, gradients=DQ in answer)
+    found.compare(words, emulated, answer, inputs, levels=session.levels)
+
+
+def other_parameters(session: Session, found: WithinError) -> None:
+    """A call, another of the same tensors' shapes with another parameter, and the first again."""
+    plain = session.draw_small(_square(session, _SEQUENCE), _PLAIN)
+    for feature, vary in VARIED.items():
+        if feature not in session.kernel.takes - UNSAID:
+            continue
+        calls = [vary(plain, session.small_draw(index)) for index in range(_PLAIN)]
+        if feature is WINDOW:  # a `sliding_window` has no right side
+            calls = [replace(each, window=(each.window[0], 0)) for each in calls]
+        words = f"a call after one with another {feature.name}"
+        if session.takes(*calls):
+            for inputs in (*calls, calls[0]):
+                _emulate(session, found, words, inputs, session.answers(inputs))
+
+
+def after_a_larger_call(session: Session, found: WithinError) -> None:
+    shape, inputs = _square(session, _SEQUENCE), session.inputs()
+    larger = session.draw_small(replace(shape, keys=2 * shape.keys), heads=8)
+    if session.takes(larger):
+        session.answers(larger)
+        _emulate(session, found, "a call after a larger one", inputs, session.answers(inputs))
 
 
 QUESTIONS = (
