@@ -23,7 +23,12 @@ _CHECKOUT = Path(__file__).resolve().parent
 _USAGE = 2
 _CELLS = _CHECKOUT / "tests" / "matrix" / "test_cells.py"
 _TOGETHER = frozenset(
-    {"tests/ascend/test_contract.py", "tests/unit/test_planted_defects.py", "tests/unit/test_user_kernels.py"}
+    {
+        "tests/ascend/test_contract.py",
+        "tests/unit/test_fixture.py",
+        "tests/unit/test_planted_defects.py",
+        "tests/unit/test_user_kernels.py",
+    }
 )
 # Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
 _LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
