@@ -65,11 +65,8 @@ class _Layer:
 def captured_cases(folder: Path) -> tuple[Case, ...]:
     """A case for every layer in every file of captured tensors in a folder, by step, rank and layer; reads headers.
 
-    Args:
-        folder: with `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; other files in it are ignored.
-
-    Raises:
-        CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
+    Files are `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others are ignored. CapturedError: no such
+    folder or file, an unreadable one, layers that are no call of attention, no safetensors.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
@@ -258,17 +255,9 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
             holds = beyond if as_kept else "NaN or Inf;"
             raise CapturedError(f"{layer.path}: {layer.key(part)} holds {holds} leave its case out with --cases")
         parts.append(_in_order(rounded, layer.order))
-    q, k, v, do = parts
+    (q, k, v, do), seed, scale = parts, draw.noise_seed(), layer.scale
     return AttentionInputs(
-        q,
-        k,
-        v,
-        do,
-        draw.formats,
-        causal=layer.causal,
-        key_padding=padding,
-        noise_seed=draw.noise_seed(),
-        softmax_scale=layer.scale,
+        q, k, v, do, draw.formats, causal=layer.causal, key_padding=padding, noise_seed=seed, softmax_scale=scale
     )
 
 
