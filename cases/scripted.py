@@ -36,14 +36,12 @@ _SHIFTED = "a shift that is moved or scaled has an error of P-bar of its own"
 
 
 def _case(about: str, recipe: Recipe, *, source: str = OWN, **fields: Any) -> Case:
-    """A case that a table names."""
     return Case("", about, source, recipe, **fields)
 
 
 def _scripted(
     about: str, scores: Scores = TWO_MAXIMA, *, values: Values = ONE_SIGNED, shape: Shape = SHAPE, **fields: Any
 ) -> Case:
-    """Scripted rows, with further fields of their case."""
     return _case(about, partial(scripted, scores=scores, values=values, shape=shape), **fields)
 
 
@@ -278,7 +276,6 @@ def _in_e4m3(draw: Draw, recipe: Recipe) -> AttentionInputs:
 
 
 def _with_e4m3(about: str, recipe: Recipe, **fields: Any) -> Case:
-    """A case of a recipe whose V is put into e4m3."""
     return _case(about, partial(_in_e4m3, recipe=recipe), formats=partial(Formats.of, v=FP8_E4M3), **fields)
 
 
@@ -362,7 +359,6 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
 
 
 def _subnormal(draw: Draw) -> AttentionInputs:
-    """V below the smallest normal value of the format."""
     inputs = normal_numbers(draw)
     tiny = inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal)
     return replace(inputs, v=draw.rounded(tiny))

@@ -113,10 +113,9 @@ def parse_declaration(text: str) -> Declaration:
 
 
 def shortest(declaration: Declaration) -> Declaration:
-    """What has the same forward pass, by the text with the fewest changes; its backward pass is the named plan's.
+    """What has the same forward pass, by the text with the fewest changes; ValueError: no text names it.
 
-    Raises:
-        ValueError: no text names it.
+    Its backward pass is the named plan's.
     """
     rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
@@ -195,8 +194,7 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
     """A declaration with one change, as it stands behind a comma; its name stays.
 
-    Raises:
-        ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
+    ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
     """
     algorithm = declaration.algorithm
     if key in _TAKEN_BY:

@@ -200,8 +200,7 @@ class Operands:
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
         """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.
 
-        Raises:
-            ValueError: a tile holds V of more than one block.
+        ValueError: a tile holds V of more than one block.
         """
         plan, v = self.plan, self.taken[2].rows(keys)
         first = plan.pv if plan.pv.narrows else cast

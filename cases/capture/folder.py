@@ -32,9 +32,7 @@ class Folder:
         """Make the folder if it is not there, and take stock of what earlier runs left.
 
         The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
-
-        Raises:
-            CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
+        CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
         """
         try:
             self._save = import_module("safetensors.torch").save_file
@@ -80,9 +78,7 @@ class Folder:
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
         """Write layers, the most telling first, and let less telling files give way; None: it would give way itself.
 
-        Raises:
-            CaptureError: it can't be written; what was there stays.
-            FileExistsError: there is a file of this step, which stays.
+        CaptureError: it can't be written. FileExistsError: there is a file of this step. What was there stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
         telling = layers[0].findings.telling
@@ -136,7 +132,6 @@ def _telling(path: Path) -> float | None:
 
 
 def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
     details = {"step": str(step), "causal": str(all(layer.call.causal for layer in layers)).lower()}
     for layer in layers:

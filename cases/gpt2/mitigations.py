@@ -33,7 +33,6 @@ class QKClip:
     """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
-        """Let no logit stay above `tau`."""
         self._tau = tau
         self._largest: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
