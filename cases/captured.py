@@ -10,7 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -145,7 +145,10 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     causal, scale = words.get("causal", "missing"), words.get("scale")
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    if scale is not None and not 0 < _number(scale) < math.inf:
+    alpha: float | None = math.nan
+    with suppress(ValueError):
+        alpha = None if scale is None else float(scale)
+    if alpha is not None and not 0 < alpha < math.inf:
         raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
     if missing := sorted({keys_of[part] for part in _PARTS} - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
@@ -156,7 +159,7 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, heads = heads // key_heads, batch * heads
-    known = path, number, causal == "true", None if scale is None else float(scale), fmt, groups
+    known = path, number, causal == "true", alpha, fmt, groups
     if not made:
         return _Layer(*known, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
     order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
@@ -166,13 +169,6 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
     return _Layer(*known, heads, queries, keys, made, padded, order)  # small, and all of it matters
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:

@@ -165,13 +165,12 @@ _SOUND = frozenset({*variant_names("fair"), _BASE_2})
 _DRIFTING = frozenset({*variant_names("flash flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
 _RUNAWAY = Script(key=32.0, query=100 / 32, sink_query=16.0, value=-12.0)
-_ERROR, _GROWTH, _RISE = "delta_error_mean", "wq_norm_growth", "row_max_rise"
 
 DRIFT = Snippet(
     "train_drift",
     "A",
     "delta errs to one side in every step and pushes W_Q along one direction",
-    headline=_ERROR,
+    headline="delta_error_mean",
     spec="+.1e",
     version=2,
     roster=(
@@ -185,7 +184,7 @@ RUNAWAY = Snippet(
     "train_runaway",
     "Q",
     "only W_Q trains, and grows",
-    headline=_GROWTH,
+    headline="wq_norm_growth",
     spec=".2f",
     version=2,
     steps=101,
@@ -203,7 +202,7 @@ LANGUAGE_MODEL = replace(
     name="train_lm",
     label="LM",
     about="the second layer and the head learn: flash keeps up logits that fall with a fix",
-    headline=_RISE,
+    headline="row_max_rise",
     spec="+.0f",
     rate=3e-3,
     epsilon=EPSILON,
