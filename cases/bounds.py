@@ -225,10 +225,7 @@ class ErrorBounds:
         return error
 
     def of(self, declaration: Declaration) -> Tensor:
-        """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything.
-
-        It is computed once for all kernels that share it.
-        """
+        """Bound on |O - ref| of every element, fp64, (batch, heads, queries, d); Inf where rounding S does anything."""
         key = self.shared_by(declaration)
         if key in self._bounds:
             return self._bounds[key]

@@ -446,8 +446,7 @@ ADDED = tuple(_ADDED)
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     """Features that are added together, each with its value, if it was given one, in the order in which they are added.
 
-    Args:
-        words: by which `takes` of a kernel calls them, and perhaps a value behind `=`; ValueError: one makes no sense.
+    Words are those of a kernel's `takes`, perhaps with a value behind `=`; ValueError: one makes no sense.
     """
     asked: dict[str, float | None] = {}
     for word in words:

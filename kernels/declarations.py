@@ -87,10 +87,8 @@ def parse_declaration(text: str) -> Declaration:
     - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
     - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
-    Its label names what differs from the first part, in an order of its own.
-
-    Raises:
-        ValueError: a name, key or value is unknown, or the algorithm makes nothing of it; one line.
+    Its label names what differs from the first part, in an order of its own. ValueError, one line: a name, key or value
+    is unknown, or the algorithm makes nothing of it.
     """
     head, *changes = (part.strip() for part in text.split(","))
     named = declaration = _named(head)

@@ -102,10 +102,7 @@ def exact() -> Read:
 
 
 def read(head: HeadKernel, arithmetic: Arithmetic, device: str, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-    """What a kernel makes of the tokens, in all heads of all layers; all else is in fp32 on the device, torch's name.
-
-    `draw` is of the random bits of a kernel that has some. Whatever the kernel raises is raised.
-    """
+    """What a kernel makes of the tokens, in every head, all else in fp32; `draw` is of its random bits."""
     model = _model(head, arithmetic)
     model.load_state_dict({name: weight.float() for name, weight in fixture().weights.items()})
     return _read(model.to(device), way, draw)

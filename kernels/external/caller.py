@@ -99,10 +99,7 @@ class Caller:
         return " and ".join(unusual) or None
 
     def arranged(self, inputs: AttentionInputs) -> Arranged:
-        """The call to make: the same inputs where they are as the kernel needs them, else larger ones, with dummies.
-
-        ValueError, one line: there is no such call.
-        """
+        """The call to make: these inputs, or larger ones with dummies where the kernel needs them; ValueError: none."""
         (queries, keys), options = (inputs.q.shape[2], inputs.k.shape[2]), self.convention.options
         rows, columns = (-(-length // options.multiple_of) * options.multiple_of for length in (queries, keys))
         # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
