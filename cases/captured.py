@@ -27,7 +27,7 @@ from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
 
-FILE = re.compile(r"inputs-([0-9]+)(?:-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
+FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
 _ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, d
@@ -73,7 +73,7 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
     files = [(int(match[1]), match, path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
-    files.sort(key=lambda file: (file[0], int(file[1][2] or 0), file[2]))
+    files.sort(key=lambda file: (file[0], int(file[1][3] or 0), file[2]))
     return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
 
 
@@ -97,7 +97,7 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 
 
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
-    rank = "" if name[2] is None else f".rank={name[2]}"
+    rank = "" if name[3] is None else f".rank={name[3]}"
     fixed_heads = FixedHeads(
         heads=layer.heads,
         groups=layer.groups,

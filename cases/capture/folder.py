@@ -45,10 +45,11 @@ class Folder:
                 pass
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
-            sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
+            suffixes = {file: match[2] or "" for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
+            sizes = {file: file.stat().st_size for file in suffixes}
         ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
         found = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
-        of_this_run = {file: kept for file, kept in found.items() if _suffix(file) in ours}
+        of_this_run = {file: kept for file, kept in found.items() if suffixes[file] in ours}
         foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
@@ -56,7 +57,7 @@ class Folder:
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {file: kept for file, kept in of_this_run.items() if _suffix(file) == self._suffix}
+        self.kept = {file: kept for file, kept in of_this_run.items() if suffixes[file] == self._suffix}
         self._make_room(0)
 
     @property
@@ -114,11 +115,6 @@ def _write_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
-
-
-def _suffix(path: Path) -> str:
-    match = FILE.fullmatch(path.name)
-    return "" if match is None or match[2] is None else f"-rank{match[2]}"
 
 
 def _telling(path: Path) -> float | None:
