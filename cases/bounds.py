@@ -225,7 +225,7 @@ class ErrorBounds:
         return error
 
     def of(self, declaration: Declaration) -> Tensor:
-        """As `error_bound`; computed once for all kernels that share it."""
+        """Bound on |O - ref| of every element, fp64, (batch, heads, queries, d); Inf where rounding S does anything."""
         key = self.shared_by(declaration)
         if key in self._bounds:
             return self._bounds[key]
@@ -245,8 +245,3 @@ class ErrorBounds:
         # Inf * 0: the scores' rounding can move any weight to any key.
         self._bounds[key] = bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return self._bounds[key]
-
-
-def error_bound(inputs: AttentionInputs, ref: Reference, declaration: Declaration) -> Tensor:
-    """Bound on |O - ref| for every element, fp64, (batch, heads, queries, d); Inf where rounding S can do anything."""
-    return ErrorBounds(inputs, ref).of(declaration)

@@ -10,7 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from tiebreak.kernels.reference import Reference
 
 CANCELLED = 0.25  # an element below this share of sum P |V| is left out: it has cancelled
 
-FILE = re.compile(r"inputs-([0-9]+)(?:-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
+FILE = re.compile(r"inputs-([0-9]+)(-rank([0-9]+))?\.safetensors")  # a rank: of the process that wrote it
 _KEY = re.compile(r"layer([0-9]+)\.(?:q|k|v|do)")
 _PARTS = ("q", "k", "v", "do")
 _ORDERS = ("bhnd", "bnhd", "bhdn")  # in memory, of b batch, h heads, n tokens, d
@@ -65,18 +65,15 @@ class _Layer:
 def captured_cases(folder: Path) -> tuple[Case, ...]:
     """A case for every layer in every file of captured tensors in a folder, by step, rank and layer; reads headers.
 
-    Args:
-        folder: with `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; other files in it are ignored.
-
-    Raises:
-        CapturedError: no such folder or file, an unreadable one, layers that are no call of attention, no safetensors.
+    Files are `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others are ignored. CapturedError: no such
+    folder or file, an unreadable one, layers that are no call of attention, no safetensors.
     """
     if not folder.is_dir():
         raise CapturedError(f"--captured {folder}: no such folder")
     files = [(int(match[1]), match, path) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
     if not files:
         raise CapturedError(f"--captured {folder}: no file in it is called inputs-STEP.safetensors, STEP a number")
-    files.sort(key=lambda file: (file[0], int(file[1][2] or 0), file[2]))
+    files.sort(key=lambda file: (file[0], int(file[1][3] or 0), file[2]))
     return tuple(_case(layer, match, folder) for _, match, path in files for layer in _layers(path))
 
 
@@ -100,7 +97,7 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 
 
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
-    rank = "" if name[2] is None else f".rank={name[2]}"
+    rank = "" if name[3] is None else f".rank={name[3]}"
     fixed_heads = FixedHeads(
         heads=layer.heads,
         groups=layer.groups,
@@ -148,7 +145,10 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     causal, scale = words.get("causal", "missing"), words.get("scale")
     if causal not in {"true", "false"}:
         raise CapturedError(f"{path}: metadata causal is {causal}; expected true or false")
-    if scale is not None and not 0 < _number(scale) < math.inf:
+    alpha: float | None = math.nan
+    with suppress(ValueError):
+        alpha = None if scale is None else float(scale)
+    if alpha is not None and not 0 < alpha < math.inf:
         raise CapturedError(f"{path}: metadata scale is {scale}; expected a positive number, or none for 1/sqrt(d)")
     if missing := sorted({keys_of[part] for part in _PARTS} - set(file.keys())):
         raise CapturedError(f"{path}: {', '.join(missing)} is missing")
@@ -159,7 +159,7 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, heads = heads // key_heads, batch * heads
-    known = path, number, causal == "true", None if scale is None else float(scale), fmt, groups
+    known = path, number, causal == "true", alpha, fmt, groups
     if not made:
         return _Layer(*known, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
     order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
@@ -169,13 +169,6 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
     return _Layer(*known, heads, queries, keys, made, padded, order)  # small, and all of it matters
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
@@ -258,17 +251,9 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
             holds = beyond if as_kept else "NaN or Inf;"
             raise CapturedError(f"{layer.path}: {layer.key(part)} holds {holds} leave its case out with --cases")
         parts.append(_in_order(rounded, layer.order))
-    q, k, v, do = parts
+    (q, k, v, do), seed, scale = parts, draw.noise_seed(), layer.scale
     return AttentionInputs(
-        q,
-        k,
-        v,
-        do,
-        draw.formats,
-        causal=layer.causal,
-        key_padding=padding,
-        noise_seed=draw.noise_seed(),
-        softmax_scale=layer.scale,
+        q, k, v, do, draw.formats, causal=layer.causal, key_padding=padding, noise_seed=seed, softmax_scale=scale
     )
 
 

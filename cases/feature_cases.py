@@ -60,7 +60,6 @@ _LOUD = 100.0  # of V where no row sees it
 
 
 def _sink_at_maximum(draw: Draw) -> AttentionInputs:
-    """Three maxima and a sink, all four logits equal in every row of a head: P-bar = 1 four times, V three times."""
     inputs = scripted(draw, Scores(maxima=3, top=(2.0, 2.0), gap=(9.0, 15.0)))
     return replace(inputs, sink=torch.full((inputs.q.shape[1],), 2.0))
 
@@ -86,7 +85,6 @@ def _padded_maximum(draw: Draw) -> AttentionInputs:
 
 
 def _single_visible_key(draw: Draw) -> AttentionInputs:
-    """128 keys, of which padding leaves one: O is a row of V."""
     inputs = normal_numbers(draw)
     seen = torch.from_numpy(draw.rng.integers(0, 128, len(inputs.q)))
     return replace(inputs, key_padding=torch.arange(128)[None] == seen[:, None])
@@ -133,7 +131,6 @@ def _paged(draw: Draw) -> AttentionInputs:
 
 
 def _fp8_cache(draw: Draw) -> AttentionInputs:
-    """Normal numbers whose K and V are held in e4m3 with a factor for each head, as a cache has them."""
     inputs = normal_numbers(draw, Shape(groups=4))
     return _held(inputs, *(draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)))
 
@@ -315,7 +312,6 @@ def _in_service(draw: Draw, needs: frozenset[Feature], shape: Shape, causal: boo
 
 
 def _service(name: str, words: Sequence[str], about: str, shape: Shape, *, causal: bool = False) -> dict[str, Case]:
-    """A case for each of some features, joined, by its name."""
     cases, by_word = {}, {feature.taken: feature for feature in FEATURES}
     for joined in words:
         needs = frozenset(by_word[word] for word in joined.split("."))
@@ -396,11 +392,6 @@ def _bias(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
     return replace(inputs, bias=-0.5 * (1.0 + torch.arange(heads) % 4)[None, :, None, None])
 
 
-def _softcap(inputs: AttentionInputs, cap: float | None) -> AttentionInputs:
-    """That of Gemma 2."""
-    return replace(inputs, softcap=50.0 if cap is None else cap)
-
-
 def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
     """So far below the lowest maximum of a head's rows, 24 unless said, rounded to the inputs' format."""
     s = products(inputs) if inputs.bias is None else products(inputs) + inputs.bias
@@ -409,11 +400,6 @@ def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
     lowest = top.masked_fill(top == -torch.inf, torch.inf).amin((0, 2)).nan_to_num(nan=0.0, posinf=0.0)
     sink = lowest - (24.0 if below is None else below)
     return replace(inputs, sink=sink.to(torch.bfloat16).float())
-
-
-def _descaled(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """K and V in e4m3, with a factor of 1/4."""
-    return _held(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25))
 
 
 def _pages(inputs: AttentionInputs, size: float | None) -> AttentionInputs:
@@ -444,9 +430,13 @@ _ADDED: Mapping[str, _Added] = {
         _Added(WINDOW, _window, "keys before a row's own"),
         _Added(BLOCK_MASK, _block_mask),
         _Added(BIAS, _bias),
-        _Added(SOFTCAP, _softcap, "the cap"),
+        # 50 is Gemma 2's.
+        _Added(SOFTCAP, lambda inputs, cap: replace(inputs, softcap=50.0 if cap is None else cap), "the cap"),
         _Added(SINK, _sink, "how far below the row's maximum"),
-        _Added(DESCALE, _descaled, claims_stay=False),  # V of 4 bits ties otherwise
+        # With a factor of 1/4. V of 4 bits ties otherwise.
+        _Added(
+            DESCALE, lambda inputs, _: _held(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25)), claims_stay=False
+        ),
         _Added(PAGES, _pages, "keys of a page"),
     )
 }
@@ -456,8 +446,7 @@ ADDED = tuple(_ADDED)
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     """Features that are added together, each with its value, if it was given one, in the order in which they are added.
 
-    Args:
-        words: by which `takes` of a kernel calls them, and perhaps a value behind `=`; ValueError: one makes no sense.
+    Words are those of a kernel's `takes`, perhaps with a value behind `=`; ValueError: one makes no sense.
     """
     asked: dict[str, float | None] = {}
     for word in words:

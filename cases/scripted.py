@@ -36,21 +36,20 @@ _SHIFTED = "a shift that is moved or scaled has an error of P-bar of its own"
 
 
 def _case(about: str, recipe: Recipe, *, source: str = OWN, **fields: Any) -> Case:
-    """A case that a table names."""
     return Case("", about, source, recipe, **fields)
 
 
 def _scripted(
     about: str, scores: Scores = TWO_MAXIMA, *, values: Values = ONE_SIGNED, shape: Shape = SHAPE, **fields: Any
 ) -> Case:
-    """Scripted rows, with further fields of their case."""
     return _case(about, partial(scripted, scores=scores, values=values, shape=shape), **fields)
 
 
 _tied = partial(_scripted, source=PAPER, failure=True)  # a failure input of the paper's
+_GROUPS: dict[str, dict[str, Case]] = {}  # by what they are about
 
 #: K equal maxima with one-signed V: the bias falls about as 1/(2k), so from k = 8 on it is inside the margin.
-_EQUAL_MAXIMA = {
+_GROUPS["equal maxima"] = {
     f"tied_maxima[k={k}]": _tied(
         f"{k} equal maxima, V negative",
         Scores(maxima=k, gap=(9.0, 15.0) if k == 2 else (12.0, 18.0)),
@@ -63,7 +62,7 @@ _EQUAL_MAXIMA = {
 }
 
 _ON_A_SINK = Values(tail_mean=-0.1)
-_OTHER_V = {
+_GROUPS["equal maxima, other values of V"] = {
     "tied_maxima_positive_v": _tied(
         "2 equal maxima, V positive: the same bias, the other way", values=Values(mean=2.4)
     ),
@@ -83,7 +82,7 @@ _OTHER_V = {
     ),
 }
 
-_ONE_MAXIMUM = {
+_GROUPS["one maximum"] = {
     "single_maximum": _scripted(
         "1 maximum, the tail's V like the rest (control)",
         Scores(maxima=1, gap=(9.0, 15.0)),
@@ -103,7 +102,7 @@ _ONE_MAXIMUM = {
     ),
 }
 
-_MAXIMA_NEAR_ZERO = {
+_GROUPS["maxima near zero and below it"] = {
     "repeated_zero": _tied("repeated maximum exactly 0: neither branch of the fix applies", Scores(top=(0.0, 0.0))),
     "repeated_tiny": _tied(
         "repeated maximum of 0.001 to 0.004: P-bar rounds back to 1",
@@ -117,7 +116,7 @@ _MAXIMA_NEAR_ZERO = {
 # Where beta * r_m makes P-bar underflow: exp(-r_m) is subnormal in fp32 from 87.4 on and 0 from 104 on. The authors'
 # code clamps the row sum 2 exp(-r_m) at 1e-10, so its output is that share of the right one. In fp16 P-bar is 0 from
 # 17.4 on, and so are, from 18.1 on, a row sum in fp16 and its clamp (docs/science.md).
-_LARGE_MAXIMA = {
+_GROUPS["large maxima"] = {
     f"repeated_large[r={r}]": _tied(
         f"repeated maximum of {r}" + (f" to {high:g}" if high > r else " in every row"),
         Scores(top=(float(r), high)),
@@ -142,7 +141,7 @@ _LARGE_MAXIMA = {
 # cast makes P-bar 1, l has it as it is, and all ties of a row break to the side of -e. Which side that is depends on
 # r_m, so rows err together and heads do not. A row with one maximum has no tie: O is one row of V. The ranges hold
 # dozens of numbers of bf16, of which half round m c up and half down: 1 % to 7 % apart.
-_INEXACT_ARGUMENTS = {
+_GROUPS["large maxima"] |= {
     f"inexact_{kind}[r={r}]": _scripted(
         about.format(f"{r} times log2 e, which fp32 rounds, and no remainder"),
         Scores(maxima=maxima, top=top, gap=_NO_TAIL),
@@ -160,7 +159,7 @@ _INEXACT_ARGUMENTS = {
 # maxima is then exp(growth), not 1. Where all rows grow alike, P-bar's rounding is one common error of O as long as l
 # sums P-bar before it: bf16(e^4) = 54.5 is 1.8e-3 too small, 0.28 ulp of O.
 _grown = partial(_case, source=f"{OWN}, FlashAttention-4's lazy rescaling", failure=True)
-_ACROSS_BLOCKS = {
+_GROUPS["maxima in several key blocks"] = {
     "ties_across_blocks": _scripted(
         "2 equal maxima, each in a key block of its own: no block sees a repeat",
         Scores(positions=(17, 145)),
@@ -194,7 +193,7 @@ _ACROSS_BLOCKS = {
     ),
 }
 
-_NEAR_TIES = {
+_GROUPS["maxima that differ by less than P-bar's rounding"] = {
     "near_tie_inside": _tied(
         "2 maxima 5e-4 apart, inside the fix's tolerance of 1e-3", Scores(offsets=(0.0, -(2.0**-11)))
     ),
@@ -240,7 +239,7 @@ def _exact_p_bar(draw: Draw) -> AttentionInputs:
     return draw.inputs(q, k, v)
 
 
-_CONTROLS = {
+_GROUPS["controls"] = {
     "equal_keys": _case("duplicate tokens: ties exact in any arithmetic", _equal_keys, failure=True),
     "faint_tail": _scripted(
         "2 equal maxima, a tail of about 2^-24 of the row sum: fp32 itself rounds it away", Scores(gap=(20.5, 22.5))
@@ -278,7 +277,6 @@ def _in_e4m3(draw: Draw, recipe: Recipe) -> AttentionInputs:
 
 
 def _with_e4m3(about: str, recipe: Recipe, **fields: Any) -> Case:
-    """A case of a recipe whose V is put into e4m3."""
     return _case(about, partial(_in_e4m3, recipe=recipe), formats=partial(Formats.of, v=FP8_E4M3), **fields)
 
 
@@ -316,9 +314,10 @@ EIGHT_BITS = {
         unclaimed="in 16 bits as the case random has it",
     ),
 }
+_GROUPS["V in 8 bits"] = EIGHT_BITS
 
 #: Normal q and k, V normal about 1: the accuracy baseline, in every shape that a kernel must take.
-_NORMAL_NUMBERS = {
+_GROUPS["normal numbers"] = {
     name: _case(
         about,
         partial(normal_numbers, shape=shape, causal="causal" in name),
@@ -362,13 +361,12 @@ def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
 
 
 def _subnormal(draw: Draw) -> AttentionInputs:
-    """V below the smallest normal value of the format."""
     inputs = normal_numbers(draw)
     tiny = inputs.v.abs().clamp(max=1.9) * (0.5 * inputs.formats.inputs.smallest_normal)
     return replace(inputs, v=draw.rounded(tiny))
 
 
-_EDGES = {
+_GROUPS["masks, NaN, Inf, subnormal and very large numbers"] = {
     "padded": _case("a key padding mask", partial(_padded, all_masked=False), gradients=True),
     "wholly_masked": _case("rows without a visible key give zeros", partial(_padded, all_masked=True), gradients=True),
     "low_logits": _case(
@@ -388,21 +386,8 @@ _EDGES = {
     "subnormal_v": _case("V below the smallest normal value: exact, or flushed to zero", _subnormal, chaotic=True),
 }
 
-_GROUPS = {
-    "equal maxima": _EQUAL_MAXIMA,
-    "equal maxima, other values of V": _OTHER_V,
-    "one maximum": _ONE_MAXIMUM,
-    "maxima near zero and below it": _MAXIMA_NEAR_ZERO,
-    "large maxima": _LARGE_MAXIMA | _INEXACT_ARGUMENTS,
-    "maxima in several key blocks": _ACROSS_BLOCKS,
-    "maxima that differ by less than P-bar's rounding": _NEAR_TIES,
-    "controls": _CONTROLS,
-    "V in 8 bits": EIGHT_BITS,
-    "normal numbers": _NORMAL_NUMBERS,
-    "masks, NaN, Inf, subnormal and very large numbers": _EDGES,
-    "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
-    "features as kernels in service have them": SERVICE,
-}
+_GROUPS["what calls ask beyond softmax(Q K^T) V"] = FEATURE_CASES
+_GROUPS["features as kernels in service have them"] = SERVICE
 #: The scripted cases by what they are about.
 GROUPS: Mapping[str, tuple[Case, ...]] = {
     group: tuple(replace(case, name=name, claims=(*case.claims, *claims_about(name))) for name, case in cases.items())

@@ -52,12 +52,14 @@ def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Decl
 _FLASH_2: Mapping[str, Any] = {"p": _LOW, "ds": _LOW}
 _EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds": _LOW, "sums": OUTPUT}
 _UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
+_OF_CAST_P: Mapping[str, Any] = {**_UPCAST, "p": _LOW, "dp": _LOW}
 _UNNORMALISED: Mapping[str, Any] = {"delta_from": DeltaSource.UNNORMALISED, "p": _LOW, "dp": _LOW}
 _BY_HEAD = ", heads of a group added in 16 bits"
 _PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries"
 _PYTORCH_TILES = Block(queries=32, keys=512)
 
 _UNNORMALISED_CAST: Mapping[str, Any] = {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
+_ATTACHED, _ATTACHED_CAST = ({**each, "shift_attached": True} for each in (_UNNORMALISED, _UNNORMALISED_CAST))
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "FlashAttention-2's (P and dS in 16 bits)": _FLASH_2,
     # Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: dk_expanded and dv_expanded
@@ -74,25 +76,14 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
     f"autograd's in fp32 ({_BY_HEAD[2:]})": {**_UPCAST, "sums": OUTPUT},
     # XLA leaves the cast of dP out in some shapes, also where it is told to keep to casts.
     "autograd's of a P that is cast (P in 16 bits)": {**_UPCAST, "p": _LOW},
-    "autograd's of a P that is cast (P and dP in 16 bits)": {**_UPCAST, "p": _LOW, "dp": _LOW},
-    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": {
-        **_UPCAST,
-        "p": _LOW,
-        "dp": _LOW,
-        "sums": OUTPUT,
-    },
+    "autograd's of a P that is cast (P and dP in 16 bits)": _OF_CAST_P,
+    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": {**_OF_CAST_P, "sums": OUTPUT},
     "autograd's of an unnormalised O (P and dP in 16 bits)": _UNNORMALISED,
     # transformers, models/llama/modeling_llama.py, repeat_kv: K and V of a group expanded in their own format
     f"autograd's of an unnormalised O (P and dP in 16 bits{_BY_HEAD})": {**_UNNORMALISED, "sums": OUTPUT},
-    "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": {
-        **_UNNORMALISED,
-        "shift_attached": True,
-    },
+    "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": _ATTACHED,
     "autograd's of an unnormalised O that is cast (dO / l, P and dP in 16 bits)": _UNNORMALISED_CAST,
-    "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": {
-        **_UNNORMALISED_CAST,
-        "shift_attached": True,
-    },
+    "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": _ATTACHED_CAST,
     "autograd's of eager attention (P, dP and dS in 16 bits)": {**_EAGER, "scaled_ds": _LOW},
     "autograd's of eager attention that scales q (P, dP and dS in 16 bits)": {**_EAGER, "scaled_q": _LOW},
     # flax.linen.dot_product_attention, whose softmax is in the format of its inputs

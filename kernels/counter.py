@@ -16,17 +16,10 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
     constant is 2**32 divided by the golden ratio. All of it is addition, multiplication, xor and logical shift modulo
     2**32, so a Triton or CUDA kernel that writes it on uint32 gets the same bits.
 
-    Args:
-        seed: 0 <= seed < 2**32.
-        counters: integers or integer tensors that broadcast against one another, each taken modulo 2**32. Their order
-            matters. With the one of most elements last, the work on the others is done once, not once an element.
-
-    Returns:
-        int64 tensor of the counters' common shape and device.
-
-    Raises:
-        ValueError: seed is out of range.
-        TypeError: a counter is not of an integer type.
+    Counters are integers or integer tensors that broadcast against one another, each taken modulo 2**32; their order
+    matters. With the one of most elements last, the work on the others is done once, not once an element. Returned is
+    an int64 tensor of their common shape and device. ValueError: the seed is not in [0, 2**32). TypeError: a counter is
+    not of an integer type.
     """
     if not 0 <= seed <= _MASK:
         raise ValueError(f"seed must be in [0, 2**32), not {seed}")

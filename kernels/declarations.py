@@ -87,10 +87,8 @@ def parse_declaration(text: str) -> Declaration:
     - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
     - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
-    Its label names what differs from the first part, in an order of its own.
-
-    Raises:
-        ValueError: a name, key or value is unknown, or the algorithm makes nothing of it; one line.
+    Its label names what differs from the first part, in an order of its own. ValueError, one line: a name, key or value
+    is unknown, or the algorithm makes nothing of it.
     """
     head, *changes = (part.strip() for part in text.split(","))
     named = declaration = _named(head)
@@ -113,10 +111,9 @@ def parse_declaration(text: str) -> Declaration:
 
 
 def shortest(declaration: Declaration) -> Declaration:
-    """What has the same forward pass, by the text with the fewest changes; its backward pass is the named plan's.
+    """What has the same forward pass, by the text with the fewest changes; ValueError: no text names it.
 
-    Raises:
-        ValueError: no text names it.
+    Its backward pass is the named plan's.
     """
     rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
@@ -195,8 +192,7 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
     """A declaration with one change, as it stands behind a comma; its name stays.
 
-    Raises:
-        ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
+    ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
     """
     algorithm = declaration.algorithm
     if key in _TAKEN_BY:

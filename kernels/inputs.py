@@ -20,13 +20,10 @@ TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.
 
 # What the first dimensions of a call's tensors are: b batch, h heads, g key heads. One that is 1 stands for all.
 _DIMENSIONS: Mapping[str, str] = {
-    **dict.fromkeys(("q", "do", "dlse"), "bh"),
-    **dict.fromkeys(("k", "v"), "bg"),
-    "key_padding": "b",
+    **dict.fromkeys(("q", "do", "dlse", "bias", "block_mask"), "bh"),
+    **dict.fromkeys(("k", "v", "k_descale", "v_descale"), "bg"),
+    **dict.fromkeys(("key_padding", "block_table"), "b"),
     "sink": "h",
-    **dict.fromkeys(("bias", "block_mask"), "bh"),
-    "block_table": "b",
-    **dict.fromkeys(("k_descale", "v_descale"), "bg"),
 }
 _EVERY = slice(None)
 

@@ -49,15 +49,10 @@ def torch_npu_operators(name: str) -> Operator | None:
 
 
 def pack(x: Tensor, layout: str) -> Tensor:
-    """A tensor in the order that a layout names.
+    """(batch, heads, N, d) in the order that a layout names, contiguous: the operators take no other.
 
-    Args:
-        x: (batch, heads, N, d).
-        layout: letters B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions;
-            or T for a batch of 1 and S together.
-
-    Returns:
-        Contiguous tensor of the same values: the operators take no other.
+    Its letters are B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions; or T
+    for a batch of 1 and S together.
     """
     order = layout.replace("H", "ND").replace("T", "S")
     x = x[0] if "T" in layout else x

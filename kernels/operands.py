@@ -198,11 +198,7 @@ class Operands:
         return self.arithmetic.cast(p, cast, bits)
 
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
-        """P-bar V of one tile, cast; a block's scale of V is in it, one of a head is not.
-
-        Raises:
-            ValueError: a tile holds V of more than one block.
-        """
+        """P-bar V of one tile, cast; a block's scale of V is in it, a head's not. ValueError: V of several blocks."""
         plan, v = self.plan, self.taken[2].rows(keys)
         first = plan.pv if plan.pv.narrows else cast
         pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), cast)

@@ -252,7 +252,6 @@ FUSED_E5M2_OFFSET = _plan("fused_e5m2_offset", FUSED_FP8_OFFSET, p_bar=Cast(FP8_
 
 
 def _all_in(like: RoundingPlan, name: str, how: Quantization, **changes: Any) -> RoundingPlan:
-    """A plan with q, K and V in 8 bits."""
     return _plan(name, like, **dict.fromkeys(("q8", "k8", "v8"), how), **changes)
 
 

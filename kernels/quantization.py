@@ -32,8 +32,7 @@ SIZED = (Scaling.BLOCK, Scaling.MICRO)  # what takes a size
 class Quantization:
     """An operand as numbers of a narrow format times scale factors. The largest number of a scale fills the format.
 
-    Raises:
-        ValueError: a size where none belongs, or none where one does.
+    ValueError: a size where none belongs, or none where one does.
     """
 
     fmt: Format  # what the numbers are held in; what lies beyond it becomes its largest value
@@ -104,11 +103,7 @@ _TEXT = re.compile(
 
 
 def parse_quantization(text: str) -> Quantization:
-    """The quantization that a text names, as `str` gives it.
-
-    Raises:
-        ValueError: it names none; one line.
-    """
+    """The quantization that a text names, as `str` gives it; ValueError, one line: it names none."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(

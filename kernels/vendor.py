@@ -1,7 +1,7 @@
 """What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -78,14 +78,11 @@ def exact_products() -> Iterator[None]:
     new = hasattr(cuda.matmul, "fp32_precision")
     switches: dict[str, object] = {"fp32_precision": "ieee"} if new else {"allow_tf32": False}
     switches |= {name: False for name in _REDUCED if hasattr(cuda.matmul, name)}
-    before = {name: getattr(cuda.matmul, name) for name in switches}
-    reduced_math: bool = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    try:
+    with ExitStack() as undo:
         for name, value in switches.items():
+            undo.callback(setattr, cuda.matmul, name, getattr(cuda.matmul, name))
             setattr(cuda.matmul, name, value)
+        reduced_math: bool = cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+        undo.callback(cuda.allow_fp16_bf16_reduction_math_sdp, reduced_math)
         cuda.allow_fp16_bf16_reduction_math_sdp(False)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(cuda.matmul, name, value)
-        cuda.allow_fp16_bf16_reduction_math_sdp(reduced_math)

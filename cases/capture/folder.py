@@ -32,9 +32,7 @@ class Folder:
         """Make the folder if it is not there, and take stock of what earlier runs left.
 
         The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
-
-        Raises:
-            CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
+        CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
         """
         try:
             self._save = import_module("safetensors.torch").save_file
@@ -47,10 +45,11 @@ class Folder:
                 pass
             for left in path.glob(f".inputs-*{self._suffix or '[0-9]'}.partial"):
                 left.unlink(missing_ok=True)  # of a run that was killed
-            sizes = {file: file.stat().st_size for file in path.iterdir() if FILE.fullmatch(file.name)}
+            suffixes = {file: match[2] or "" for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
+            sizes = {file: file.stat().st_size for file in suffixes}
         ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
         found = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
-        of_this_run = {file: kept for file, kept in found.items() if _suffix(file) in ours}
+        of_this_run = {file: kept for file, kept in found.items() if suffixes[file] in ours}
         foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
@@ -58,7 +57,7 @@ class Folder:
                 f"budget_mb={budget / MB:g}: {path} has {foreign / MB:.1f} MB of captures that are not this run's to"
                 " replace; raise it, or name another folder"
             )
-        self.kept = {file: kept for file, kept in of_this_run.items() if _suffix(file) == self._suffix}
+        self.kept = {file: kept for file, kept in of_this_run.items() if suffixes[file] == self._suffix}
         self._make_room(0)
 
     @property
@@ -80,9 +79,7 @@ class Folder:
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
         """Write layers, the most telling first, and let less telling files give way; None: it would give way itself.
 
-        Raises:
-            CaptureError: it can't be written; what was there stays.
-            FileExistsError: there is a file of this step, which stays.
+        CaptureError: it can't be written. FileExistsError: there is a file of this step. What was there stays.
         """
         path = self.path / f"inputs-{step:06d}{self._suffix}.safetensors"
         telling = layers[0].findings.telling
@@ -120,11 +117,6 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise CaptureError(f"capture: cannot write to {folder}: {error.strerror or error}") from error
 
 
-def _suffix(path: Path) -> str:
-    match = FILE.fullmatch(path.name)
-    return "" if match is None or match[2] is None else f"-rank{match[2]}"
-
-
 def _telling(path: Path) -> float | None:
     """How telling a file is by its metadata; None where it is not one of `capture`'s, which then never touches it."""
     safetensors = import_module("safetensors")
@@ -136,7 +128,6 @@ def _telling(path: Path) -> float | None:
 
 
 def _content(step: int, layers: Sequence[Candidate]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file."""
     tensors: dict[str, Tensor] = {}
     details = {"step": str(step), "causal": str(all(layer.call.causal for layer in layers)).lower()}
     for layer in layers:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
@@ -13,21 +14,13 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.folder import MB, Folder
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import (
-    AttentionCall,
-    AttentionModule,
-    CaptureError,
-    NotHeldError,
-    Place,
-    Watch,
-    named_modules,
-)
+from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, NotHeldError, Place, Watch
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
-_NOTHING: Mapping[str, AttentionModule] = {}
 _SHOWN = 5  # files in the summary
 
 
+@dataclass(eq=False, repr=False)
 class Capture:
     """Keep q, k, v, O and dO of the calls of attention that show most, as a model trains.
 
@@ -44,71 +37,53 @@ class Capture:
     not what gradient accumulation or activation checkpointing repeats. Calls that the captured format can't hold
     (dropout, masks that are not causal, biases) are counted and named, not kept. The model's numbers stay the same to
     the bit. There are no collective calls: under DDP and FSDP every process writes files of its own, named for its
-    rank, under its share of the budget.
-
-    Args:
-        model: any module whose submodules are called in training, not compiled. Its tensors are (batch, heads, tokens,
-            d), key heads perhaps fewer than heads; Hugging Face's functions return O as (batch, tokens, heads, d).
-        folder: where files `inputs-STEP.safetensors`, or `inputs-STEP-rankR.safetensors`, go. A second run into it goes
-            on under the same budget and overwrites nothing; one run at a time.
-        every: steps from one that is looked at to the next; those whose number it divides.
-        budget_mb: of all captures in the folder, 10^6 bytes each. The least telling give way to more telling ones.
-        heads: key heads of a layer that are kept, each with all its query heads, over all batch entries.
-        layers: of one step that are kept at most.
-        tokens: queries of a head that are kept at most, the first. Under a causal mask they see the first keys alone.
-        memory_mb: of the device, 10^6 bytes each, for what is looked at in one step; layers beyond it wait for a later.
-        start: the number of the first step; by default the one after the folder's last capture, or 0.
-        modules: names or globs of modules whose forward takes q, k and v and returns O, and what can't be seen of them.
-        quiet: print no summary at the end; `summary()` gives it.
+    rank, under its share of the budget. One run at a time writes into a folder.
 
     Raises:
         CaptureError: on entry, where an argument or the folder can't be used or safetensors is missing; in the first
             step that is looked at, where the budget is too small for a single head.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        folder: str | Path,
-        *,
-        every: int = 50,
-        budget_mb: float = 256,
-        heads: int = 16,
-        layers: int = 4,
-        tokens: int = 1024,
-        memory_mb: float = 256,
-        start: int | None = None,
-        modules: Mapping[str, AttentionModule] = _NOTHING,
-        quiet: bool = False,
-    ) -> None:
-        """Check the arguments; watching starts with the context."""
-        positive = {"every": every, "heads": heads, "layers": layers, "tokens": tokens}
-        for name, value in {**positive, "budget_mb": budget_mb, "memory_mb": memory_mb}.items():
-            if not value > 0:
-                raise CaptureError(f"{name}={value}: expected a positive number")
-        if start is not None and start < 0:
-            raise CaptureError(f"start={start}: expected a step's number, 0 or more")
-        self._model, self._path, self._start, self._patterns, self._quiet = model, Path(folder), start, modules, quiet
-        self._every, self._heads, self._most, self._tokens = every, heads, layers, tokens
-        self._budget, self._memory = int(budget_mb * MB), int(memory_mb * MB)
-        self._undo = ExitStack()
-        self._layers: dict[Place, int] = {}  # numbers, by the order of the first forward pass
-        self._first = 0  # the layer from which on a step looks
-        self.steps = 0  # in all
-        self.looked = 0  # steps that were looked at
-        self.calls: Counter[str] = Counter()  # by what became of them
-        self.written: list[Path] = []
+    #: Any whose submodules are called in training, not compiled. Its tensors are (batch, heads, tokens, d), key heads
+    #: perhaps fewer than heads; Hugging Face's functions return O as (batch, tokens, heads, d).
+    model: nn.Module
+    folder: str | Path  # of `inputs-STEP.safetensors`; a second run into it keeps to its budget and overwrites nothing
+    _: KW_ONLY
+    every: int = 50  # steps from one that is looked at to the next; those whose number it divides
+    budget_mb: float = 256  # of all captures in the folder, 10^6 bytes each: the least telling give way
+    heads: int = 16  # key heads of a layer that are kept, each with its query heads, over all batch entries
+    layers: int = 4  # of one step that are kept at most
+    tokens: int = 1024  # queries of a head that are kept at most, the first; under a causal mask their keys alone
+    memory_mb: float = 256  # of the device, for what is looked at in one step: layers beyond it wait for a later
+    start: int | None = None  # the number of the first step; None: the one after the folder's last capture, or 0
+    #: Names or globs of modules whose forward takes q, k and v and returns O, and what can't be seen of them.
+    modules: Mapping[str, AttentionModule] = field(default_factory=dict)
+    quiet: bool = False  # whether no summary is printed at the end; `summary()` gives it
+
+    steps: int = field(default=0, init=False)  # in all
+    looked: int = field(default=0, init=False)  # steps that were looked at
+    calls: Counter[str] = field(default_factory=Counter, init=False)  # by what became of them
+    written: list[Path] = field(default_factory=list, init=False)  # files
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
+    _layers: dict[Place, int] = field(default_factory=dict, init=False)  # by the order of the first forward pass
+    _first: int = field(default=0, init=False)  # the layer from which on a step looks
+
+    def __post_init__(self) -> None:
+        for name in ("every", "heads", "layers", "tokens", "budget_mb", "memory_mb"):
+            if not getattr(self, name) > 0:
+                raise CaptureError(f"{name}={getattr(self, name)}: expected a positive number")
+        if self.start is not None and self.start < 0:
+            raise CaptureError(f"start={self.start}: expected a step's number, 0 or more")
 
     def __enter__(self) -> "Capture":
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"
                 raise CaptureError(f"{reason}; give capture the model before torch.compile")
-        named = named_modules(self._model, self._patterns)
-        self._folder = Folder(self._path, self._budget, *_ranks())
+        self._watch = Watch(self.model, self.modules, self._seen)
+        self._folder = Folder(Path(self.folder), int(self.budget_mb * MB), *_ranks())
         last = self._folder.last_step
-        self._number = (0 if last is None else last + 1) if self._start is None else self._start  # of the running step
-        self._watch = Watch(self._model, named, self._seen)
+        self._number = (0 if last is None else last + 1) if self.start is None else self.start  # of the running step
         self._undo.enter_context(self._watch.installed())
         self._begin()
         return self
@@ -119,7 +94,7 @@ class Capture:
         """Stop, also after Ctrl-C: what was written is whole."""
         self._undo.close()
         self._candidates.clear()
-        if not self._quiet and _ranks()[0] == 0:
+        if not self.quiet and _ranks()[0] == 0:
             print(self.summary(), file=sys.stderr, flush=True)
 
     def step(self) -> None:
@@ -135,7 +110,7 @@ class Capture:
         self._done: set[Place] = set()  # calls of this step that were looked at
         self._candidates: list[Candidate] = []
         self._left: list[int] = []  # layers that this step had no memory for
-        looking = self._number % self._every == 0
+        looking = self._number % self.every == 0
         if looking or self._watch.looking:
             self._watch.look(looking)
 
@@ -148,7 +123,7 @@ class Capture:
         if place in self._done or not out.requires_grad:
             return
         self._done.add(place)
-        full = sum(copied.bytes for copied in self._candidates) > self._memory
+        full = sum(copied.bytes for copied in self._candidates) > self.memory_mb * MB
         if full:
             self._left.append(layer)
         if full or layer < self._first:
@@ -159,7 +134,7 @@ class Capture:
             if out.dtype not in (attention_call.q.dtype, torch.float32):
                 raise NotHeldError("O in another format than q")
             with measuring(out.device):
-                how = (self._heads, self._tokens, self._number // self._every)
+                how = (self.heads, self.tokens, self._number // self.every)
                 copied = candidate(place.module, layer, attention_call, to_heads(out.detach()), *how)
         except NotHeldError as reason:
             self.calls[f"with {reason}"] += 1
@@ -193,7 +168,7 @@ class Capture:
             else:
                 good.append(part)
         if good:
-            self._write(sorted(good, key=lambda part: -part.findings.telling)[: self._most])
+            self._write(sorted(good, key=lambda part: -part.findings.telling)[: self.layers])
 
     def _write(self, layers: list[Candidate]) -> None:
         """Write the first of these layers, as many as fit; where none fits, heads of the very first."""

@@ -206,11 +206,14 @@ class Watch:
     """Reports every call of attention of a model while it is `looking`; otherwise it only passes calls on."""
 
     model: nn.Module
-    named: Mapping[nn.Module, AttentionModule]
+    patterns: Mapping[str, AttentionModule]  # names or globs of modules that compute attention, as `named_modules`
     on_call: OnCall
     looking: bool = False
     _local: threading.local = field(default_factory=threading.local)  # a checkpoint's second pass has its own thread
     _hooks: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.named = named_modules(self.model, self.patterns)
 
     def look(self, looking: bool) -> None:
         """Look at the calls from here on, or stop it."""

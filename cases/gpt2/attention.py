@@ -109,8 +109,6 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int
 
 
 class _Attention(torch.autograd.Function):
-    """The suite's algorithms, forward and backward."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call

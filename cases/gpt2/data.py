@@ -72,7 +72,6 @@ class Batches:
     seed: int  # of the sequence of batches
 
     def __post_init__(self) -> None:
-        """Refuse a text shorter than one sequence and its target."""
         if len(self.tokens) <= self.context:
             raise DataError(f"{len(self.tokens)} tokens, at least {self.context + 1} are needed")
 

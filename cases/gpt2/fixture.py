@@ -102,18 +102,7 @@ def exact() -> Read:
 
 
 def read(head: HeadKernel, arithmetic: Arithmetic, device: str, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-    """What a kernel makes of the tokens, in all heads of all layers; all else is in fp32 on the device.
-
-    Args:
-        head: the kernel, and the format of q, k and v.
-        arithmetic: the device's operations.
-        device: torch's name of it.
-        way: how the tokens go through the model.
-        draw: of the random bits of a kernel that has some.
-
-    Raises:
-        Exception: whatever the kernel raises.
-    """
+    """What a kernel makes of the tokens, in every head, all else in fp32; `draw` is of its random bits."""
     model = _model(head, arithmetic)
     model.load_state_dict({name: weight.float() for name, weight in fixture().weights.items()})
     return _read(model.to(device), way, draw)
@@ -153,16 +142,10 @@ def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
 
 @torch.no_grad()
 def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens that a model draws by decode with a cache.
+    """Tokens that a model on the host draws by decode with a cache, and log-probabilities of all but the first.
 
-    Args:
-        model: on the host.
-        first: of each sequence, (SEQUENCES, 1).
-        uniform: what each token is drawn by, that of the first too, which is there: see `draws`.
-        step: seeds the noise.
-
-    Returns:
-        (SEQUENCES, tokens), the first among them, and the log-probabilities of all others, nats, fp64.
+    The first of each sequence is given, (SEQUENCES, 1); `uniform` is what each is drawn by, the first too: see `draws`.
+    The step seeds the noise. Returned are (SEQUENCES, tokens), the first among them, and one fewer each, nats, fp64.
     """
     tokens, memory, chosen = first, Memory(), list[Tensor]()
     for each in uniform[1:]:

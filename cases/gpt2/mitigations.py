@@ -33,7 +33,6 @@ class QKClip:
     """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
-        """Let no logit stay above `tau`."""
         self._tau = tau
         self._largest: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
@@ -58,11 +57,8 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
     sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
     The queries' gain fits the normalised queries to the former ones, dimension by dimension; the keys' then fits the
     scores, which are linear in it. Both are least squares: exact for the scripted head, whose queries have one
-    direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain.
-
-    Args:
-        block: its gains change in place.
-        queries, keys: typical normalised inputs of the tokens that ask and that answer, (tokens, width).
+    direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain. `queries` and
+    `keys` are typical normalised inputs of the tokens that ask and that answer, (tokens, width).
     """
     assert block.q_norm is not None
     assert block.k_norm is not None

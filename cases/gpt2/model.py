@@ -31,7 +31,6 @@ class Configuration:
     gated: bool = False  # whether a gate multiplies every head's output: see `Gate`
 
     def __post_init__(self) -> None:
-        """Refuse sizes of no model, in one line."""
         if min(self.layers, self.heads, self.width, self.context, self.vocabulary) < 1:
             raise ValueError(f"sizes of a model must be at least 1: {self}")
         if self.width % self.heads:

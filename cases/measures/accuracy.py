@@ -30,10 +30,12 @@ plan's square) was at most 1.5 times its standard error, where 4.97 makes a cell
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, isfinite
 
+from tiebreak.cases.errors import Errors
 from tiebreak.cases.measures import CallMeasure, Observed, Value
 from tiebreak.cases.verdicts import Interval, quantile
 
@@ -75,18 +77,11 @@ def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval
     return Interval(ratio, _half_width(ours - ratio * theirs) / base)
 
 
-def _square_ratio(observed: Observed) -> Value:
-    if observed.held_to is None:
-        return None
-    ours, plans = observed.held_to
-    return ratio_of_means(ours.head_square, plans.head_square, ROUNDED_ONCE)
-
-
-def _bias_apart(observed: Observed) -> Value:
-    if observed.held_to is None or not observed.normal:
-        return None
-    ours, plans = observed.held_to
-    return _mean(ours.head_bias - plans.head_bias)
+def _paired(
+    of: Callable[[Errors, Errors], Value], asked: Callable[[Observed], bool] = lambda _: True
+) -> Callable[[Observed], Value]:
+    """What follows from the errors of O and of the plan that it is held to, where there is one and it is asked."""
+    return lambda observed: of(*observed.held_to) if observed.held_to and asked(observed) else None
 
 
 def _backward_ratio(name: str, observed: Observed) -> Value:
@@ -98,13 +93,6 @@ def _largest_ratio(ours: Tensor, theirs: Tensor, floor: float) -> float:
     """Of what two have in one head, (heads,) each; what is NaN or Inf is told elsewhere."""
     ratios = ours / theirs.clamp(min=floor)
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
-
-
-def _worst_head(observed: Observed) -> Value:
-    if observed.held_to is None or not observed.normal or observed.random:
-        return None
-    ours, plans = observed.held_to
-    return _largest_ratio(ours.head_square, plans.head_square, ROUNDED_ONCE)
 
 
 def _worst_gradient(observed: Observed) -> Value:
@@ -125,14 +113,24 @@ MEASURES = (
     CallMeasure(
         "square_ratio",
         "mean squared error of O over that of the plan it is held to, on the same heads",
-        of=_square_ratio,
+        of=_paired(lambda ours, plans: ratio_of_means(ours.head_square, plans.head_square, ROUNDED_ONCE)),
     ),
-    CallMeasure("worst_head", "the same ratio in the head where it is largest, on normal numbers", of=_worst_head),
+    CallMeasure(
+        "worst_head",
+        "the same ratio in the head where it is largest, on normal numbers",
+        of=_paired(
+            lambda ours, plans: _largest_ratio(ours.head_square, plans.head_square, ROUNDED_ONCE),
+            lambda observed: observed.normal and not observed.random,
+        ),
+    ),
     CallMeasure(
         "worst_gradient", "the same ratio of dQ, dK and dV, in the head where it is largest", of=_worst_gradient
     ),
     CallMeasure(
-        "bias_apart", "bias of O less that of the plan it is held to, on normal numbers", "ulp", of=_bias_apart
+        "bias_apart",
+        "bias of O less that of the plan it is held to, on normal numbers",
+        "ulp",
+        of=_paired(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), lambda observed: observed.normal),
     ),
     *(
         CallMeasure(

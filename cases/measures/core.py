@@ -1,5 +1,6 @@
 """The errors of O against the fp64 reference, in ulps, and of delta."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tiebreak.cases.measures import CallMeasure
@@ -10,6 +11,8 @@ def _of_errors(name: str, about: str, **described: Any) -> CallMeasure:
     """What `Errors` has by this name."""
     return CallMeasure(name, about, **described, of=lambda observed: getattr(observed.errors, name))
 
+
+_FAULT: Mapping[str, Any] = {"worse": "more", "limit": 0.0, "per": "elements", "portable": True}
 
 MEASURES = (
     _of_errors(
@@ -32,22 +35,7 @@ MEASURES = (
         column=True,
     ),
     _of_errors("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
-    _of_errors(
-        "nonfinite",
-        "elements of O that are NaN or Inf where the reference is finite",
-        worse="more",
-        limit=0.0,
-        per="elements",
-        portable=True,
-        column=True,
-    ),
-    _of_errors(
-        "missed",
-        "elements of O that are finite where the reference is NaN or Inf",
-        worse="more",
-        limit=0.0,
-        per="elements",
-        portable=True,
-    ),
+    _of_errors("nonfinite", "elements of O that are NaN or Inf where the reference is finite", **_FAULT, column=True),
+    _of_errors("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
     _of_errors("elements", "elements of O"),
 )

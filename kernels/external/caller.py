@@ -99,11 +99,7 @@ class Caller:
         return " and ".join(unusual) or None
 
     def arranged(self, inputs: AttentionInputs) -> Arranged:
-        """The call to make: the same inputs where they are as the kernel needs them, else larger ones, with dummies.
-
-        Raises:
-            ValueError: there is no such call; one line.
-        """
+        """The call to make: these inputs, or larger ones with dummies where the kernel needs them; ValueError: none."""
         (queries, keys), options = (inputs.q.shape[2], inputs.k.shape[2]), self.convention.options
         rows, columns = (-(-length // options.multiple_of) * options.multiple_of for length in (queries, keys))
         # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
@@ -143,9 +139,8 @@ class Caller:
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
 
-        Raises:
-            CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
-            Exception: whatever else the function raises.
+        CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config. All
+        else it raises.
         """
         del arithmetic  # it brings its own
         options, Tuning.taken = self.convention.options, False
@@ -177,11 +172,8 @@ class Caller:
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
         """What its calls are made within, with autograd if it asks for `gradients`; the process is put back as it was.
 
-        Yields:
-            A list that holds, once all is done, the names of what the calls had changed.
-
-        Raises:
-            CannotRunError: it called sys.exit, raised NotImplementedError, or needs a GPU.
+        The list holds, once all is done, the names of what the calls had changed. CannotRunError: it called sys.exit,
+        raised NotImplementedError, or needs a GPU.
         """
         # The grad mode first: that the kernel changes it is to be seen.
         with (

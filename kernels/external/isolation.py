@@ -8,9 +8,8 @@ import importlib
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TextIO
 
@@ -20,16 +19,13 @@ import torch
 _IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its first dO: seconds that are not a kernel's
 
 
-@dataclass(frozen=True)
-class _Switch:
-    name: str  # as messages call it
-    parts: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]]  # each as it is got and as it is put
-    may_grow: bool = False  # whether what is added to it is taken back silently
-
-
 def _flushes() -> bool:
     """Whether this thread takes subnormals for zero; torch does not tell."""
     return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
+
+
+def _put_device(before: torch.device) -> None:
+    torch.set_default_device(None if before.type == "cpu" else before)
 
 
 def _put_environment(before: dict[str, str]) -> None:
@@ -59,77 +55,60 @@ def _fp32_precision(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 _NEWER = ("backends", "backends.mkldnn", "backends.mkldnn.matmul", "backends.cuda.matmul", "backends.cudnn")
-_SDPA = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-_SWITCHES = (
+_CUDA = torch.backends.cuda
+_PRECISION, _ENVIRONMENT = "torch's precision of fp32 products", "the environment"
+# As messages call each, how it is got, and how it is put back.
+_SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     # First: what is put back afterwards is computed with it.
-    _Switch("torch's flushing of subnormals", [(_flushes, torch.set_flush_denormal)]),
-    _Switch("torch's default dtype", [(torch.get_default_dtype, torch.set_default_dtype)]),
-    _Switch(
-        "torch's default device",
-        [(torch.get_default_device, lambda old: torch.set_default_device(None if old.type == "cpu" else old))],
+    ("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
+    ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("torch's default device", torch.get_default_device, _put_device),
+    ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("torch's autocast", partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    ("torch's autocast", partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    ("torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_PRECISION, _matmul_precision, torch.set_float32_matmul_precision),
+    *((_PRECISION, *_fp32_precision(place)) for place in _NEWER),
+    *(
+        ("torch's choice of attention kernels", getattr(_CUDA, f"{name}_enabled"), getattr(_CUDA, f"enable_{name}"))
+        for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
     ),
-    _Switch("torch's number of threads", [(torch.get_num_threads, torch.set_num_threads)]),
-    _Switch("torch's grad mode", [(torch.is_grad_enabled, torch.set_grad_enabled)]),
-    _Switch(
-        "torch's autocast",
-        [
-            (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-            (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
-        ],
-    ),
-    _Switch(
-        "torch's deterministic algorithms",
-        [(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)],
-    ),
-    _Switch(
-        "torch's precision of fp32 products",
-        [(_matmul_precision, torch.set_float32_matmul_precision), *map(_fp32_precision, _NEWER)],
-    ),
-    _Switch(
-        "torch's choice of attention kernels",
-        [(getattr(torch.backends.cuda, f"{n}_enabled"), getattr(torch.backends.cuda, f"enable_{n}")) for n in _SDPA],
-    ),
-    # Libraries set variables of their own as they are imported.
-    _Switch("the environment", [(lambda: dict(os.environ), _put_environment)], may_grow=True),
-    _Switch("the working directory", [(os.getcwd, os.chdir)]),
+    (_ENVIRONMENT, lambda: dict(os.environ), _put_environment),
+    ("the working directory", os.getcwd, os.chdir),
 )
 
 
 @contextmanager
 def kept_state() -> Iterator[list[str]]:
-    """Put the process back as it was when the block ends, however it ends.
-
-    Yields:
-        A list that then holds the names of what the block had changed.
-    """
-    before = [(switch, get, put, get()) for switch in _SWITCHES for get, put in switch.parts]
+    """Put the process back as it was when the block ends, however it ends; the list then names what had changed."""
+    before = [(name, get, put, get()) for name, get, put in _SWITCHES]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for switch, get, put, old in before:
+        for name, get, put, old in before:
             now = get()
             if now == old or old is None:
                 continue
             put(old)
-            grown = switch.may_grow and old.items() <= now.items()
-            if not grown and switch.name not in changed:
-                changed.append(switch.name)
+            # Libraries set variables of their own as they are imported.
+            grown = name == _ENVIRONMENT and old.items() <= now.items()
+            if not grown and name not in changed:
+                changed.append(name)
 
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
     """Global random numbers from a seed, so that a kernel that uses them gives the same whatever ran before it."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
+    with ExitStack() as undo:
+        undo.callback(torch.set_rng_state, torch.get_rng_state())
+        undo.callback(np.random.set_state, np.random.get_state())
+        undo.callback(random.setstate, random.getstate())
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         yield
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
 
 
 class Clock:

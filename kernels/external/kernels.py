@@ -31,8 +31,7 @@ class UserKernel(Kernel):
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
     """The kernel that `--kernel`, `--plan`, which goes before what its author says, and `--declare` give.
 
-    Raises:
-        LoadError: it can't be found, imported or called as it is; one line that names the flag.
+    LoadError, one line that names the flag: it can't be found, imported or called as it is.
     """
     # Behind a target may stand keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
     place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
@@ -54,11 +53,7 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
 
 
 def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions) -> UserKernel:
-    """A user's function as a kernel of the matrix, called and held to its contract as its options say.
-
-    Raises:
-        LoadError: it can't be called as it is, or its plan is none; one line.
-    """
+    """A user's function as a kernel of the matrix; LoadError: it can't be called as it is, or its plan is none."""
     caller = Caller(function, convention(function, options))
     lacking = [*(foreign.missing_requirement for foreign in needs_of(function)), caller.missing_requirement]
 
@@ -85,11 +80,7 @@ def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions
 
 
 def distinct_names(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The same kernels under distinct names: those of one name have their file's or module's name in front.
-
-    Raises:
-        LoadError: two are the same.
-    """
+    """The same with distinct names: those of one name have their file's in front; LoadError: two are the same."""
     names, distinct = [kernel.name for kernel in kernels], dict[str, Kernel]()
     for kernel in kernels:
         place, name = kernel.origin[1].rpartition(":")[0], kernel.name

@@ -23,14 +23,10 @@ EXPECTED = "expected path/to/file.py:function, package.module:function or the na
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function that a target names.
+    """The function that a target names; LoadError: malformed, not found, not importable or not callable.
 
-    Args:
-        target: `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
-            of an object, with dots. Without a function: the only public one of the file. Or the name of an adapter.
-
-    Raises:
-        LoadError: malformed, not found, not importable or not callable.
+    A target is `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
+    of an object, with dots. Without a function: the only public one of the file. Or it is the name of an adapter.
     """
     if is_adapter(target):
         return adapter(target)

@@ -133,8 +133,7 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
 def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptions:
     """The options that the decorator and then flags, WORD=VALUE each, give; `options.NAME=VALUE` is a further keyword.
 
-    Raises:
-        LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
+    LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
     """
     declared = getattr(function, _ATTRIBUTE, None)
     options = declared if isinstance(declared, KernelOptions) else KernelOptions()
@@ -267,8 +266,7 @@ class Convention:
 def convention(function: Callable[..., Any], options: KernelOptions) -> Convention:
     """How to call a function of (q, k, v, ...), from its signature and its options, which go first.
 
-    Raises:
-        LoadError: no signature of (q, k, v, ...), a parameter that nothing explains, or an option that it lacks.
+    LoadError: no signature of (q, k, v, ...), a parameter that nothing explains, or an option that it lacks.
     """
     called = _read(function, options)
     if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor

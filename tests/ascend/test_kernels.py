@@ -8,7 +8,7 @@ import torch
 
 from tiebreak.backends.ascend import Ascend
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.features import LENGTHS
 from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
@@ -66,7 +66,7 @@ def test_every_kernel_computes_attention_its_log_sum_exp_and_gradients(backend: 
     ref, hidden = reference(inputs), inputs.hidden()
     output = backend.run(runs, inputs, gradients=runs.has_backward)
     assert output.o.dtype is torch.bfloat16
-    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+    assert ((output.o.double() - ref.o).abs() <= ErrorBounds(inputs, ref).of(UNDECLARED)).all()
     assert (output.lse is None) == (kernel == "npu_prompt_flash")
     if output.lse is not None:
         exact = (ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)).logsumexp(-1, keepdim=True)
@@ -92,7 +92,7 @@ def test_causal_masks_start_at_the_lower_right_corner(backend: Ascend, kernel: s
     ref = reference(inputs)
     o = backend.run(backend.kernel(kernel), inputs, gradients=False).o.double()
     sighted = slice(max(0, lengths[0] - lengths[1]), None)  # a row that sees no key has no answer that all agree on
-    assert (((o - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED))[:, :, sighted]).all()
+    assert (((o - ref.o).abs() <= ErrorBounds(inputs, ref).of(UNDECLARED))[:, :, sighted]).all()
 
 
 def test_a_causal_mask_is_compressed_and_a_padding_mask_whole() -> None:
@@ -135,7 +135,7 @@ def test_what_a_call_asks_more_an_operator_is_told(backend: Ascend, kernel: str,
     assert runs.refusal(inputs) is None
     ref = reference(inputs)
     output = backend.run(runs, inputs, gradients=runs.has_backward)
-    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+    assert ((output.o.double() - ref.o).abs() <= ErrorBounds(inputs, ref).of(UNDECLARED)).all()
     assert output.lse is None or output.lse.shape == ref.delta.shape
     assert_gradients(output.gradients, inputs, ref)
 
@@ -145,7 +145,7 @@ def test_a_sink_goes_to_an_operator_whose_schema_has_one(backend: Ascend) -> Non
     kernel, ref = backend.kernel("npu_fusion_bnsd_p0"), reference(inputs)
     assert kernel.refusal(inputs) is None
     output = backend.run(kernel, inputs, gradients=True)
-    assert ((output.o.double() - ref.o).abs() <= error_bound(inputs, ref, UNDECLARED)).all()
+    assert ((output.o.double() - ref.o).abs() <= ErrorBounds(inputs, ref).of(UNDECLARED)).all()
     exact, gradients = sink_gradient(inputs, ref), output.gradients
     assert exact is not None
     assert gradients is not None

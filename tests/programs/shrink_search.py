@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.bounds import UNDECLARED, error_bound
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
 from tiebreak.cases.verdicts import Verdict, interval, judge
@@ -78,7 +78,7 @@ class Seen:
     @cached_property
     def over_bound(self) -> Tensor:
         """|error| as a share of the loosest plan's rounding-error bound, by element."""
-        bound = error_bound(self.inputs, self.ref, UNDECLARED)
+        bound = ErrorBounds(self.inputs, self.ref).of(UNDECLARED)
         return ((self.o.double() - self.ref.o).abs() / bound).nan_to_num(nan=0.0)
 
     @cached_property

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.errors import Errors, measure
 from tiebreak.cases.gradients import cosine, equation_cosines, weight_gradient
 from tiebreak.cases.scripted import SCRIPTED
@@ -38,7 +38,7 @@ def measured(kernel: str) -> Errors:
     output, declaration = on_tied(kernel), composed_kernel(kernel).declaration
     assert declaration is not None
     assert output.gradients is not None
-    return measure(output.o, output.gradients.delta, inputs, ref, error_bound(inputs, ref, declaration))
+    return measure(output.o, output.gradients.delta, inputs, ref, ErrorBounds(inputs, ref).of(declaration))
 
 
 def test_the_equations_tell_the_error_of_dq_and_of_the_query_weights_gradient() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.bounds import UNDECLARED, ErrorBounds, error_bound
+from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
@@ -146,7 +146,7 @@ def test_where_rounding_the_scores_can_do_anything_the_bound_is_infinite() -> No
     # Scores of about 1e6 err by 4e3 in bf16, and exp(4e3) is beyond fp64.
     inputs = _inputs("huge_logits", BF16)
     inputs = replace(inputs, q=100 * inputs.q)
-    bound = error_bound(inputs, reference(inputs), _declared(PLANS["all_bf16"]))
+    bound = ErrorBounds(inputs, reference(inputs)).of(_declared(PLANS["all_bf16"]))
     assert torch.isinf(bound).any()
     assert not torch.isnan(bound).any()
     # Of a row that sees no key the bound is the smallest number alone.
@@ -154,4 +154,4 @@ def test_where_rounding_the_scores_can_do_anything_the_bound_is_infinite() -> No
     hidden = inputs.hidden()
     assert hidden is not None
     assert hidden[0].all()
-    assert (error_bound(inputs, reference(inputs), _declared(PAPER))[0] == BF16.smallest_subnormal).all()
+    assert (ErrorBounds(inputs, reference(inputs)).of(_declared(PAPER))[0] == BF16.smallest_subnormal).all()

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from tiebreak.backends import cuda
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import flex, varlen, vendor
 from tiebreak.kernels.formats import BF16, Formats
@@ -82,7 +82,7 @@ def hold_to_bound(kernel: Kernel, inputs: AttentionInputs, o: Tensor) -> None:
     assert kernel.declaration is not None
     ref = reference(inputs)
     assert o.shape == ref.o.shape
-    assert ((o.double() - ref.o).abs() <= error_bound(inputs, ref, kernel.declaration)).all()
+    assert ((o.double() - ref.o).abs() <= ErrorBounds(inputs, ref).of(kernel.declaration)).all()
 
 
 class TestUnavailable:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, FP8_E4M3, Formats
@@ -175,7 +175,7 @@ def test_errors_keep_within_the_plan_s_bound(name: str, case: str) -> None:
     declaration = parse_declaration(name)
     ref = reference(inputs)
     error = (run_forward(declaration, inputs, ARITHMETIC).o.double() - ref.o).abs()
-    assert (error <= error_bound(inputs, ref, declaration)).all()
+    assert (error <= ErrorBounds(inputs, ref).of(declaration)).all()
     # 8 bits cost something: this is no bound on another plan's error.
     plain = (run_forward(parse_declaration("fp32"), inputs, ARITHMETIC).o.double() - ref.o).abs()
     assert error.mean() > 2 * plain.mean()
@@ -202,7 +202,7 @@ def test_a_tile_of_v_has_one_scale() -> None:
         _attend("fused,v8=fp8_e4m3/block64,tile=128", _inputs())
     declaration, ref = parse_declaration("fused,v8=fp8_e4m3/block64,tile=32"), reference(_inputs())
     within = run_forward(declaration, _inputs(), ARITHMETIC).o
-    assert ((within - ref.o).abs() <= error_bound(_inputs(), ref, declaration)).all()
+    assert ((within - ref.o).abs() <= ErrorBounds(_inputs(), ref).of(declaration)).all()
 
 
 def test_the_backward_pass_takes_v_as_it_is() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import EMULATION, Backend
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import INACCURATE_OR_BREAKS_DOWN, Claim, breaks_down_in
 from tiebreak.cases.errors import Errors, measure
@@ -54,7 +54,7 @@ def _measured(name: str, inputs: AttentionInputs) -> Errors:
     kernel, ref = composed_kernel(name), reference(inputs)
     assert kernel.declaration is not None
     output = EMULATION.run(kernel, inputs, gradients=False)
-    return measure(output.o, None, inputs, ref, error_bound(inputs, ref, kernel.declaration))
+    return measure(output.o, None, inputs, ref, ErrorBounds(inputs, ref).of(kernel.declaration))
 
 
 @pytest.mark.parametrize("case", [case for case, kernels in CLAIMED.items() if kernels])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels import sdpa
 from tiebreak.kernels.features import VALUE_DIM, WINDOW
@@ -208,7 +208,7 @@ def test_a_causal_mask_is_the_inputs_however_it_is_told(queries: int) -> None:
     inputs = _rows("random_causal", queries)
     ref = reference(inputs)
     o = ON_CPU(inputs, CPU.arithmetic, False).o.double()
-    assert ((o - ref.o).abs() <= error_bound(inputs, ref, _declaration())).all()
+    assert ((o - ref.o).abs() <= ErrorBounds(inputs, ref).of(_declaration())).all()
 
 
 def test_an_operator_takes_all_that_masks_or_a_square_causal_mask_alone() -> None:
@@ -268,7 +268,7 @@ def test_what_it_takes_of_a_call_s_features_it_does_as_declared(kernel: str, inp
     o = runs.compute(inputs, CPU.arithmetic, False).o.float()
     assert (o != predicted).float().mean() < FEW
     ref = reference(inputs)
-    assert ((o.double() - ref.o).abs() <= error_bound(inputs, ref, runs.declaration)).all()
+    assert ((o.double() - ref.o).abs() <= ErrorBounds(inputs, ref).of(runs.declaration)).all()
 
 
 def test_an_order_in_memory_that_the_flash_kernel_cannot_take_is_refused_in_pytorch_s_words() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases import gradients as gradients_module
-from tiebreak.cases.bounds import error_bound
+from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.flash import BLOCK, Block
@@ -54,7 +54,7 @@ def test_kernels_of_one_plan_and_as_many_tiles_share_a_bound_and_others_do_not(b
         assert of(same) is of(paper)
         assert of_gradients(same) is of_gradients(paper)
     for each in (fixed, fused, tiled):
-        assert torch.equal(of(each), error_bound(shared.inputs, shared.ref, each))
+        assert torch.equal(of(each), ErrorBounds(shared.inputs, shared.ref).of(each))
     for other in (fused, tiled):
         assert not torch.equal(of(other), of(paper))
         assert of_gradients(other) is not of_gradients(paper)
