@@ -31,7 +31,6 @@ class Assumptions:
 
     @property
     def about(self) -> str:
-        """One line."""
         if self.exact:
             return "no card: sums exact and rounded once, nothing contracted"
         contraction = f"contraction {self.contraction()[1]}"

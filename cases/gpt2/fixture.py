@@ -50,7 +50,6 @@ class Way(Enum):
 
     @property
     def sequences(self) -> int:
-        """Likewise."""
         return 1 if self is Way.ALONE else SEQUENCES
 
 

@@ -39,7 +39,6 @@ class Places:
 
     @classmethod
     def all(cls, placing: Placing) -> "Places":
-        """All alike."""
         return cls(placing, placing, placing, placing)
 
 

@@ -67,7 +67,6 @@ class Outcome:
 
     @property
     def better(self) -> list[Change]:
-        """Improvements."""
         return [change for change in self.changes if not change.worse]
 
     @property

@@ -39,7 +39,6 @@ class Group:
 
     @property
     def diverged(self) -> int:
-        """How many."""
         return sum(run.diverged is not None for run in self.runs)
 
     @property
