@@ -344,7 +344,7 @@ def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_foun
         ),
         ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
         ("hf:flash", "no adapter 'hf:flash': "),
-        ("mine", "openvino; one of your own is path/to/file.py:function"),
+        ("mine", "pallas_splash; one of your own is path/to/file.py:function"),
         ("no_such_package.module:f", "ModuleNotFoundError"),
         ("sound_kernel.py:absent", "has no function 'absent'; its functions are plain"),
         ("sound_kernel.py:kernel.nothing", "has no function 'kernel.nothing'; its functions are plain"),
