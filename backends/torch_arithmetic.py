@@ -48,6 +48,7 @@ class TorchArithmetic:
         return (a.to(dtype) @ b.to(dtype)).float()
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """The device's exponential."""
         return torch.exp2(x * LOG2_E) if exponential.base_two else torch.exp(x)
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
@@ -62,8 +63,10 @@ class TorchArithmetic:
         return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 
     def tanh(self, x: Tensor) -> Tensor:
+        """The device's hyperbolic tangent."""
         return torch.tanh(x)
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """The device's sum."""
         del accumulator
         return x.sum(-1, keepdim=True)

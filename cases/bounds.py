@@ -138,6 +138,7 @@ class ErrorBounds:
 
     @cached_property
     def values(self) -> Tensor:
+        """|V|."""
         return self.inputs.expanded(self.inputs.whole_v.double().abs())
 
     @cached_property

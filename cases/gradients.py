@@ -236,6 +236,7 @@ class ExactGradients:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
+        """Those of a batch."""
         return cls(reference_gradients(inputs, ref), inputs.formats.output, sink_gradient(inputs, ref))
 
     def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> GradientErrors:
@@ -248,6 +249,7 @@ class ExactGradients:
 
     @cached_property
     def norms(self) -> tuple[Tensor, ...]:
+        """Of each."""
         return tuple(gradient.norm() for gradient in self.gradients)
 
     @cached_property

@@ -24,6 +24,7 @@ class BackwardPass:
 
     @property
     def source(self) -> DeltaSource:
+        """What delta is computed from."""
         return DeltaSource(self.points.get("delta_from", DeltaSource.OUTPUT))
 
     def shows(self, source: DeltaSource) -> bool:

@@ -72,12 +72,14 @@ class Format:
 
     @property
     def largest(self) -> float:
+        """Largest finite value."""
         # Without Inf the all-ones significand of the top exponent is NaN, so the largest value is one ulp lower.
         ulps_below_next_binade = 1 if self.has_infinity else 2
         return 2.0**self.max_exponent * (2.0 - ulps_below_next_binade * 2.0**-self.mantissa_bits)
 
     @property
     def smallest_normal(self) -> float:
+        """Smallest positive normal value."""
         return 2.0**self.min_exponent
 
     @property

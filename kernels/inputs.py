@@ -102,6 +102,7 @@ class AttentionInputs:
 
     @property
     def groups(self) -> int:
+        """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
     def asks(self) -> tuple[Feature, ...]:

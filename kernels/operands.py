@@ -31,6 +31,7 @@ class Scaled:
         return self.values if self.scale is None else self.values * self.scale
 
     def rows(self, rows: slice) -> "Scaled":
+        """Some of the rows."""
         scale = self.scale
         if scale is not None and scale.shape[_ROWS] > 1:
             scale = scale[:, :, rows]

@@ -177,9 +177,11 @@ class RoundingPlan:
 
     @property
     def stochastic(self) -> bool:
+        """Whether any cast is stochastic."""
         return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
 
     def casts(self) -> tuple[tuple[str, Cast], ...]:
+        """All rounding points, by name."""
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in pairs if isinstance(value, Cast))
 

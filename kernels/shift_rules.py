@@ -42,6 +42,7 @@ class ShiftRule:
 
     @property
     def scales(self) -> bool:
+        """Whether any maximum is scaled."""
         return self.above != 1.0 or self.below != 1.0
 
     @property

@@ -67,6 +67,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
 
     @property
     def id(self) -> str:
+        """Target and kernel."""
         return f"{self.target} {self.kernel}"
 
 

@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that complains in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
         self.exit(USAGE, f"{self.prog}: {message}; --help says more\n")
 
 

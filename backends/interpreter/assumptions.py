@@ -31,6 +31,7 @@ class Assumptions:
 
     @property
     def about(self) -> str:
+        """One line."""
         if self.exact:
             return "no card: sums exact and rounded once, nothing contracted"
         contraction = f"contraction {self.contraction()[1]}"

@@ -36,10 +36,12 @@ class _Pointers(TensorHandle):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the tile."""
         return self.terms[0].shape
 
     @cached_property
     def data(self) -> Array:
+        """The addresses, uint64."""
         total: Array = np.sum(np.broadcast_arrays(*self.terms), axis=0)
         return total.view(np.uint64)
 

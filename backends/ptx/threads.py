@@ -42,6 +42,7 @@ class Threads:
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
+        """Which of these threads execute an instruction."""
         if not at.guard:
             return active
         predicate = self._registers[at.guard] ^ at.negated

@@ -50,6 +50,7 @@ class Way(Enum):
 
     @property
     def sequences(self) -> int:
+        """Likewise."""
         return 1 if self is Way.ALONE else SEQUENCES
 
 

@@ -182,6 +182,7 @@ class GPT2(nn.Module):
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
     def block(self, layer: int) -> Block:
+        """The block of a layer, from 0."""
         module = self.blocks[layer]
         assert isinstance(module, Block)
         return module

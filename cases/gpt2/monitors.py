@@ -36,6 +36,7 @@ class View:
 
     @property
     def heads(self) -> tuple[int, ...]:
+        """The heads looked at."""
         return self.observation.heads if self.head is None else (self.head,)
 
     def _seen(self, x: Tensor) -> Tensor:

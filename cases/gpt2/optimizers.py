@@ -22,6 +22,7 @@ class Schedule:
     warm_up: int  # steps
 
     def at(self, step: int) -> float:
+        """The rate of a step, from 0."""
         if step < self.warm_up:
             return self.rate * (step + 1) / self.warm_up
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)

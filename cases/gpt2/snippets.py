@@ -110,6 +110,7 @@ class Snippet:
 
     @property
     def claims(self) -> tuple[SnippetClaim, ...]:
+        """What must hold, by variant."""
         return (*self.own_claims, *FROZEN.get((self.name, self.version), ()))
 
     @property
@@ -134,6 +135,7 @@ class Snippet:
         return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
+        """What is claimed about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 

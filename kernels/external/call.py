@@ -39,6 +39,7 @@ class Places:
 
     @classmethod
     def all(cls, placing: Placing) -> "Places":
+        """All alike."""
         return cls(placing, placing, placing, placing)
 
 

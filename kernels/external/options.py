@@ -91,6 +91,7 @@ class KernelOptions:
             raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
 
     def listed(self, option: str) -> frozenset[Feature]:
+        """The features that `takes` or `refuses` lists."""
         return frozenset(TAKEN[word] for word in split_words(getattr(self, option)))
 
 
@@ -181,6 +182,7 @@ class Convention:
 
     @cached_property
     def required(self) -> frozenset[str]:
+        """Keywords without a default."""
         return frozenset(name for name, default in self.parameters.items() if default is _NONE)
 
     @property

@@ -47,6 +47,7 @@ class Expected(Data, frozen=True):
 
     @property
     def expired(self) -> bool:
+        """Whether its last day has passed."""
         return self.expires is not None and self.expires < date.today()
 
     def excuses(self, record: Record) -> bool:

@@ -67,6 +67,7 @@ class Outcome:
 
     @property
     def better(self) -> list[Change]:
+        """Improvements."""
         return [change for change in self.changes if not change.worse]
 
     @property

@@ -58,10 +58,12 @@ class Compared(Data, frozen=True):
     predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
 
     def __str__(self) -> str:
+        """As tables name it."""
         return f"{self.first} | {self.second}"
 
     @property
     def same(self) -> bool:
+        """Whether all log-probabilities have the same bits."""
         return self.difference is not None and self.difference.equal == 1.0
 
 

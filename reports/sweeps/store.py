@@ -31,6 +31,7 @@ class Place(Data, frozen=True, order=True, omit_defaults=False):
 
     @property
     def variant(self) -> str:
+        """Kernel, and stabiliser where there is one."""
         return self.kernel if self.stabiliser == NO_STABILISER else f"{self.kernel} + {self.stabiliser}"
 
     @property
@@ -77,6 +78,7 @@ class SweepRun(Place, frozen=True, order=True):
 
     @property
     def place(self) -> Place:
+        """Where it stands."""
         return Place(**{name: getattr(self, name) for name in Place.__struct_fields__})
 
 

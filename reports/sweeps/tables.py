@@ -39,6 +39,7 @@ class Group:
 
     @property
     def diverged(self) -> int:
+        """How many."""
         return sum(run.diverged is not None for run in self.runs)
 
     @property

@@ -25,10 +25,12 @@ class TrainingGrid:
 
     @property
     def kernels(self) -> list[str]:
+        """In the order of their first records."""
         return list(dict.fromkeys(kernel for kernel, _ in self.cells))
 
     @property
     def cases(self) -> list[str]:
+        """In the order of their labels."""
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def heading(self, case: str) -> str:

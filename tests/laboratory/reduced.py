@@ -53,6 +53,7 @@ class Reduction:
 
     @property
     def name(self) -> str:
+        """Return the text that `parse_reduction` takes."""
         mode = "" if self.mode is Rounding.TO_EVEN else ":zero"
         inner = "" if self.inner is None else f":inner={self.inner}"
         return self.fmt.name + mode + inner + ("" if self.outer is None else f":outer={self.outer}")

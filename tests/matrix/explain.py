@@ -60,6 +60,7 @@ class Standing:
         return sum(math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values()) / len(self.fits)
 
     def equals(self, best: "Standing") -> bool:
+        """Whether nothing tells it from the best."""
         return self.followed and all(abs(share - self.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 

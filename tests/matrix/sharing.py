@@ -27,6 +27,7 @@ class SharedEmulation(EmulatedArithmetic):
     """
 
     def __init__(self, inputs: AttentionInputs) -> None:
+        """For inputs that outlive it."""
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
 

@@ -192,6 +192,7 @@ class _Follower:
         self.interrupted = excinfo.errisinstance(KeyboardInterrupt)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a cell."""
         if self.collector is None or cell_id(report.nodeid) not in self.collector.expected:
             return
         if report.when == "teardown" or report.failed:

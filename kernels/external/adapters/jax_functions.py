@@ -43,6 +43,7 @@ class _Attention:
     def gradients(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, attn_mask: Any = None, **options: Any
     ) -> tuple[Tensor, ...]:
+        """Of q, k and v, by jax.vjp."""
         del o
         return self._called(_computed(self, True, **options), attn_mask, do, q, k, v)
 

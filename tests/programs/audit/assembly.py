@@ -78,6 +78,7 @@ class Code:
             self._constants.setdefault(at.operands[0], set()).update(at.loaded)
 
     def matching(self, matches: Callable[[str], object]) -> Iterator[Instruction]:
+        """Instructions whose opcode matches."""
         return (at for at in self.instructions if matches(at.opcode))
 
     def after_products(self, at: Instruction) -> bool:
