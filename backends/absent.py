@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,11 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import Tuning
+from tiebreak.kernels.triton.loading import Tuning, executing
+
+# It knows by the function itself what a compiler decides, such as tl.static_assert: imported while the language is
+# patched for interpreting, it would let every static_assert pass for the rest of the process.
+import_module("triton.compiler.code_generator")
 
 
 @contextmanager
@@ -45,7 +50,9 @@ def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
         def one(given: dict[str, Any]) -> list[Any]:
             left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
             for each in prune(given):
-                words = "+".join(f"{key}={value}" for key, value in each.all_kwargs().items() if key in seen)
+                # Compiled code sees all of it; interpreted code has neither warps nor stages.
+                told = {key: value for key, value in each.all_kwargs().items() if executing() or key in seen}
+                words = "+".join(f"{key}={value}" for key, value in told.items())
                 left.setdefault(words, each)
                 Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))
             if kernel == name and chosen not in left:

@@ -148,7 +148,9 @@ class Caller:
         output = run.finished() if gradients else AttentionOutput(run.o)
         whole = gradients or options.backward == NO_BACKWARD  # else the kernel may be its backward pass's
         if options.config and not (Tuning.taken or (interpreting() and not whole)):
-            raise CannotRunError(f"config={options.config}: no such kernel was launched; the interpreter takes one")
+            raise CannotRunError(
+                f"config={options.config}: no such kernel was launched; --backend interpreter and ptx take one"
+            )
         return output
 
     def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":

@@ -110,4 +110,4 @@ class Tuning:
 
     chosen = ""  # KERNEL.NAME=VALUE+NAME=VALUE; empty: the first of every kernel
     taken = False  # whether a kernel was launched in the chosen one
-    left: ClassVar[dict[str, dict[str, set[str]]]] = {}  # by kernel, by what interpreted code sees: by pruning of calls
+    left: ClassVar[dict[str, dict[str, set[str]]]] = {}  # by kernel, by what its code sees: by pruning of calls

@@ -78,6 +78,17 @@ def test_the_configuration_that_sums_in_bf16_is_caught_and_named(
     assert "[forward.COLUMNS=64+NARROW=True]" in worst.fell[0].command
 
 
+def test_compiled_code_is_asked_with_each_number_of_warps(tuned: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--cases", "random", "--heads", "4", "--plan", "flash@fused,tile=64", "-n", "0")
+    assert check.main([tuned, "--configs", "all", "--backend", "ptx", "--as", "sm_80", *words]) == 1
+    configs, *classes = capsys.readouterr().out.splitlines()[1:4]
+    assert configs.startswith("  configs     3, 2 of other bits on 4 heads of 1 call")
+    assert "by assumption" not in configs
+    assert "refused on every call: [forward.COLUMNS=128+NARROW=False+num_warps=8+" in configs
+    (sound,) = (line for line in classes if "NARROW=False" in line)
+    assert all(f"[forward.COLUMNS=64+NARROW=False+num_warps={warps}+" in sound for warps in (4, 8))
+
+
 def _sized(Y: Any, SIZE: tl.constexpr) -> None:
     tl.static_assert(SIZE < 64)
     tl.store(Y + tl.arange(0, 1), float(SIZE))

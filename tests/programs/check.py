@@ -93,7 +93,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("-n", "--workers", default=_AUTO, metavar="N", help=workers)
     configs = (
-        "all configurations of autotuned kernels, interpreted, or a keyword's values: those of other bits are checked"
+        "check each configuration that gives other bits: all of autotuned kernels, with --backend interpreter or ptx;"
+        " or these values of a keyword"
     )
     parser.add_argument("--configs", action="append", metavar="all|NAME=V1,V2", help=configs)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"

@@ -46,7 +46,7 @@ class Configurations:
         self.bits = {name: bits for name, bits in looks.items() if {*bits.values()} != {_REFUSED}} or looks
         self.refused = [name.removeprefix(target) for name in looks if name not in self.bits]
         if not self.bits:
-            advice = "name NAME=V1,V2 of a keyword; all is of autotuned kernels, with --backend interpreter"
+            advice = "name NAME=V1,V2 of a keyword; all is of autotuned kernels, with --backend interpreter or ptx"
             raise UsageError(f"--configs {' '.join(asked)}: there are none, or no case is a call; {advice}")
         self.classes = list(grouped(self.bits, lambda name: tuple(self.bits[name].items())).values())
 
