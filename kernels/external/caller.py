@@ -139,8 +139,9 @@ class Caller:
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
 
-        CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config. All
-        else it raises.
+        Raises:
+            CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
+            Exception: whatever else the function raises.
         """
         del arithmetic  # it brings its own
         options, Tuning.taken = self.convention.options, False
