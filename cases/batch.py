@@ -28,6 +28,15 @@ class Batch:
         return units_of(self.ref.o, self.inputs.formats.output)
 
     @cached_property
+    def size_units(self) -> Tensor | None:
+        """What errors of O are counted in beside the mean of |V| that its row sees; None: V has one sign, as `units`.
+
+        Where O cancels, an ulp of it says by how much: the mean of squares in such units has no finite variance.
+        """
+        v = self.inputs.v
+        return units_of(self.ref.magnitude, self.inputs.formats.output) if (v > 0).any() and (v < 0).any() else None
+
+    @cached_property
     def bounds(self) -> ErrorBounds:
         """What the bounds of all plans have in common."""
         return ErrorBounds(self.inputs, self.ref)

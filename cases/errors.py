@@ -43,6 +43,7 @@ class Errors:
 
     head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
     head_square: Tensor  # mean squared error in ulps^2, (batch * key heads,)
+    head_size_square: Tensor  # the same in ulps of the mean of |V|, so that no element counts by how much it cancelled
     head_coherence: Tensor  # row coherence less what independent errors give, in ulps, (batch * key heads,)
     head_delta: Tensor  # mean of delta_lp - delta_hp, (batch * key heads,)
     head_delta_size: Tensor  # mean |delta_hp|, (batch * key heads,)
@@ -119,6 +120,7 @@ def measure(
     ref: Reference,
     bound: Tensor,
     units: Tensor | None = None,
+    size_units: Tensor | None = None,
 ) -> Errors:
     """Measure one batch.
 
@@ -128,6 +130,7 @@ def measure(
         inputs, ref: what it was given, and the fp64 reference of it.
         bound: rounding-error bound of every element of O (`tiebreak.cases.bounds`).
         units: of the reference, if at hand (`units_of`).
+        size_units: of the mean of |V|, where V has both signs.
     """
     wide = output.double()
     difference = wide - ref.o
@@ -141,9 +144,13 @@ def measure(
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
     elements = by_key_head(counted, inputs.groups)
+    head_square = by_key_head(square, inputs.groups) / elements
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
-        head_square=by_key_head(square, inputs.groups) / elements,
+        head_square=head_square,
+        head_size_square=head_square
+        if size_units is None
+        else by_key_head(in_units(difference, size_units).square(), inputs.groups),
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),

@@ -71,13 +71,13 @@ def interval(samples: Tensor) -> Interval:
     return Interval(samples.mean().item(), quantile(count) * (samples.std().item() / math.sqrt(count)))
 
 
-def heads_to_tell(bias: Interval, heads: int) -> int:
-    """How many heads to draw at first, so that all looks together tell what those drawn so far do not: about.
+def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int:
+    """Return how many heads to draw at first, so that all looks together tell what those drawn so far do not: about.
 
-    The half width falls as 1 / sqrt(heads), and has to reach the margin. At least twice as many as this time.
+    The half width falls as 1 / sqrt(heads), and has to reach the limit. At least twice as many as this time.
     """
-    distance = abs(abs(bias.mean) - MARGIN_ULPS)
-    needed = heads / 2 ** (LOOKS - 1) * max(2.0, (bias.half_width / distance) ** 2 if distance else math.inf)
+    distance = abs(abs(mean.mean) - limit)
+    needed = heads / 2 ** (LOOKS - 1) * max(2.0, (mean.half_width / distance) ** 2 if distance else math.inf)
     return _STEP * math.ceil(needed / _STEP) if needed < _MOST_HEADS else _MOST_HEADS  # NaN is not less
 
 

@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from importlib import import_module
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from tiebreak.cases.batch import Batch
@@ -40,6 +41,23 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class HeadErrors:
+    """How much a gradient and that of the known backward pass it is held to err, by key head, (heads,) each.
+
+    Errors are measured from the gradient of that pass without a rounding: those that come of O are left out.
+    """
+
+    square: Tensor  # mean squared error over mean square
+    their_square: Tensor
+    gain: Tensor  # sum(error * exact) / sum(exact^2)
+    their_gain: Tensor
+
+    def joined(self, more: "HeadErrors") -> "HeadErrors":
+        """Return both as one."""
+        return HeadErrors(*(torch.cat([mine, vars(more)[name]]) for name, mine in vars(self).items()))
+
+
+@dataclass(frozen=True)
 class Observed:
     """A kernel's outputs for a case's heads, batch by batch, and the prediction of them."""
 
@@ -53,10 +71,9 @@ class Observed:
     held_to: tuple[Errors, Errors] | None = None  # of O and of the plan that it is held to, on the same heads
     normal: bool = False  # whether the case has normal numbers
     equal_gradients: float | None = None  # share of elements of dQ, dK, dV that a second run gave to the bit
-    #: Of each run, by dq, dk and dv: mean squared errors by head of the kernel and of the backward pass it is held to,
-    #: each (heads,), less the errors that come of O, relative to the mean square of the gradient.
-    backward_squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]] = ()
-    random: bool = False  # whether random bits enter the O of the plan that it is held to
+    #: Of each run, by dq, dk and dv; of the first run on as many heads as it takes to tell whether they err too much.
+    backward_heads: Sequence[Mapping[str, HeadErrors]] = ()
+    worst_gradient: float | None = None  # see `tiebreak.cases.measures.accuracy`
 
     @cached_property
     def row_errors(self) -> Tensor:

@@ -20,38 +20,89 @@ sum(reference^2), head by head. Rounding to nearest has none: that of no sound k
 errors and 3e-4, and the error of delta read off dQ was at most 8e-5. `GAIN` is 1e-3 for both, half of what a bf16
 number loses on average that is rounded in one direction.
 
-Where some heads alone are wrong, means over heads tell nothing: their interval is as wide as heads are apart. So no
-head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
-derives it. Random bits put their errors into other heads than an emulation's: there it is not asked.
+A cast of dP before the large part of it cancels hides gains below some per cent, however many heads are drawn. So the
+gain of a kernel that follows a known pass is taken beside that pass, head by head; of others it has to lie in `GAIN`
+or within what 256 heads of the looser pass leave open (`*_gain_noise`), whichever is wider.
 
-A cell falls if the whole interval lies beyond the limit. The interval's confidence leaves one false alarm in 10,000
-runs of 300 such questions, if the means over heads are normal. In the cells above the mean of (square - LIMIT times the
-plan's square) was at most 1.5 times its standard error, where 4.97 makes a cell fall.
+Where some heads alone are wrong, means over heads tell little: their interval is as wide as heads are apart. So no
+head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
+derives it. In a gradient the errors of one pass in one head are a single draw: with a gradient through the maximum one
+number of a row decides, and may be near 0. There the known pass that errs most in that head counts. Beside one pass
+autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 2.4 (tests/studies/heads.py).
+
+A cell falls where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
+if they are too few at the cap the answer is not told, and the run falls. The interval's confidence leaves one false
+alarm in 10,000 runs of 300 such questions, at four looks each, if the means over heads are normal. In the cells above
+the mean of (square - LIMIT times the plan's square) was at most 1.5 times its standard error, where 5.2 makes a cell
+fall. Squares are in ulps of the mean of |V|: in ulps of an O that cancels, their mean has no finite variance.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, isfinite
 
 from tiebreak.cases.errors import Errors
-from tiebreak.cases.measures import CallMeasure, Observed, Value
-from tiebreak.cases.verdicts import Interval, quantile
+from tiebreak.cases.measures import CallMeasure, Observed, Value, call_measures
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, quantile
 
 LIMIT = 1.1  # ratio of mean squared errors
 WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
 GAIN = 1e-3  # gain error of dQ, dK and dV, and relative error of delta
 _FALSE_ALARMS = 1e-4  # a run, at most
+_USUAL_HEADS = 256
 _QUESTIONS = 300  # a run: a ratio of O in about 65 cells, a bias in about 10, three ratios and four gains in about 10
 #: Mean squared error of a number that is rounded to nearest once, in ulps: where the plan errs by less, exact elements
 #: that the last bit of a sum turns into errors of an ulp would decide.
 ROUNDED_ONCE = 1 / 12
 
 
+@dataclass(frozen=True)
+class Limit:
+    """A limit on a mean that has an interval."""
+
+    at: float
+    either_way: bool = False  # whether on the mean's size: it may lie on either side of 0
+    shown: str = "{:.3g}"  # how a number of that measure is written
+    noise: str | None = None  # the measure of what sound kernels' rounding leaves open, where that may be more
+
+    def met(self, name: str, values: Mapping[str, Value]) -> bool | None:
+        """Tell whether a mean is within it.
+
+        It is beyond it where its whole interval is, and within where that is within the limit or the noise. None:
+        neither, more heads would tell. True without an interval: nothing is asked.
+        """
+        value, noise = values.get(name), values.get(self.noise or "")
+        if not isinstance(value, Interval):
+            return True
+        within = max(self.at, noise) if isinstance(noise, float) else self.at
+        if value.low > self.at or (self.either_way and value.high < -self.at):
+            return False
+        return True if value.high <= within and (value.low >= -within or not self.either_way) else None
+
+
+GRADIENTS = ("dq", "dk", "dv")
+#: By measure. Where an interval tells nothing more heads are drawn.
+LIMITS_OF_O = {"square_ratio": Limit(LIMIT), "bias_apart": Limit(MARGIN_ULPS, True, "{:+.2f} ulp")}
+LIMITS_OF_GRADIENTS = {
+    **{f"{name}_square_ratio": Limit(LIMIT) for name in GRADIENTS},
+    **{f"{name}_gain_error": Limit(GAIN, True, "{:+.2%}", f"{name}_gain_noise") for name in GRADIENTS},
+    "delta_bias_in_dq": Limit(GAIN, True, "{:+.2%}"),
+}
+
+
+def told(limits: Mapping[str, Limit], observed: Observed) -> bool:
+    """Tell whether each interval lies on one side of its limit; where there is no interval nothing is asked."""
+    asked = limits.keys() | {limit.noise for limit in limits.values()}
+    values = {name: measure.of(observed) for name, measure in call_measures().items() if name in asked}
+    return all(limit.met(name, values) is not None for name, limit in limits.items())
+
+
 def _half_width(samples: Tensor) -> float:
     """Of a one-sided interval for the mean of independent samples, for one question of a run."""
-    widening = quantile(samples.numel(), 1.0 - 2.0 * _FALSE_ALARMS / _QUESTIONS, looks=1)
+    widening = quantile(samples.numel(), 1.0 - 2.0 * _FALSE_ALARMS / _QUESTIONS)
     return widening * samples.std().item() / math.sqrt(samples.numel())
 
 
@@ -85,46 +136,56 @@ def _paired(
 
 
 def _backward_ratio(name: str, observed: Observed) -> Value:
-    ratios = [ratio_of_means(*squares[name]) for squares in observed.backward_squares]
+    heads = [run[name] for run in observed.backward_heads]
+    ratios = [ratio_of_means(each.square, each.their_square) for each in heads]
     return max((ratio for ratio in ratios if ratio is not None), key=lambda ratio: ratio.low, default=None)
 
 
 def _largest_ratio(ours: Tensor, theirs: Tensor, floor: float) -> float:
-    """Of what two have in one head, (heads,) each; what is NaN or Inf is told elsewhere."""
+    """Return the largest ratio of what two have in one head, (heads,) each; what is NaN or Inf is told elsewhere."""
     ratios = ours / theirs.clamp(min=floor)
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
-
-
-def _worst_gradient(observed: Observed) -> Value:
-    paired = () if observed.random else observed.backward_squares
-    found = (_largest_ratio(*pair, 0.0) for squares in paired for pair in squares.values())
-    return max((ratio for ratio in found if not math.isnan(ratio)), default=None)
 
 
 def _gain(at: int, observed: Observed) -> Value:
     errors, batch = observed.gradient_errors, observed.batches[0]
     if errors is None or observed.held_to is None or not observed.normal:
         return None
-    groups = 1 if at else batch.inputs.groups  # K and V have key heads alone, and heads that share one are one sample
-    return _mean(errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1))
+    if not observed.backward_heads:
+        groups = 1 if at else batch.inputs.groups  # K and V have key heads alone; heads that share one are one sample
+        return _mean(errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1))
+    heads = observed.backward_heads[0][GRADIENTS[at]]
+    # Where it is the kernel's own, what is left beside the known pass is next to nothing.
+    means = [mean for samples in (heads.gain, heads.gain - heads.their_gain) if (mean := _mean(samples)) is not None]
+    return min(means, key=lambda mean: mean.half_width, default=None)
+
+
+def _gain_noise(name: str, observed: Observed) -> Value:
+    if not observed.backward_heads:
+        return None
+    inputs = observed.batches[0].inputs
+    noise = _mean(observed.backward_heads[0][name].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]])
+    return None if noise is None else noise.half_width * math.sqrt(inputs.q.shape[0] * inputs.q.shape[1] / _USUAL_HEADS)
 
 
 MEASURES = (
     CallMeasure(
         "square_ratio",
         "mean squared error of O over that of the plan it is held to, on the same heads",
-        of=_paired(lambda ours, plans: ratio_of_means(ours.head_square, plans.head_square, ROUNDED_ONCE)),
+        of=_paired(lambda ours, plans: ratio_of_means(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE)),
     ),
     CallMeasure(
         "worst_head",
         "the same ratio in the head where it is largest, on normal numbers",
         of=_paired(
-            lambda ours, plans: _largest_ratio(ours.head_square, plans.head_square, ROUNDED_ONCE),
-            lambda observed: observed.normal and not observed.random,
+            lambda ours, plans: _largest_ratio(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE),
+            lambda observed: observed.normal,
         ),
     ),
     CallMeasure(
-        "worst_gradient", "the same ratio of dQ, dK and dV, in the head where it is largest", of=_worst_gradient
+        "worst_gradient",
+        "the same ratio of dQ, dK and dV, over that of the known backward pass that errs most in that head",
+        of=lambda observed: observed.worst_gradient,
     ),
     CallMeasure(
         "bias_apart",
@@ -138,7 +199,7 @@ MEASURES = (
             f"mean squared error of d{name[1].upper()} over that of the backward pass it is held to, on normal numbers",
             of=partial(_backward_ratio, name),
         )
-        for name in ("dq", "dk", "dv")
+        for name in GRADIENTS
     ),
     *(
         CallMeasure(
@@ -146,6 +207,14 @@ MEASURES = (
             f"how much too large d{name[1].upper()} is on the whole, as a share, on normal numbers",
             of=partial(_gain, at),
         )
-        for at, name in enumerate(("dq", "dk", "dv"))
+        for at, name in enumerate(GRADIENTS)
+    ),
+    *(
+        CallMeasure(
+            f"{name}_gain_noise",
+            f"half the width of the interval that {_USUAL_HEADS} heads of the known backward pass give the same number",
+            of=partial(_gain_noise, name),
+        )
+        for name in GRADIENTS
     ),
 )

@@ -31,8 +31,11 @@ class HeldTo:
 
     plan: str  # as reports name it
     declaration: Declaration
-    errors: tuple[Errors, Errors]  # of O and of the plan's emulation, on the same heads
     refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
+
+    def errors(self, sample: Sample) -> tuple[Errors, Errors]:
+        """Return the errors of O and of the plan's emulation, on all heads drawn so far."""
+        return sample.errors, sample.emulated(self.declaration)
 
 
 def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
@@ -53,14 +56,14 @@ def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
 
 
 def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) -> HeldTo | None:
-    """The plan that a kernel declares, follows here, or follows on normal numbers, and the errors of both.
+    """The plan that a kernel declares, follows here, or follows on normal numbers.
 
     A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
     that plan there. None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
     """
     if sample.prediction is not None:
-        return HeldTo(sample.declaration.label, sample.declaration, (sample.errors, sample.prediction))
+        return HeldTo(sample.declaration.label, sample.declaration)
     plans = accepted(on_device(known.asked.backend), sample.bench.batch(0).inputs.formats)
     plans = {**plans, **BY_LAW}
     bits = {name: fit.bits for name, fit in found.items() if name in plans}
@@ -69,16 +72,8 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     nearest, best = max(bits, key=bits.__getitem__), max(found, key=lambda name: found[name].bits)
     refused = best if found[best].bits >= FOLLOWED > bits[nearest] else None
     names = (nearest,) if refused or bits[nearest] >= FOLLOWED else known.on_normal_numbers
-    held = [
-        HeldTo(
-            name if len(names) == 1 else _LOOSEST,
-            plans[name],
-            (sample.batch_errors[0], sample.bench.emulated(0, plans[name])[1]),
-            refused,
-        )
-        for name in names
-    ]
-    return max(held, key=lambda each: each.errors[1].rms_ulps, default=None)
+    held = [HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], refused) for name in names]
+    return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
 
 def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:

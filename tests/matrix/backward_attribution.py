@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from tiebreak.cases.measures.accuracy import LIMIT
+from tiebreak.cases.measures import HeadErrors
+from tiebreak.cases.measures.accuracy import LIMIT, WORSE
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
@@ -30,17 +32,59 @@ _EXACT = BackwardPass({"delta_from": DeltaSource.PROBABILITIES})
 _SHOWN_BY = {DeltaSource.OUTPUT: BackwardPass({}), DeltaSource.PROBABILITIES: _EXACT}
 _LOOSEST = "the loosest known backward pass"
 Parts = Mapping[str, Tensor]  # dQ, dK and dV
+_OfHeads = Mapping[str, HeadErrors]  # of dQ, dK and dV
 
 
 @dataclass(frozen=True)
 class BackwardHeldTo:
+    """The known backward passes that a kernel's gradients are compared with."""
+
     name: str  # of the backward pass, as reports have it
     bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
-    squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]]  # see `Observed.backward_squares`
+    forward: Declaration  # the plan that O is held to
+    passes: Mapping[str, str]  # the names of those that dQ, dK and dV are held to
+    like: BackwardPass  # the one whose gradients, without a rounding, errors are measured from
+    alike: Sequence[str]  # the names of all that compute delta as the kernel does
+
+    def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> _OfHeads:
+        """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
+        emulation = _Emulation(batch, self.forward, o)
+        made = {each: emulation.after(each) for each in set(self.passes.values())}
+        theirs = {name: made[each][name] for name, each in self.passes.items()}
+        return _errors(emulation.parts(gradients), theirs, emulation.exact(self.like), batch.inputs.groups)
+
+    def worst(self, errors: _OfHeads, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
+        """Return the ratio of a head's mean squared error to that of the pass which errs most in that head, at worst.
+
+        What one pass errs by in one head is a single draw, and may be near 0. So a head in which the kernel errs
+        `WORSE` times as much is held against all passes that compute delta alike.
+        """
+        ratios = torch.stack([each.square / each.their_square for each in errors.values()])
+        ratios = ratios.nan_to_num(nan=0.0, posinf=0.0).amax(0)  # NaN and Inf are told elsewhere
+        found = 0.0
+        for head in ratios.argsort(descending=True).tolist():
+            if found > WORSE:
+                break
+            if ratios[head] <= WORSE:
+                return max(found, ratios[head].item())
+            entry, key_head = divmod(head, batch.inputs.k.shape[1])
+            found = max(found, self._ratio_in_head(entry, key_head, gradients, o, batch))
+        return found
+
+    def _ratio_in_head(self, entry: int, head: int, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
+        """Return the largest of three ratios in one key head: over the largest mean squared error of any pass."""
+        entries, keys, groups = slice(entry, entry + 1), slice(head, head + 1), batch.inputs.groups
+        own = entries, slice(head * groups, keys.stop * groups)
+        alone = Gradients(gradients.dq[own], gradients.dk[entries, keys], gradients.dv[entries, keys])
+        emulation = _Emulation(batch.part(entries, keys), self.forward, o[own])
+        ours, exact = emulation.parts(alone), emulation.exact(self.like)
+        tried = [_errors(ours, emulation.after(each), exact, groups) for each in self.alike]
+        largest = {name: max(errors[name].their_square.item() for errors in tried) for name in _NAMES}
+        return max(tried[0][name].square.item() / largest[name] for name in _NAMES if largest[name])
 
 
 def backward_held_to(
-    runs: Sequence[Gradients], o: Tensor, forward: Declaration, batch: SharedBatch, known: KnownPlans
+    gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch, known: KnownPlans
 ) -> BackwardHeldTo:
     """What gradients are compared with: the known backward pass that they come from, or come nearest to.
 
@@ -49,20 +93,26 @@ def backward_held_to(
     The forward plan is the one that O is held to, whose S the backward pass computes anew.
     """
     passes = passes_after(forward)
-    few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
-    ours = few.parts(runs[0])
+    few = _Emulation(batch.first_heads, forward, o)
+    ours = few.parts(gradients)
     name, agreeing = known.passes.get(forward, ("", 0))
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
+    source = few.shown_source(ours)
     if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
         held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
         like = passes[name]
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
-        name, held_to, like = _chosen(passes, tried, few.shown_source(ours), forward)
-    emulated = {name: whole.gradients(passes[name].after(forward)) for name in set(held_to.values())}
-    theirs = {each: emulated[held_to[each]][each] for each in _NAMES}
-    squares = [_squares(whole.parts(run), theirs, whole.exact(like), batch.inputs.groups) for run in runs]
-    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares)
+        name, held_to, like = _chosen(passes, tried, source, forward)
+    alike = [each for each in passes if source is None or passes[each].shows(source) or each in held_to.values()]
+    return BackwardHeldTo(
+        name=name,
+        bits={name: each.bits for name, each in tried.items()},
+        forward=forward,
+        passes=held_to,
+        like=like,
+        alike=alike,
+    )
 
 
 def find_backward_pass(known: KnownPlans) -> None:
@@ -139,13 +189,17 @@ def _chosen(
 
 
 class _Emulation:
-    """Backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
+    """The backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
 
     def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor) -> None:
         entries, heads = batch.inputs.q.shape[:2]
         self._batch, self._forward = batch, forward
         self._output = AttentionOutput(o[:entries, :heads].float(), batch.output(forward).lse)
         self._exact: dict[Declaration, Parts] = {}
+
+    def after(self, name: str) -> Parts:
+        """Return the gradients of a known backward pass."""
+        return self.gradients(passes_after(self._forward)[name].after(self._forward))
 
     def gradients(self, declaration: Declaration) -> Parts:
         batch = self._batch
@@ -177,25 +231,26 @@ class _Emulation:
 
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
         theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
-        squares = _squares(ours, theirs, self.exact(backward), self._batch.inputs.groups)
-        sizes = [passes.nanmean().item() / kernels.nanmean().item() for kernels, passes in squares.values()]
+        errors = _errors(ours, theirs, self.exact(backward), self._batch.inputs.groups)
+        sizes = [each.their_square.nanmean().item() / each.square.nanmean().item() for each in errors.values()]
         bits = {name: equal_bits(ours[name], theirs[name]) for name in _NAMES}
         strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in _NAMES}
         return _Comparison(bits, min(sizes), strays)
 
 
-def _squares(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean squared errors by key head, of the kernel and of a backward pass, relative to the mean square; fp64."""
+def _errors(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, HeadErrors]:
+    """Return the errors by key head of the kernel and of a backward pass."""
 
-    def mean_square(x: Tensor, sharing: int) -> Tensor:
+    def mean(x: Tensor, y: Tensor, sharing: int) -> Tensor:
         # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as
         # long.
-        return x.square().reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
+        return (x * y).reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
 
-    squares = {}
+    errors = {}
     for name in _NAMES:
         sharing = groups if name == "dq" else 1  # K and V have key heads alone
-        size = mean_square(exact[name], sharing)
-        kernels, passes = (mean_square(x[name] - exact[name], sharing) / size for x in (ours, theirs))
-        squares[name] = (kernels, passes)
-    return squares
+        size = mean(exact[name], exact[name], sharing)
+        off = [x[name] - exact[name] for x in (ours, theirs)]
+        squares = [mean(x, x, sharing) / size for x in off]
+        errors[name] = HeadErrors(*squares, *(mean(x, exact[name], sharing) / size for x in off))
+    return errors

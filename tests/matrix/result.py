@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiebreak.cases.measures import Value
-from tiebreak.cases.verdicts import Interval
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, heads_to_tell
 from tiebreak.reports.records.record import Answer, Shown
 
 
@@ -49,7 +49,8 @@ class Result:
     leaks: str | None = None  # what every call of a user's kernel left behind, in words
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
     heads: int = 0  # that were drawn
-    remedy: str = ""  # what to do where the data do not tell
+    gradient_heads: int = 0  # of them: on which gradients were measured
+    obstacle: str = ""  # why no more heads can be drawn where the data do not tell, and what to do; empty: they can
     digest: str | None = None  # of what was computed
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
@@ -57,6 +58,14 @@ class Result:
         """The number of a measure, of an interval its mean; None where there is none."""
         value = self.measures.get(name)
         return value.mean if isinstance(value, Interval) else value
+
+    def remedy(self, measure: str = "bias", limit: float = MARGIN_ULPS) -> str:
+        """Return what to do where the heads do not tell on which side of a limit a measure lies."""
+        value = self.measures.get(measure)
+        if self.obstacle or not isinstance(value, Interval):
+            return self.obstacle or "more heads would do"
+        heads = self.gradient_heads if measure.startswith("d") else self.heads
+        return f"--heads {heads_to_tell(value, heads, limit)} would do, about"
 
     def waived(self, check: str) -> bool:
         """Whether a claim takes a check's place: that it is not met is what is expected."""

@@ -1,5 +1,6 @@
-"""What a cell says on ever more heads: they are drawn until its claim, its verdict and its prediction are settled."""
+"""What a cell says on ever more heads: they are drawn until all that is asked of them is told."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import process_time
@@ -7,7 +8,7 @@ from time import process_time
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.claims import UNBIASED, Claim, claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, difference, merge
-from tiebreak.cases.verdicts import LOOKS, Verdict, heads_to_tell, judge
+from tiebreak.cases.verdicts import LOOKS, Verdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.inputs import AttentionOutput
@@ -39,7 +40,7 @@ class Sample:
     outputs: tuple[AttentionOutput, ...] = ()  # one a batch
     batch_errors: tuple[Errors, ...] = ()  # of them
     exhausted: bool = False  # whether the case has no more heads than have been drawn
-    out_of_time: bool = False  # whether a look was left out that might have told
+    out_of_time: bool = False  # whether there is no time for one more look
 
     @property
     def heads(self) -> int:
@@ -117,38 +118,44 @@ class Sample:
         return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
 
     @property
-    def remedy(self) -> str:
-        """What to do about a cell that its heads do not settle."""
+    def obstacle(self) -> str:
+        """Return why more heads can't be drawn by a larger --heads, and what to do about it; empty if they can."""
         if self.out_of_time:
             return f"time for {self.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
-            return f"--heads {heads_to_tell(self.errors.bias, self.heads)} would do, about"
+            return ""
         if self.cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
         return "the case has no more: capture more sequences a batch"
 
 
-def sampled(cell: Cell, bench: CaseBench) -> Sample:
-    """Look at ever more heads until all is settled, there are no more or the cap is reached.
+def batches_of(look: int) -> range:
+    """Return the indices of the batches that a look draws: as many as all looks before it."""
+    return range(2**look // 2, 2**look)
 
-    A look draws as many heads as all before it did, and takes as long. Where the time is too short it is left out.
+
+def looks(cell: Cell, bench: CaseBench) -> Iterator[Sample]:
+    """Yield what is known after each look, until there are no more heads, the cap is reached or time is short.
+
+    A look draws as many heads as all before it did, and takes as long. Who needs no more of them stops asking.
     """
     began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
     output = _output(cell, bench, 0)
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
     for look in range(LOOKS):
-        for index in range(2**look // 2, 2**look):
+        for index in batches_of(look):
             if bench.has(index):
                 output = _output(cell, bench, index) if index else output
                 errors = _errors(cell, bench, index, output, declaration)
                 outputs, batch_errors = (*sample.outputs, output), (*sample.batch_errors, errors)
                 sample = replace(sample, outputs=outputs, batch_errors=batch_errors)
-        settled, exhausted = sample.settled, not bench.has(len(sample.outputs))
+        exhausted = not bench.has(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
-        if settled or exhausted or out_of_time:
-            return replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-    return sample
+        sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
+        yield sample
+        if exhausted or out_of_time:
+            return
 
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:

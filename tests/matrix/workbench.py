@@ -40,14 +40,19 @@ class SharedBatch(Batch, Emulated):
     @cached_property
     def first_heads(self) -> "SharedBatch":
         """The first heads, from as many entries as there are; the whole of a small batch."""
-        inputs, ref = self.inputs, self.ref
+        inputs = self.inputs
         entries = min(inputs.q.shape[0], _FIRST_HEADS)
         key_heads = max(1, -(-_FIRST_HEADS // (entries * inputs.groups)))
         if entries == inputs.q.shape[0] and key_heads >= inputs.k.shape[1]:
             return self
-        own = slice(entries), slice(key_heads * inputs.groups)
-        part = inputs.part(slice(entries), heads=own[1], key_heads=slice(key_heads))
-        return SharedBatch(part, Reference(**{name: tensor[own] for name, tensor in vars(ref).items()}))
+        return self.part(slice(entries), slice(key_heads))
+
+    def part(self, entries: slice, key_heads: slice) -> "SharedBatch":
+        """Return some entries of the batch, and of them some key heads with the heads that share them."""
+        groups = self.inputs.groups
+        heads = slice((key_heads.start or 0) * groups, key_heads.stop * groups)
+        ref = Reference(**{name: tensor[entries, heads] for name, tensor in vars(self.ref).items()})
+        return SharedBatch(self.inputs.part(entries, heads=heads, key_heads=key_heads), ref)
 
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """How each candidate fits an output.
@@ -99,7 +104,7 @@ class CaseBench:
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
         errors = replace(
-            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units),
+            measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units, batch.size_units),
             outside_values=batch.outside_values(o, declaration),
         )
         return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)

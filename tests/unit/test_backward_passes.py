@@ -169,7 +169,7 @@ def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
     bits = record.evidence["backward"]
     assert max(bits, key=lambda name: sum(bits[name].values())) == expected
     assert sorted(bits[expected].values())[1] >= FOLLOWED_BACKWARD  # two show a backward pass
-    assert record.met("gradients")
+    assert record.met("gradients") is not False  # 8 heads tell little
 
 
 def test_gradients_that_err_no_more_than_a_shipped_pass_are_not_held_to_a_finer_one() -> None:
@@ -192,7 +192,7 @@ def test_a_backward_pass_that_errs_more_falls_in_one_line_with_numbers() -> None
     answer = judged(users(LostUpdate, "LostUpdate"), "random_odd", heads=64).answers["gradients"]
     assert answer.met is False
     assert "of dQ " in answer.why
-    assert "has, 1.1 is allowed" in answer.why
+    assert "1.1 is allowed" in answer.why
     assert judged(twin("tiled"), "random_odd", heads=64).met("gradients")
 
 

@@ -46,8 +46,16 @@ BOUND, RANGE = "error_over_bound", "outside_values"
 LOST, LOST_LOSS = measured(**FINITE | {"nonfinite": 1.0}), measured(**STEPS | {"finite_steps": 2.0})
 WRONG_GRADIENTS = measured(gradients_nonfinite=3.0, gradient_error_over_bound=1.5)
 of_one_head = partial(measured, gradients_nonfinite=0.0, gradient_error_over_bound=1.0)
+
+
+def gained(mean: float, width: float, noise: float = 0.0) -> dict[str, Any]:
+    sound = Interval(0.0, 1e-4)
+    gains = {"dq_gain_error": sound, "dv_gain_error": sound, "dk_gain_error": Interval(mean, width)}
+    return of_one_head(**gains, dk_gain_noise=noise)
+
+
 SMALL = (claimed(True), claimed(None, "small"))
-UNTOLD = {"heads": 8, "remedy": "more"}
+UNTOLD = {"heads": 8, "obstacle": "more"}
 NOT_SMALL = {"claims": (claimed(None), claimed(False, "small"))}
 #: A check, the fields that differ from a result of nothing, the answer, and a pattern of why.
 ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
@@ -79,8 +87,19 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=math.nan), False, "^there is no number"),
     ("gradients", of_one_head(worst_gradient=4.0), True, "^$"),
     ("gradients", of_one_head(worst_gradient=5.0), False, "^mean square of one head 5 times that of .*, 4 is allowed$"),
-    ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=4.0), True, "^$"),
-    ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=5.0), False, "^mean square of one head 5 times"),
+    ("accuracy", measured(square_ratio=Interval(1.0, 0.1), worst_head=4.0), True, "^$"),
+    ("accuracy", measured(square_ratio=Interval(1.0, 0.1), worst_head=5.0), False, "^mean square of one head 5 times"),
+    ("accuracy", measured(square_ratio=Interval(54.0, 59.0)) | UNTOLD, None, "^too few heads to tell: .* 54 .*; more$"),
+    ("accuracy", measured(square_ratio=Interval(54.0, 59.0)) | {"heads": 256}, None, "; --heads 64 would do, about$"),
+    ("accuracy", measured(square_ratio=Interval(1.3, 0.1)), False, r"^mean square 1\.3 times"),
+    ("accuracy", measured(square_ratio=Interval(1.0, math.nan)), None, "^too few heads"),
+    *(("gradients", gained(**numbers) | UNTOLD, met, why) for numbers, met, why in (
+        ({"mean": 2e-3, "width": 5e-4}, False, r"^dK is off by \+0\.20%"),
+        ({"mean": 0.0, "width": 2e-3}, None, "^too few heads to tell: dK"),
+        ({"mean": 0.0, "width": 2e-3, "noise": 3e-3}, True, "^$"),
+        ({"mean": 0.0, "width": 4e-3, "noise": 3e-3}, None, "^too few heads to tell: dK"),
+        ({"mean": 2e-3, "width": 5e-4, "noise": 3e-3}, False, "^dK"),  # seen, though others' noise would hide it
+    )),
     ("repeatable", {"repeatable": True}, True, "^$"),
     ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
     ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
@@ -113,7 +132,7 @@ def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
 
 
 def test_those_that_are_looked_at_here_are_checks() -> None:
-    elsewhere = {RUNS, IN_TIME, "decided", "usage", "invariance"}
+    elsewhere = {RUNS, IN_TIME, "usage", "invariance"}
     assert set(checks()) == {name for name, *_ in ANSWERS} | elsewhere
     assert ask_all(result()) == {}
     assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None

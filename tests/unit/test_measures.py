@@ -219,15 +219,10 @@ def test_one_head_that_errs_alone_is_the_worst_one() -> None:
     ours = plans.clone()
     ours[3] *= WORSE + 1.0
     observed: Any = SimpleNamespace(
-        held_to=(SimpleNamespace(head_square=ours), SimpleNamespace(head_square=plans)),
-        backward_squares=[{"dq": (plans, plans), "dk": (ours, plans)}],
+        held_to=(SimpleNamespace(head_size_square=ours), SimpleNamespace(head_size_square=plans)),
         normal=True,
-        random=False,
     )
-    of_random_bits: Any = SimpleNamespace(**vars(observed) | {"random": True})
-    for name in ("worst_head", "worst_gradient"):
-        assert measures[name].of(observed) == pytest.approx(WORSE + 1.0)
-        assert measures[name].of(of_random_bits) is None
+    assert measures["worst_head"].of(observed) == pytest.approx(WORSE + 1.0)
 
 
 def test_errors_of_an_exact_plan_count_as_those_of_one_rounding() -> None:
@@ -269,7 +264,8 @@ def test_random_bits_of_a_users_own_are_held_to_the_law_of_a_plan(
     sound: str, changes: Any, met: bool, law: str
 ) -> None:
     """By bits the nearest is one that errs less where maxima tie: a shift of the row's own was blamed for it."""
-    kernel, bench = users(partial(SOUND[sound], **changes), "own"), Workbench(Settings(seed=1, heads=HEADS))
+    heads = 4 * HEADS if sound == "dithered" else HEADS  # of which a shift's random bits are few: one a row
+    kernel, bench = users(partial(SOUND[sound], **changes), "own"), Workbench(Settings(seed=1, heads=heads))
     for case in ("growing_maximum", "tied_p_bar", "random"):
         answer = run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), bench).answers["accuracy"]
         assert answer.met is met, answer

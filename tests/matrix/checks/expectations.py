@@ -1,13 +1,11 @@
-"""What is expected of a cell: contract, calls that agree, a claim, a prediction, and heads enough for a verdict."""
+"""What is expected of a cell: contract, calls that agree, a claim, a prediction."""
 
-from tiebreak.cases.verdicts import Verdict
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.questions import comparison
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer
 
 _CONTRACT = "shape, format and device of O; inputs and process left as they were"
-_DECIDED = "heads enough to tell whether it is biased"
 
 
 def _contract(result: Result) -> Answer | None:
@@ -33,7 +31,7 @@ def _claim(result: Result) -> Answer | None:
     said = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
     fell = [f"claim fell: {said[claim]}" for claim in claims if claim.met is False]
     untold = [
-        f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy}"
+        f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy()}"
         for claim in claims
         if claim.met is None
     ]
@@ -47,18 +45,10 @@ def _prediction(result: Result) -> Answer | None:
         return None
     asked = f"what {prediction.plan} predicts"
     if prediction.met is None:
-        why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy}"
+        why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy()}"
     else:
         why = "" if prediction.met else f"not {asked}: {prediction.measured}"
     return Answer(prediction.met, asked, why)
-
-
-def _decided(result: Result) -> Answer | None:
-    if not (result.contract and result.failure) or result.verdict is None:
-        return None
-    if result.verdict != Verdict.INCONCLUSIVE.value:
-        return Answer(True, _DECIDED)
-    return Answer(None, _DECIDED, f"{result.heads} heads do not tell whether it is biased; {result.remedy}")
 
 
 CONTRACT = Check(
@@ -79,4 +69,3 @@ INVARIANCE = Check(
 )
 CLAIMED = Check(CLAIM, "what the case claims about such a kernel", _claim, judges=True)
 PREDICTED = Check(PREDICTION, "what its declared plan predicts on the same inputs, emulated", _prediction, judges=True)
-DECIDED = Check("decided", "there were heads enough to tell whether a user's kernel is biased", _decided)

@@ -5,20 +5,15 @@ Errors of O and of gradients are also held to those of the plan that the kernel 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
+from tiebreak.cases.measures.accuracy import LIMITS_OF_GRADIENTS, LIMITS_OF_O, WORSE, Limit
+from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
 from tiebreak.reports.records.record import Answer
 
 _GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
-_GAINS = {
-    "dq_gain_error": "dQ",
-    "dk_gain_error": "dK",
-    "dv_gain_error": "dV",
-    "delta_bias_in_dq": "delta, read off dQ,",
-}
 _Faults = Callable[..., Mapping[str, bool]]  # of the numbers of some measures: what may be wrong, and whether it is
 
 
@@ -53,21 +48,37 @@ def _limit(
     return Check(name, about, ask, wrong=True)
 
 
+def _beyond(result: Result, limits: Mapping[str, Limit], about: Callable[[str], str]) -> tuple[list[str], list[str]]:
+    """Return the measures whose interval lies beyond its limit, and those whose interval tells nothing, in words."""
+    fell, untold = list[str](), list[str]()
+    for name, limit in limits.items():
+        met, value = limit.met(name, result.measures), result.measures.get(name)
+        if met is True or not isinstance(value, Interval):
+            continue
+        width, allowed = (limit.shown.format(x).lstrip("+") for x in (value.half_width, limit.at))
+        found = f"{about(name).format(limit.shown.format(value.mean))} (+- {width}, {allowed} is allowed)"
+        if met is False:
+            fell.append(found)
+        else:
+            untold.append(f"too few heads to tell: {found}; {result.remedy(name, limit.at)}")
+    return fell, untold
+
+
 def _accuracy(result: Result) -> Answer | None:
-    ratio, apart = (result.measures.get(name) for name in ("square_ratio", "bias_apart"))
-    if not isinstance(ratio, Interval) or result.waived(ACCURACY.name):
+    if not isinstance(result.measures.get("square_ratio"), Interval) or result.waived(ACCURACY.name):
         return None
     plan = result.held_to or "the plan that it is held to"
-    why = []
-    if not ratio.low <= LIMIT:
-        why.append(f"mean square {ratio.mean:.3g} times what {plan} has (at least {ratio.low:.3g}, {LIMIT} is allowed)")
+    words = {"square_ratio": "mean square {} times what", "bias_apart": "bias {} on normal numbers from what"}
+    why, untold = _beyond(result, LIMITS_OF_O, lambda name: f"{words[name]} {plan} has")
     if (worst := result.number("worst_head")) is not None and not worst <= WORSE:
         why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
-    if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
-        why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
     if why and result.refused:
         why.insert(0, f"it follows {result.refused}, which is accepted only where it is declared")
-    return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
+    return Answer(_told(why, untold), f"errors no larger than those of {plan}", "; ".join(why or untold))
+
+
+def _told(faults: Sequence[str], untold: Sequence[str]) -> bool | None:
+    return False if faults else None if untold else True
 
 
 def _gradients(result: Result) -> Answer | None:
@@ -77,27 +88,27 @@ def _gradients(result: Result) -> Answer | None:
     needed = ("gradients_nonfinite", "gradient_error_over_bound")
     if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS.name):
         return None
-    return _answer(result, _GRADIENTS, needed, lambda lost, share: _gradient_faults(result, lost, share))
+    limits = LIMITS_OF_GRADIENTS if isinstance(result.measures.get("dq_gain_error"), Interval) else {}
+    beyond, untold = _beyond(result, limits, partial(_of_gradient, result.backward_held_to))
+    largest = _answer(result, _GRADIENTS, needed, lambda lost, share: _gradient_faults(result, lost, share))
+    faults = [*beyond, *filter(None, [largest.why])]
+    return Answer(_told(faults, untold), _GRADIENTS, "; ".join(faults or untold))
+
+
+def _of_gradient(held_to: str | None, measure: str) -> str:
+    if measure == "delta_bias_in_dq":
+        return "delta, read off dQ, is off by {} on the whole, on normal numbers"
+    gradient = f"d{measure[1].upper()}"
+    if measure.endswith("_gain_error"):
+        return f"{gradient} is off by {{}} on the whole, on normal numbers"
+    return f"mean square of {gradient} {{}} times what {held_to} has"
 
 
 def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]:
-    if isinstance(result.measures.get("dq_gain_error"), Interval):
-        for name, gradient in _GAINS.items():
-            error = result.measures.get(name)
-            if isinstance(error, Interval) and error.beyond(GAIN):
-                yield f"{gradient} is off by {error.mean:+.2%} on the whole, on normal numbers"
     if lost:
         yield f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not"
     if share > 1.0:
         yield f"the largest error of dQ, dK and dV is {share:.3g} times its bound"
-    ratios = {name: result.measures.get(f"{name.lower()}_square_ratio") for name in ("dQ", "dK", "dV")}
-    larger = [
-        f"of {name} {ratio.mean:.3g} times (at least {ratio.low:.3g})"
-        for name, ratio in ratios.items()
-        if isinstance(ratio, Interval) and not ratio.low <= LIMIT
-    ]
-    if larger:
-        yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
     if (worst := result.number("worst_gradient")) is not None and not worst <= WORSE:
         yield f"mean square of one head {worst:.3g} times that of {result.backward_held_to}, {WORSE:g} is allowed"
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,23 +20,25 @@ from tiebreak.cases.errors import difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
+from tiebreak.cases.measures.accuracy import LIMITS_OF_GRADIENTS, LIMITS_OF_O, told
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
-from tiebreak.cases.verdicts import Interval, Verdict
+from tiebreak.cases.verdicts import LOOKS, Interval, Verdict
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
+from tiebreak.matrix.attribution import HeldTo, attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, drawn, on_device
+from tiebreak.matrix.candidates import accepted, on_device
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
+from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result
-from tiebreak.matrix.sampling import Sample, sampled
+from tiebreak.matrix.sampling import Sample, batches_of, looks
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench, Fit, Workbench
 from tiebreak.reports.errors import UsageError
@@ -144,28 +146,17 @@ class Call(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
         known = bench.known(cell.backend, kernel, cell.fmt)
-        sample = sampled(cell, case_bench)
-        outputs, batches = sample.outputs, [case_bench.batch(index) for index in range(len(sample.outputs))]
-        repeated = repetition(cell, outputs[0], batches[0].inputs)
-        fits = attributed(sample, known)
-        held_to, backward = plan_held_to(sample, fits, known), None
-        if held_to is not None and case.normal and kernel.external:
-            runs = [output for output in (outputs[0].gradients, repeated.other_gradients) if output is not None]
-            backward = backward_held_to(runs, outputs[0].o, held_to.declaration, batches[0], known) if runs else None
-        observed = Observed(
-            sample.errors,
-            outputs,
-            batches,
-            sample.declaration,
-            sample.prediction,
-            sample.equal_bits,
-            sample.rounded,
-            held_to.errors if held_to else None,
-            case.normal,
-            repeated.equal_gradients,
-            backward.squares if backward else (),
-            held_to is not None and drawn(held_to.declaration),
+        sample, fits, held_to = _looked_at(cell, case_bench, known)
+        outputs = sample.outputs
+        repeated = repetition(cell, outputs[0], case_bench.batch(0).inputs)
+        observed = replace(
+            _observed(sample, held_to),
+            predicted=sample.prediction,
+            equal_bits=sample.equal_bits,
+            rounded=sample.rounded,
+            equal_gradients=repeated.equal_gradients,
         )
+        observed, backward = _with_gradients(observed, sample, held_to, repeated.other_gradients, known)
         measures = {name: measure.of(observed) for name, measure in call_measures().items()}
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
@@ -181,16 +172,74 @@ class Call(Experiment):
             held_to=held_to.plan if held_to else None,
             refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
+            gradient_heads=_gradient_heads(observed),
             repeatable=repeated.same,
             failure=case.failure,
             contract=kernel.external,
             leaks=repeated.leaks,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
-            remedy=sample.remedy,
+            obstacle=sample.obstacle,
             digest=digest(outputs[0]),
             evidence=_evidence(sample, fits, backward),
         )
+
+
+def _looked_at(cell: Cell, bench: CaseBench, known: KnownPlans) -> tuple[Sample, Mapping[str, Fit], HeldTo | None]:
+    """Draw heads until all that is asked of O is told; what it follows is known from the first."""
+    fits: Mapping[str, Fit] = {}
+    held_to = None
+    for sample in looks(cell, bench):
+        if len(sample.outputs) == 1:
+            fits = attributed(sample, known)
+            held_to = plan_held_to(sample, fits, known)
+        if sample.settled and told(LIMITS_OF_O, _observed(sample, held_to)):
+            break
+    return sample, fits, held_to
+
+
+def _observed(sample: Sample, held_to: HeldTo | None) -> Observed:
+    return Observed(
+        sample.errors,
+        sample.outputs,
+        [sample.bench.batch(index) for index in range(len(sample.outputs))],
+        sample.declaration,
+        held_to=held_to.errors(sample) if held_to else None,
+        normal=sample.bench.case.normal,
+    )
+
+
+def _gradient_heads(observed: Observed) -> int:
+    inputs = observed.batches[0].inputs
+    key_heads = [len(heads["dq"].square) for heads in observed.backward_heads]
+    return inputs.groups * key_heads[0] if key_heads else inputs.q.shape[0] * inputs.q.shape[1]
+
+
+def _with_gradients(
+    observed: Observed, sample: Sample, held_to: HeldTo | None, second_run: Gradients | None, known: KnownPlans
+) -> tuple[Observed, BackwardHeldTo | None]:
+    """Hold a user's gradients to a known backward pass, on as many heads as it takes to tell whether they err more."""
+    cell, bench, (first, *_) = sample.cell, sample.bench, sample.outputs
+    if held_to is None or first.gradients is None or not (bench.case.normal and cell.kernel.external):
+        return observed, None
+    whole = bench.batch(0)
+    backward = backward_held_to(first.gradients, first.o, held_to.declaration, whole, known)
+    runs = [run for run in (first.gradients, second_run) if run is not None]
+    heads = [backward.errors(run, first.o, whole) for run in runs]
+    worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
+    observed = replace(observed, backward_heads=heads, worst_gradient=worst)
+    for look in range(1, LOOKS):
+        if sample.out_of_time or not bench.has(batches_of(look).start) or told(LIMITS_OF_GRADIENTS, observed):
+            break
+        for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
+            output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
+            if output.gradients is None:
+                continue
+            errors = backward.errors(output.gradients, output.o, batch)
+            heads[0] = {name: mine.joined(errors[name]) for name, mine in heads[0].items()}
+            worst = max(worst, backward.worst(errors, output.gradients, output.o, batch))
+        observed = replace(observed, backward_heads=heads, worst_gradient=worst)
+    return observed, backward
 
 
 def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo | None) -> dict[str, Any]:
