@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import Interval
-from tiebreak.reports.records.record import Answer, Shown
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Answer, Estimate, Shown
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Result:
     remedy: str = ""  # what to do where the data do not tell
     digest: str | None = None  # of what was computed
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
+
+    @cached_property
+    def recorded(self) -> Mapping[str, records.Value]:
+        """Return the measures as records have them: those that there are, None for NaN and Inf."""
+        there = {name: value for name, value in self.measures.items() if value is not None}
+        return {
+            name: Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else records.finite(value)
+            for name, value in there.items()
+        }
 
     def number(self, name: str) -> float | None:
         """The number of a measure, of an interval its mean; None where there is none."""

@@ -1,73 +1,113 @@
 """Limits on measures: of O and of gradients their largest errors, their NaN and their size, of a training run its loss.
 
-Errors of O and of gradients are also held to those of the plan that the kernel declares, or that it follows.
+Errors of O and of gradients are also held to those of the plan that the kernel declares, or that it follows. Which
+number has which limit stands here once, beside what is said of one that is beyond it. A file of records describes a
+check by the same limits: whoever reads it can answer again.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import Answer
+from tiebreak.reports.records.record import Answer, LimitRecord, kept
 
-_GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
-_GAINS = {
-    "dq_gain_error": "dQ",
-    "dk_gain_error": "dK",
-    "dv_gain_error": "dV",
-    "delta_bias_in_dq": "delta, read off dQ,",
-}
-_Faults = Callable[..., Mapping[str, bool]]  # of the numbers of some measures: what may be wrong, and whether it is
+#: A limit, and what is said of what does not keep to it: {0} is the number, {low} the lower end of its interval, {plan}
+#: whose bounds errors are shares of, {held_to} the plan, or for a gradient the backward pass, that they are compared
+#: with; measures are there by their names.
+_Limited = tuple[LimitRecord, str]
 
 
-def _answer(result: Result, asked: str, needed: Sequence[str], faults: Callable[..., Iterator[str]]) -> Answer:
-    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or shows a fault."""
-    known = [number for name in needed if (number := result.number(name)) is not None and not math.isnan(number)]
-    if len(known) < len(needed):
-        return Answer(False, asked, f"there is no number for {' or '.join(needed)}")
-    why = list(faults(*known))
-    return Answer(not why, asked, "; ".join(why))
+def _where_there(measure: str, most: float, said: str, *, size: bool = False, where: Sequence[str] = ()) -> _Limited:
+    """Make a limit on a measure that not every cell has."""
+    return LimitRecord(measure, most, size=size, where=(*where, measure)), said
 
 
-def _limit(
-    name: str, about: str, asked: str, needed: Sequence[str], faults: _Faults, *, always_of_users: bool = False
-) -> Check:
+def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
+    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
+    numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
+    why = []
+    for limit, said in limited:
+        if limit.kept(result.recorded) is not True:
+            value, number = result.measures.get(limit.measure), numbers.get(limit.measure, math.nan)
+            words = {**numbers, "low": value.low if isinstance(value, Interval) else number, "held_to": held_to}
+            nothing = f"there is no number for {limit.measure}"
+            why.append(nothing if math.isnan(number) else said.format(number, plan=result.bound_of, **words))
+    met = kept([limit for limit, _ in limited], result.recorded)
+    return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
+
+
+def _limit(name: str, about: str, asked: str, limited: Sequence[_Limited], *, always_of_users: bool = False) -> Check:
     """A check of the numbers of some measures; a result that does not know the first is asked nothing.
 
-    {plan} in what it says is the one whose bounds errors are shares of. A user's kernel must `always` meet it though a
-    claim waives it.
+    A user's kernel must `always` meet it though a claim waives it.
     """
+    first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 
     def ask(result: Result) -> Answer | None:
         waived = result.waived(name) and not (always_of_users and result.contract)
-        if needed[0] not in result.measures or waived:
-            return None
+        return None if waived or first not in result.measures else _answer(result, asked, limited, None)
 
-        def found(*numbers: float) -> Iterator[str]:
-            return (text.format(plan=result.bound_of) for text, so in faults(*numbers).items() if so)
+    return Check(name, about, ask, wrong=True, limits=limits)
 
-        return _answer(result, asked.format(plan=result.bound_of), needed, found)
 
-    return Check(name, about, ask, wrong=True)
+_OF_O = (
+    (
+        LimitRecord("square_ratio", LIMIT),
+        f"mean square {{0:.3g}} times what {{held_to}} has (at least {{low:.3g}}, {LIMIT} is allowed)",
+    ),
+    _where_there(
+        "worst_head", WORSE, f"mean square of one head {{0:.3g}} times what {{held_to}} has there, {WORSE:g} is allowed"
+    ),
+    _where_there("bias_apart", MARGIN_ULPS, "bias {0:+.2f} ulp from what {held_to} has on normal numbers", size=True),
+)
 
 
 def _accuracy(result: Result) -> Answer | None:
-    ratio, apart = (result.measures.get(name) for name in ("square_ratio", "bias_apart"))
-    if not isinstance(ratio, Interval) or result.waived(ACCURACY.name):
+    if not isinstance(result.measures.get("square_ratio"), Interval) or result.waived(ACCURACY.name):
         return None
     plan = result.held_to or "the plan that it is held to"
-    why = []
-    if not ratio.low <= LIMIT:
-        why.append(f"mean square {ratio.mean:.3g} times what {plan} has (at least {ratio.low:.3g}, {LIMIT} is allowed)")
-    if (worst := result.number("worst_head")) is not None and not worst <= WORSE:
-        why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
-    if isinstance(apart, Interval) and apart.beyond(MARGIN_ULPS):
-        why.append(f"bias {apart.mean:+.2f} ulp from what {plan} has on normal numbers")
-    if why and result.refused:
-        why.insert(0, f"it follows {result.refused}, which is accepted only where it is declared")
-    return Answer(not why, f"errors no larger than those of {plan}", "; ".join(why))
+    answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
+    if answer.met is True or not result.refused:
+        return answer
+    why = f"it follows {result.refused}, which is accepted only where it is declared; {answer.why}"
+    return Answer(answer.met, answer.asked, why)
+
+
+_ON_THE_WHOLE = "{0:+.2%} on the whole, on normal numbers"
+_OF_GRADIENTS = (
+    *(
+        _where_there(measure, GAIN, f"{gradient} is off by {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",))
+        for measure, gradient in (
+            ("dq_gain_error", "dQ"),
+            ("dk_gain_error", "dK"),
+            ("dv_gain_error", "dV"),
+            ("delta_bias_in_dq", "delta, read off dQ,"),
+        )
+    ),
+    (
+        LimitRecord("gradients_nonfinite", 0.0),
+        "{0:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not",
+    ),
+    (
+        LimitRecord("gradient_error_over_bound", 1.0),
+        "the largest error of dQ, dK and dV is {0:.3g} times its bound",
+    ),
+    *(
+        _where_there(
+            f"d{letter.lower()}_square_ratio",
+            LIMIT,
+            f"mean square of d{letter} {{0:.3g}} times (at least {{low:.3g}}) what {{held_to}} has, {LIMIT} is allowed",
+        )
+        for letter in "QKV"
+    ),
+    _where_there(
+        "worst_gradient", WORSE, f"mean square of one head {{0:.3g}} times that of {{held_to}}, {WORSE:g} is allowed"
+    ),
+)
+_GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
 
 
 def _gradients(result: Result) -> Answer | None:
@@ -77,71 +117,48 @@ def _gradients(result: Result) -> Answer | None:
     needed = ("gradients_nonfinite", "gradient_error_over_bound")
     if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS.name):
         return None
-    return _answer(result, _GRADIENTS, needed, lambda lost, share: _gradient_faults(result, lost, share))
-
-
-def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]:
-    if isinstance(result.measures.get("dq_gain_error"), Interval):
-        for name, gradient in _GAINS.items():
-            error = result.measures.get(name)
-            if isinstance(error, Interval) and error.beyond(GAIN):
-                yield f"{gradient} is off by {error.mean:+.2%} on the whole, on normal numbers"
-    if lost:
-        yield f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not"
-    if share > 1.0:
-        yield f"the largest error of dQ, dK and dV is {share:.3g} times its bound"
-    ratios = {name: result.measures.get(f"{name.lower()}_square_ratio") for name in ("dQ", "dK", "dV")}
-    larger = [
-        f"of {name} {ratio.mean:.3g} times (at least {ratio.low:.3g})"
-        for name, ratio in ratios.items()
-        if isinstance(ratio, Interval) and not ratio.low <= LIMIT
-    ]
-    if larger:
-        yield f"mean square {', '.join(larger)} what {result.backward_held_to} has, {LIMIT} is allowed"
-    if (worst := result.number("worst_gradient")) is not None and not worst <= WORSE:
-        yield f"mean square of one head {worst:.3g} times that of {result.backward_held_to}, {WORSE:g} is allowed"
+    return _answer(result, _GRADIENTS, _OF_GRADIENTS, result.backward_held_to)
 
 
 BOUND = _limit(
     "bound",
     "the largest error of O is within its plan's rounding-error bound",
     "largest error within the bound of plan {plan}",
-    ["error_over_bound"],
-    lambda share: {f"largest error is {share:.3g} times the bound of plan {{plan}}": share > 1.0},
+    [(LimitRecord("error_over_bound", 1.0), "largest error is {0:.3g} times the bound of plan {plan}")],
 )
 RANGE = _limit(
     "range",
     "O, a weighted mean, lies within the range of the V that its row sees",
     "O within the range of V",
-    ["outside_values"],
-    lambda share: {
-        f"O is a weighted mean of V, but lies outside its range by {share:.3g} times what rounding allows": share > 1.0
-    },
+    [
+        (
+            LimitRecord("outside_values", 1.0),
+            "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
+        )
+    ],
 )
 FINITE = _limit(
     "finite",
     "O is finite where the reference is, and nowhere else",
     "finite where the reference is, and nowhere else",
-    ["nonfinite", "missed", "elements"],
-    lambda lost, missed, elements: {
-        f"{lost:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not": lost > 0,
-        f"{missed:.0f} elements are finite where the reference is NaN or Inf": missed > 0,
-    },
+    [
+        (LimitRecord("nonfinite", 0.0), "{0:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not"),
+        (LimitRecord("missed", 0.0), "{0:.0f} elements are finite where the reference is NaN or Inf"),
+        (LimitRecord("elements"), ""),
+    ],
     always_of_users=True,
 )
 LOSS = _limit(
     "loss",
     "the loss of a training run stays a number",
     "a loss that is a number, to the last step",
-    ["finite_steps", "steps"],
-    lambda finite, steps: {f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}": finite != steps},
+    [(LimitRecord("steps", "finite_steps"), "the loss is not a number after step {finite_steps:.0f} of {0:.0f}")],
 )
 LOG_PROBABILITIES = _limit(
     "log_probabilities",
     "a language model's log-probabilities are numbers with the kernel in the place of its attention",
     "log-probabilities that are numbers",
-    ["nats_rms"],
-    lambda rms: {"log-probabilities are infinite": math.isinf(rms)},
+    [(LimitRecord("nats_rms"), "log-probabilities are infinite")],
 )
 ACCURACY = Check(
     "accuracy",
@@ -149,6 +166,7 @@ ACCURACY = Check(
     _accuracy,
     judges=True,
     wrong=True,
+    limits=tuple(limit for limit, _ in _OF_O),
 )
 GRADIENTS = Check(
     "gradients",
@@ -156,4 +174,5 @@ GRADIENTS = Check(
     " more than those of a backward pass that people ship",
     _gradients,
     wrong=True,
+    limits=tuple(limit for limit, _ in _OF_GRADIENTS),
 )
