@@ -90,7 +90,7 @@ PREDICTED = Check(
     "what its declared plan predicts on the same inputs, emulated",
     _prediction,
     judges=True,
-    limits=(LimitRecord("prediction_difference", MARGIN_ULPS, size=True, where=("prediction_difference",)),),
+    limits=(LimitRecord("prediction_difference", MARGIN_ULPS, size=True),),
     more=True,  # NaN and Inf are counted on both sides, and no record has those of the emulation
 )
 DECIDED = Check("decided", "there were heads enough to tell whether a user's kernel is biased", _decided)
