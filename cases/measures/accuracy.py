@@ -38,15 +38,14 @@ fall. Squares are in ulps of the mean of |V|: in ulps of an O that cancels, thei
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, isfinite
 
 from tiebreak.cases.errors import Errors
-from tiebreak.cases.measures import CallMeasure, Observed, Value, call_measures
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, quantile
+from tiebreak.cases.measures import CallMeasure, Observed, Value
+from tiebreak.cases.verdicts import Interval, quantile
 
 LIMIT = 1.1  # ratio of mean squared errors
 WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
@@ -59,45 +58,7 @@ _QUESTIONS = 300  # a run: a ratio of O in about 65 cells, a bias in about 10, t
 ROUNDED_ONCE = 1 / 12
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit on a mean that has an interval."""
-
-    at: float
-    either_way: bool = False  # whether on the mean's size: it may lie on either side of 0
-    shown: str = "{:.3g}"  # how a number of that measure is written
-    noise: str | None = None  # the measure of what sound kernels' rounding leaves open, where that may be more
-
-    def met(self, name: str, values: Mapping[str, Value]) -> bool | None:
-        """Tell whether a mean is within it.
-
-        It is beyond it where its whole interval is, and within where that is within the limit or the noise. None:
-        neither, more heads would tell. True without an interval: nothing is asked.
-        """
-        value, noise = values.get(name), values.get(self.noise or "")
-        if not isinstance(value, Interval):
-            return True
-        within = max(self.at, noise) if isinstance(noise, float) else self.at
-        if value.low > self.at or (self.either_way and value.high < -self.at):
-            return False
-        return True if value.high <= within and (value.low >= -within or not self.either_way) else None
-
-
 GRADIENTS = ("dq", "dk", "dv")
-#: By measure. Where an interval tells nothing more heads are drawn.
-LIMITS_OF_O = {"square_ratio": Limit(LIMIT), "bias_apart": Limit(MARGIN_ULPS, True, "{:+.2f} ulp")}
-LIMITS_OF_GRADIENTS = {
-    **{f"{name}_square_ratio": Limit(LIMIT) for name in GRADIENTS},
-    **{f"{name}_gain_error": Limit(GAIN, True, "{:+.2%}", f"{name}_gain_noise") for name in GRADIENTS},
-    "delta_bias_in_dq": Limit(GAIN, True, "{:+.2%}"),
-}
-
-
-def told(limits: Mapping[str, Limit], observed: Observed) -> bool:
-    """Tell whether each interval lies on one side of its limit; where there is no interval nothing is asked."""
-    asked = limits.keys() | {limit.noise for limit in limits.values()}
-    values = {name: measure.of(observed) for name, measure in call_measures().items() if name in asked}
-    return all(limit.met(name, values) is not None for name, limit in limits.items())
 
 
 def _half_width(samples: Tensor) -> float:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.record import Record, Run
+from tiebreak.reports.records.record import CheckRecord, Record, Run
 from tiebreak.reports.tables.run import counted
 
 #: Fields that say something in words, or how it is drawn: nothing is decided by them.
@@ -33,6 +33,13 @@ def check_described(baseline: Run, run: Run) -> None:
             for field, before, after in differing(old[name], new[name]):
                 told = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
                 raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
+
+
+def check_consistent(run: Run) -> None:
+    """Raise UsageError if a record contradicts itself: such a file is no baseline."""
+    for record in run.records:
+        for text in contradictions(record, run):
+            raise UsageError(f"{record.id}: {text}: damaged, or edited: make the file anew")
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -64,11 +71,11 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     comes_to = records.outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
     if record.outcome not in (records.SKIPPED, comes_to):
         yield f"says {record.outcome}, and its answers come to {comes_to}"
-    verdict, shown = records.verdict_of(record, run.measures), record.shown
-    if verdict is not None and record.verdict not in (None, verdict):
-        yield f"says {record.verdict}, and its interval comes to {verdict}"
-    if record.verdict not in (None, records.BIASED) and (record.tied, record.in_training) != (None, None):
-        yield f"says {record.verdict}, and where its bias comes from or goes to"
+    yield from _refuted(record, run.checks)
+    yield from _of_verdict(record, run)
+    shown = record.shown
+    if shown is None and record.outcome in records.PASSING:
+        yield f"says {record.outcome}, and has no result"
     if (shown is not None) is not bool(record.measures):
         yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
     elif shown is not None and shown.kind in records.REPLACED:
@@ -80,6 +87,38 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
         written = 100 * number if number is not None and shown.unit == "%" else number
         if [*differing(shown.number, written)] or record.verdict not in (None, shown.verdict):
             yield f"shows {shown.number} {shown.verdict or ''}, and has {number} {record.verdict or ''}"
+
+
+def _of_verdict(record: Record, run: Run) -> Iterator[str]:
+    """Yield what goes with another verdict; a claim that is one says so in its first word."""
+    if record.verdict is None:
+        return
+    if (verdict := records.verdict_of(record, run.measures)) not in (None, record.verdict):
+        yield f"says {record.verdict}, and its interval comes to {verdict}"
+    claim = record.answers.get(records.CLAIM)
+    asked = claim.asked.replace(",", " ").split() if claim is not None and claim.met else []
+    if asked and asked[0] in {*records.VERDICTS} - {record.verdict}:
+        yield f"says {record.verdict}, and that a claim is met: {' '.join(asked)}"
+    if record.verdict != records.BIASED and (record.tied, record.in_training) != (None, None):
+        yield f"says {record.verdict}, and where its bias comes from or goes to"
+
+
+def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]:
+    """Yield answers that are not what the limits of their checks come to, as far as these decide it.
+
+    What is not asked may be what a claim takes the place of.
+    """
+    said = {True: "met", False: "not met", None: "not told"}
+    for name, check in checks.items():
+        answer, comes_to = record.answers.get(name), records.kept(check.limits, record.measures)
+        if not check.limits or (check.more and (record.number(records.NONFINITE) or answer is None)):
+            continue
+        if answer is None:
+            asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
+            if asked and comes_to is not True:
+                yield f"is not asked {name}, and its measures come to {said[comes_to]}"
+        elif answer.met is not comes_to and (answer.met or not check.more):
+            yield f"says that {name} is {said[answer.met]}, and its measures come to {said[comes_to]}"
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:

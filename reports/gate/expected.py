@@ -22,6 +22,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.gate.consistency import contradictions
 from tiebreak.reports.names import matching, split
 from tiebreak.reports.records.decode import Data, FieldError, convert
 from tiebreak.reports.records.record import SKIPPED, MeasureRecord, Record, Run
@@ -171,8 +172,12 @@ class Excuses:
 
 
 def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
-    """Return what a baseline does not meet either, and so excuses in a run that is compared with it."""
-    return {(record.id, check): f"so it is in {path}" for record in run.records for check in record.unmet}
+    """Return what a baseline does not meet either, and so excuses in a run that is compared with it.
+
+    A record that contradicts itself excuses nothing.
+    """
+    sound = (record for record in run.records if not any(contradictions(record, run)))
+    return {(record.id, check): f"so it is in {path}" for record in sound for check in record.unmet}
 
 
 @dataclass(frozen=True)

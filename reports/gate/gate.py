@@ -4,8 +4,8 @@ What counts as worse: a verdict or an outcome further from `unbiased` and `held`
 limit, beyond both intervals; a number that is gone, or whose interval does not tell; a check that is no longer met or
 no longer asked; another declared plan; a cell that vanished, turned into a skip or has other inputs.
 
-The baseline rules: limits and descriptions are its own. What the new run says of itself is recomputed where its numbers
-tell, and the same bits have to come with the same numbers.
+The baseline rules: limits and descriptions are its own. What either run says of itself is recomputed where its numbers
+tell, and the same bits have to come with the same numbers. What a record says of its excuse counts for nothing here.
 """
 
 import math
@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.consistency import check_described, contradictions, same_bits
+from tiebreak.reports.gate.consistency import check_consistent, check_described, contradictions, same_bits
 from tiebreak.reports.gate.expected import PLAN, Expected, Limits
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
@@ -77,9 +77,13 @@ class Outcome:
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Raise UsageError for a baseline that was interrupted, has other inputs, or, not `across`, another platform."""
+    """Raise UsageError for a baseline that was interrupted, contradicts itself, has other inputs, or another platform.
+
+    `across` allows that platform.
+    """
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
+    check_consistent(baseline)
     for name in ("seed", "heads"):
         old, new = (str(options_of.get(name)) for options_of in (baseline.options, options))
         if old != new:
@@ -119,7 +123,8 @@ def gate(
     asked = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
     changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
-    changes += [Change(record, True, f"not in the baseline, and {record.outcome}") for record in fresh if record.fails]
+    changes += [Change(record, True, f"not in the baseline, and {record.outcome}")
+                for record in fresh if _SEVERITY.get(record.outcome)]  # fmt: skip
     worse = {change.record.id for change in changes if change.worse}
     changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
@@ -229,7 +234,7 @@ def _lost(old: Record, new: Record) -> Iterator[str]:
 
 def _outcome(old: Record, new: Record) -> list[_Judgement]:
     if old.outcome == records.SKIPPED:
-        return [(True, f"{new.outcome}, skipped in the baseline")] if new.fails else []
+        return [(True, f"{new.outcome}, skipped in the baseline")] if _SEVERITY.get(new.outcome) else []
     if new.outcome == records.SKIPPED:
         return [(True, f"turned into a skip ({new.skipped}), {old.outcome} in the baseline")]
     worse = _SEVERITY[new.outcome] - _SEVERITY[old.outcome]
@@ -306,6 +311,10 @@ def update(run: Run, path: Path) -> None:
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
+    try:
+        check_consistent(run)
+    except UsageError as error:
+        raise UsageError(f"{path}: not updated: {error}") from error
     if path.exists():
         check_update(store.read(path), path, run.narrowing)
     kept = ({name: part for name, part in each.evidence.items() if name not in records.DRAWN} for each in run.records)

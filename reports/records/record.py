@@ -148,12 +148,49 @@ class MeasureRecord(Data, frozen=True):
     column: bool = False  # whether the page's table of all cells has a column of it
 
 
+class LimitRecord(Data, frozen=True):
+    """How far a measure may go for a check to be met."""
+
+    measure: str  # by name
+    most: float | str | None = None  # what it may reach, or the measure whose number that is; None: any number will do
+    size: bool = False  # whether its size counts, whichever side of 0 it is on
+    where: tuple[str, ...] = ()  # asked only where there are these measures; else what is missing keeps to no limit
+    or_within: str | None = None  # the measure of what rounding leaves open: an interval within that keeps to it, too
+
+    def kept(self, measures: Mapping[str, Value]) -> bool | None:
+        """Tell whether measures keep to it; None: their interval does not tell. A number that is NaN does not.
+
+        An interval is beyond a limit where all of it is, and keeps to it where all of it does.
+        """
+        if any(name not in measures for name in self.where):
+            return True
+        value = measures.get(self.measure)
+        most = number_of(measures.get(self.most)) if isinstance(self.most, str) else self.most
+        most, number = math.inf if self.most is None else most, number_of(value)
+        if number is None or most is None:
+            return False
+        width = value.half_width if isinstance(value, Estimate) else 0.0
+        width, number = math.inf if width is None else width, abs(number) if self.size else number
+        if number - width > most:
+            return False
+        noise = number_of(measures.get(self.or_within)) if self.or_within else None
+        return True if number + width <= max(most, noise or 0.0) else None
+
+
+def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool | None:
+    """Tell whether measures keep to all limits of a check; None: none is broken, and one is not told."""
+    found = {limit.kept(measures) for limit in limits}
+    return False if False in found else None if None in found else True
+
+
 class CheckRecord(Data, frozen=True):
     """What a check asks."""
 
     about: str  # one line
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
+    limits: tuple[LimitRecord, ...] = ()  # that measures have to keep to for it to be met
+    more: bool = False  # whether more than they decides whether it is
 
 
 class SeriesFigure(Data, frozen=True):

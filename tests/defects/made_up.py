@@ -18,6 +18,7 @@ from tiebreak.reports.records.record import (
     CheckRecord,
     Estimate,
     ExperimentRecord,
+    LimitRecord,
     MeasureRecord,
     Narrowing,
     Record,
@@ -25,6 +26,8 @@ from tiebreak.reports.records.record import (
     SeriesFigure,
     SeriesRecord,
     Shown,
+    kept,
+    outcome_of,
     verdict_of,
 )
 
@@ -46,6 +49,7 @@ PLATFORM = {
 OPTIONS = {"backend": None, "kernels": None, "cases": None, "dtype": "bf16", "seed": "1", "heads": "256"}
 MEASURES = {
     "bias": Estimate(0.01, 0.02),
+    "apart": Estimate(0.001, 0.002),
     "rms_ulps": 0.35,
     "max_ulps": 1.5,
     "error_over_bound": 0.4,
@@ -64,9 +68,14 @@ DESCRIBED = {
     "delta_bias": MeasureRecord("error of delta", worse="farther", column=True),
     "nonfinite": MeasureRecord("NaN or Inf", worse="more", limit=0.0, per="elements", portable=True, column=True),
 }
+CHECKS = {
+    "bound": CheckRecord("bound", limits=(LimitRecord("error_over_bound", 1.0),)),
+    CLAIM: CheckRecord(CLAIM, judges=True),
+    PREDICTION: CheckRecord(PREDICTION, judges=True, limits=(LimitRecord("apart", 0.05, size=True),), more=True),
+}
 ANSWERS = {
     "repeatable": Answer(True, "the same bits twice"),
-    CLAIM: Answer(True, "unbiased", source="section 4"),
+    CLAIM: Answer(True, "as claimed", source="section 4"),
     PREDICTION: Answer(True, "what flash@paper predicts"),
 }
 
@@ -89,11 +98,14 @@ def record(
 ) -> Record:
     """A record of a cell that held; what differs is named. An answer that is None was not asked for.
 
-    Its verdict is what its numbers come to, and other numbers have other bits, unless something else is said.
+    Verdict, outcome and whether it is within its bound are what its numbers and answers come to, and other numbers have
+    other bits, unless something else is said.
     """
     backend = fields.setdefault("backend", "cpu")
     values = {**MEASURES, **(measures or {})}
-    asked = {**ANSWERS, **(answers or {})}
+    within = kept(CHECKS["bound"].limits, values)
+    bound = Answer(within, "within its bound", "" if within else "beyond its bound")
+    asked = {name: it for name, it in {**ANSWERS, "bound": bound, **(answers or {})}.items() if it is not None}
     bits = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
     base = Record(
         id=f"{backend}-{kernel}-{case}-bf16",
@@ -105,11 +117,11 @@ def record(
         seed=1,
         heads=256,
         experiment="call",
-        outcome="held",
+        outcome=outcome_of(asked, (CLAIM, PREDICTION)),
         command=f"pytest tests/matrix --kernels {kernel} --cases '{case}'",
         plan="flash@paper",
         measures=values,
-        answers={name: answer for name, answer in asked.items() if answer is not None},
+        answers=asked,
         digest=bits if measures else "0123456789abcdef",
     )
     verdict = fields.setdefault("verdict", verdict_of(base, DESCRIBED))
@@ -120,8 +132,8 @@ def fallen(
     kernel: str = "flash@paper", case: str = "random", why: str = "claim fell: unbiased", **fields: Any
 ) -> Record:
     """A record of a cell whose claim is not met."""
-    answers = {CLAIM: Answer(False, "unbiased", why, "section 4")} | fields.pop("answers", {})
-    return record(kernel, case, answers=answers, **({"outcome": "fell"} | fields))
+    answers = {CLAIM: Answer(False, "as claimed", why, "section 4")} | fields.pop("answers", {})
+    return record(kernel, case, answers=answers, **fields)
 
 
 def skip(kernel: str = "flash@paper", case: str = "random", outcome: str = "skipped", **fields: Any) -> Record:
@@ -159,7 +171,7 @@ def run(*records: Record, **fields: Any) -> Run:
     measures = {name: DESCRIBED.get(name, MeasureRecord(name)) for cell in given for name in cell.measures}
     described = {
         "measures": measures | fields.pop("measures", {}),
-        "checks": {name: CheckRecord(name, name in (CLAIM, PREDICTION)) for cell in given for name in cell.answers},
+        "checks": {name: CHECKS.get(name, CheckRecord(name)) for cell in given for name in cell.answers},
         "cases": {cell.case: CASES.get(cell.case, CaseRecord(cell.case)) for cell in given} | fields.pop("cases", {}),
         "experiments": {
             cell.experiment: EXPERIMENTS.get(cell.experiment, ExperimentRecord("made up")) for cell in given

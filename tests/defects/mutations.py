@@ -1,6 +1,7 @@
-"""Edits of any one leaf of a file: what a gate, or whoever verifies a statement, has to find out.
+"""Edits of a file: what a gate, or whoever verifies a statement, has to find out.
 
-The leaves are walked: a field that records get is edited without a word here.
+Of any one leaf: the leaves are walked, so that a field that records get is edited without a word here. And of a number
+or an answer with all that follows from it, so that the record agrees with itself.
 """
 
 import copy
@@ -9,6 +10,24 @@ from random import Random
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from tiebreak.reports.records.record import (
+    BIASED,
+    NO_NUMBER,
+    NONFINITE,
+    REPLACED,
+    SKIPPED,
+    Answer,
+    Estimate,
+    Record,
+    Run,
+    Shown,
+    Value,
+    kept,
+    outcome_of,
+    verdict_of,
+)
 
 Step = str | int
 Path = tuple[Step, ...]
@@ -110,3 +129,53 @@ def unnoticed(
         for value in edits(found(plain, path), alike(plain, path), chance):
             if passes(edited(plain, path, value)):
                 yield path, value
+
+
+def following(record: Record, run: Run) -> Record:
+    """Return a record with the answers, the verdict, the outcome and what is shown that its numbers come to."""
+    limits = {name: kept(run.checks[name].limits, record.measures) for name in record.answers}
+    decided = {name for name, met in limits.items() if run.checks[name].limits and not (run.checks[name].more and met)}
+    given = {name: replace(record.answers[name], met=limits[name], why="made up") for name in decided}
+    answers = {**record.answers, **given}
+    verdict, tied = record.verdict and verdict_of(record, run.measures), (record.tied, record.in_training)
+    made = {"answers": answers, "verdict": verdict, "shown": _shown(record, run, verdict)}
+    if verdict not in (None, BIASED):
+        tied = None, None
+    outcome = outcome_of(answers, [name for name, check in run.checks.items() if check.judges])
+    outcome = SKIPPED if record.outcome == SKIPPED else outcome
+    return replace(record, **made, tied=tied[0], in_training=tied[1], outcome=outcome)
+
+
+def _shown(record: Record, run: Run, verdict: str | None) -> Shown | None:
+    shown = record.shown
+    if shown is None or verdict == NONFINITE:
+        return shown and Shown(NONFINITE)
+    kind = run.experiments[record.experiment].headline if shown.kind in REPLACED else shown.kind
+    number = record.number(kind or "")
+    if kind is None or number is None:
+        return Shown(NO_NUMBER)
+    return Shown(kind, 100 * number if shown.unit == "%" else number, shown.unit, verdict, shown.spec)
+
+
+def consistent_edits(record: Record, run: Run, chance: Random) -> Iterator[tuple[str, Record]]:
+    """Yield a record with another number, or another answer, and all that follows; and what was edited."""
+    for name, value in record.measures.items():
+        number = 0.0 if isinstance(value, Estimate) or value is None else value
+        size = chance.choice([1e-3, 0.5, 2.0, 102.0, 1e6])
+        others: list[Value] = [number + size, number - size, None, 0.0]
+        if isinstance(value, Estimate):
+            mean, width = value.mean or 0.0, value.half_width or 0.0
+            pairs = (mean + size, width), (mean - size, width), (mean, width + size), (mean, 0.0), (None, None)
+            others = [Estimate(*pair) for pair in pairs]
+        for other in (other for other in others if other != value):
+            yield f"measures.{name}", following(replace(record, measures={**record.measures, name: other}), run)
+        yield f"measures.{name}", following(replace(record, measures=_without(record.measures, name)), run)
+    for name, answer in record.answers.items():
+        for met in {True, False, None} - {answer.met}:
+            other_answer = Answer(met, answer.asked, "" if met else "made up", answer.source)
+            yield f"answers.{name}", following(replace(record, answers={**record.answers, name: other_answer}), run)
+        yield f"answers.{name}", following(replace(record, answers=_without(record.answers, name)), run)
+
+
+def _without(there: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {each: value for each, value in there.items() if each != name}

@@ -340,7 +340,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
-        checks={name: records.CheckRecord(check.about, check.judges, check.wrong) for name, check in asked.items()},
+        checks={name: convert(check, records.CheckRecord, from_attributes=True) for name, check in asked.items()},
         cases={name: replace(each.described(), needed=name in NEEDED) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
     )

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, heads_to_tell
-from tiebreak.reports.records.record import Answer, Shown
+from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import Answer, Estimate, Shown
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Result:
     digest: str | None = None  # of what was computed
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
+    @cached_property
+    def recorded(self) -> Mapping[str, records.Value]:
+        """Return the measures as records have them."""
+        return recorded(self.measures)
+
     def number(self, name: str) -> float | None:
         """The number of a measure, of an interval its mean; None where there is none."""
         value = self.measures.get(name)
@@ -70,3 +77,12 @@ class Result:
     def waived(self, check: str) -> bool:
         """Whether a claim takes a check's place: that it is not met is what is expected."""
         return any(check in claim.waives for claim in self.claims)
+
+
+def recorded(measures: Mapping[str, Value]) -> Mapping[str, records.Value]:
+    """Return measures as records have them: those that there are, None for NaN and Inf."""
+    there = {name: value for name, value in measures.items() if value is not None}
+    return {
+        name: Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else records.finite(value)
+        for name, value in there.items()
+    }

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from tiebreak.cases.verdicts import Interval
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
 from tiebreak.matrix.checks import ask_all, checks, judging
@@ -15,7 +14,7 @@ from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.record import Answer, Estimate, Record, outcome_of
+from tiebreak.reports.records.record import Answer, Record, outcome_of
 
 
 def run_cell(cell: Cell, bench: Workbench) -> Record:
@@ -34,7 +33,6 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         return ended_record(cell, settings, records.RUNS, raised(error, cell.kernel))
     answers = ask_all(result)
-    measured = {name: value for name, value in result.measures.items() if value is not None}
     return replace(
         blank_record(cell, settings, outcome_of(answers, judging()), answers),
         verdict=result.verdict,
@@ -42,10 +40,7 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
         in_training=result.in_training,
         shown=result.shown,
         heads=result.heads,
-        measures={
-            name: Estimate.of(value.mean, value.half_width) if isinstance(value, Interval) else records.finite(value)
-            for name, value in measured.items()
-        },
+        measures=result.recorded,
         digest=result.digest,
         evidence=dict(result.evidence),
     )

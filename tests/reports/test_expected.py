@@ -229,3 +229,21 @@ def test_a_baseline_that_has_the_failure_excuses_it(restless: Pytest) -> None:
     better = restless("--baseline", "base.json", restless=False)
     assert better.ret == 0
     better.stdout.fnmatch_lines([f"better  {CELL}: *repeatable is met now*"])
+
+
+def test_an_entry_excuses_nothing_from_the_gate_and_a_damaged_baseline_excuses_nothing(
+    restless: Pytest, excuse: Callable[..., str]
+) -> None:
+    kept = Path("base.json")
+    assert restless("--baseline", "base.json", "--update-baseline", restless=False).ret == 0
+    result = restless("--baseline", "base.json", "--expected", excuse())
+    assert result.ret == 1
+    result.assert_outcomes(xfailed=1)
+    result.stdout.fnmatch_lines(["gate FELL: 1 cell compared with base.json: * worse*", "worse *: fell, held in the*"])
+    run = store.read(kept)
+    unmet = {**run.records[0].answers, "repeatable": DIFFER}
+    store.write(replace(run, records=(replace(run.records[0], answers=unmet),)), kept)
+    damaged = restless("--baseline", "base.json")
+    (line,) = filter(None, (*damaged.outlines, *damaged.errlines))
+    assert (damaged.ret, line.startswith(f"Exit: --baseline base.json: {CELL}: says ")) == (2, True)
+    assert restless("--baseline", "base.json", "--update-baseline").ret == 1, "it excuses nothing"

@@ -1,4 +1,4 @@
-"""No single edit of a run talks the gate round: any one leaf of its file is changed, and the gate does not pass."""
+"""No edit of a run talks the gate round: of any one leaf of its file, or of a number with all that follows from it."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from tiebreak.defects import mutations
 from tiebreak.defects.made_up import fallen, record, run, skip, trained
-from tiebreak.defects.mutations import leaves, name_of, plain_of, unnoticed
+from tiebreak.defects.mutations import consistent_edits, following, leaves, name_of, plain_of, unnoticed
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
 from tiebreak.reports.gate.expected import Limits
 from tiebreak.reports.gate.gate import gate
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import Estimate, Run
+from tiebreak.reports.records.record import Estimate, LimitRecord, Record, Run
 
 EXAMPLES = int(os.environ.get("TIEBREAK_FUZZ", "1"))
 
@@ -108,7 +108,8 @@ def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, s
 @pytest.mark.parametrize("across", [False, True])
 def test_no_edit_of_one_leaf_passes(judged: Run, across: bool, new_bits: bool, seed: int) -> None:
     left = record(case="left")
-    baseline = replace(judged, records=(*judged.records, left), cases={**judged.cases, "left": judged.cases["tied"]})
+    more = {"records": (*judged.records, left), "cases": {**judged.cases, "left": judged.cases["tied"]}}
+    baseline = replace(judged, narrowing=(), **more)
     new = judged
     if new_bits:
         turned = tuple(replace(each, digest=each.digest and each.digest[::-1]) for each in new.records)
@@ -129,6 +130,90 @@ def test_no_edit_of_one_leaf_passes(judged: Run, across: bool, new_bits: bool, s
         name = name_of(path)
         lists = [FREE, *([ACROSS] if across else []), *([UNTOLD] if new_bits or name.startswith(tuple(untold)) else [])]
         assert allowed(judged, name, value, lists), f"{name} = {value!r} passes"
+
+
+#: Consistent edits that may pass, of a record with bits of its own, and why.
+NO_WORSE = {
+    "measures.*": "a number that is worse by no more than its limit, or has none, and keeps to those of checks; between"
+    " platforms one that the declared plan foretells, or that has no interval",
+    "answers.*": "an answer that got better, of a check whose limits do not decide it",
+}
+
+
+def no_worse(baseline: Run, before: Record, after: Record, what: str, *, across: bool) -> bool:
+    """Tell whether an edit leaves all as good as it was, as far as a limit or an answer says."""
+    kind, _, name = what.partition(".")
+    unmet = {check for check in after.unmet if before.answers[check].met is True}
+    if unmet or name in (before.answers.keys() | before.measures.keys()) - after.answers.keys() - after.measures.keys():
+        return False
+    if kind == "answers":
+        return after.answers[name].met is True or before.answers[name].met is not True
+    measure, (old, new) = baseline.measures[name], (each.measures[name] for each in (before, after))
+    foretold = all(each.met(records.PREDICTION) for each in (before, after))
+    of_the_platform = across and not measure.portable and (foretold or not isinstance(old, Estimate))
+    if measure.limit is None or of_the_platform or records.number_of(old) is None:
+        return records.number_of(new) is not None or records.number_of(old) is None
+    size = abs if measure.worse == records.FARTHER else float
+    was, now = (size(records.number_of(each) or 0.0) for each in (old, new))
+    widths = [each.half_width or 0.0 for each in (old, new) if isinstance(each, Estimate)]
+    return now - was - sum(widths) <= measure.limit or now - was <= measure.share * was
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+@pytest.mark.parametrize("across", [False, True])
+def test_no_consistent_edit_passes(judged: Run, across: bool, seed: int) -> None:
+    baseline, chance, told = replace(judged, narrowing=()), Random(seed), set[str]()
+    for place, before in enumerate(judged.records):
+        for what, after in consistent_edits(before, judged, chance):
+            others = (*judged.records[:place], replace(after, digest="other bits"), *judged.records[place + 1 :])
+            try:
+                held = gate(baseline, replace(judged, records=others), Limits(), across=across).held
+            except UsageError:
+                continue
+            assert not held or no_worse(baseline, before, after, what, across=across), f"{what}: {after} passes"
+            told |= {pattern for pattern in NO_WORSE if held and fnmatchcase(what, pattern)}
+    assert told == NO_WORSE.keys()
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_a_new_cell_that_agrees_with_itself_passes_if_its_checks_are_met_and_by_no_excuse(
+    judged: Run, seed: int
+) -> None:
+    baseline, fresh = replace(judged, narrowing=()), record(case="fresh")
+    about = {"cases": {**judged.cases, "fresh": judged.cases["tied"]}, "narrowing": ()}
+    for what, after in consistent_edits(fresh, judged, Random(seed)):
+        made = replace(judged, records=(*judged.records, replace(after, excused="known")), **about)
+        sound = after.outcome in records.PASSING
+        assert gate(baseline, made, Limits()).held is sound, f"{what}: {after}"
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_no_edit_of_one_leaf_of_a_baseline_lets_a_failure_pass(judged: Run, seed: int) -> None:
+    """Nor is it taken without a word."""
+    beyond = following(replace(judged.records[0], measures={**judged.records[0].measures, "error_over_bound": 102.0},
+                               digest="other bits"), judged)  # fmt: skip
+    new, plain = replace(judged, records=(beyond, *judged.records[1:])), json.loads(json.dumps(plain_of(judged)))
+    assert beyond.outcome == "fell"
+    mine = [path for path in leaves(plain) if path[:2] == ("records", 0) or path[0] == "checks"]
+
+    def passes(plain: Mapping[str, Any]) -> bool:
+        try:
+            return gate(parsed(plain), new, Limits()).held
+        except UsageError:
+            return False
+
+    assert [name_of(path) for path, _ in unnoticed(plain, mine, Random(seed), passes)] == []
+
+
+@pytest.mark.parametrize(
+    "field", [{"limits": ()}, {"limits": (LimitRecord("error_over_bound", 1e3),)}, {"more": True}], ids=str
+)
+def test_a_description_that_was_made_to_fit_is_refused(judged: Run, field: Mapping[str, Any]) -> None:
+    cell = judged.records[0]
+    beyond = replace(cell, measures={**cell.measures, "error_over_bound": 102.0}, digest="other bits")
+    checks = {**judged.checks, "bound": replace(judged.checks["bound"], **field)}
+    with pytest.raises(UsageError, match=r"^checks\.bound\."):
+        gate(judged, replace(judged, records=(beyond, *judged.records[1:]), checks=checks), Limits())
 
 
 @pytest.mark.parametrize("lists", [FREE, UNTOLD, ACROSS])

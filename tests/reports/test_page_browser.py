@@ -310,8 +310,8 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     lines = browser.ask("about.innerText")
     for text in (
         "two equal maxima", "section 3", "follows flash@fused", "Platforms differ in verdict or outcome.",
-        "biased: bias 0.234 ± 0.01 ulp", "claim met: unbiased", "source: section 4", "prediction met: what flash@paper",
-        "99.87 % of bits", "2 elements beyond", "c0ffee",
+        "biased: bias 0.234 ± 0.01 ulp", "claim met: as claimed", "source: section 4",
+        "prediction met: what flash@paper", "99.87 % of bits", "2 elements beyond", "c0ffee",
         "pytest tests/matrix --kernels flash@paper --cases 'tie'",
     ):  # fmt: skip
         assert text in lines, text

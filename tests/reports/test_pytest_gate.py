@@ -94,7 +94,7 @@ def check_junit(ids: Sequence[str]) -> None:
 def test_gate_junit_and_narrowing_work_with_workers(matrix: Matrix, baseline: Path) -> None:
     """Narrowed by pytest's own option; tests/unit/test_options.py has the matrix', which are seen before the run."""
     tied = [record.case for record in store.read(baseline).records].index("tied_maxima[k=2]")
-    change(baseline, ["records", tied, "verdict"], "unbiased")
+    change(baseline, ["records", tied, "case_version"], 0)
     before = baseline.read_bytes()
     words = ["--baseline", "base.json", "--update-baseline", "--junitxml", "junit.xml", "-k", "tied"]
     worse = matrix(*words, workers=1)
@@ -103,7 +103,7 @@ def test_gate_junit_and_narrowing_work_with_workers(matrix: Matrix, baseline: Pa
     worse.stdout.fnmatch_lines(
         [
             "gate FELL: 1 cell compared*: 1 worse*",
-            "worse   cpu-flash@paper-tied*: verdict biased*",
+            "worse   cpu-flash@paper-tied*: not comparable: case_version*",
             "note    1 cell of the baseline NOT compared: outside -k tied*",
             "*base.json: not updated: 1 of its cells lie outside this run's *-k tied*; run all of them, or delete*",
         ]

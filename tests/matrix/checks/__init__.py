@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import IN_TIME, RUNS, Answer
+from tiebreak.reports.records.record import IN_TIME, RUNS, Answer, LimitRecord
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class Check:
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
+    limits: tuple[LimitRecord, ...] = ()  # that measures have to keep to for it to be met
+    more: bool = False  # whether more than they decides whether it is
 
 
 # Of a kernel that did not run to its end there is no result that could be asked.

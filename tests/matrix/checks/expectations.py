@@ -1,9 +1,11 @@
 """What is expected of a cell: contract, calls that agree, a claim, a prediction."""
 
+from tiebreak.cases.measures.accuracy import WORSE
+from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.questions import comparison
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer
+from tiebreak.reports.records.record import CLAIM, PREDICTION, Answer, LimitRecord
 
 _CONTRACT = "shape, format and device of O; inputs and process left as they were"
 
@@ -60,12 +62,25 @@ USAGE = Check(
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
     lambda result: result.agreement.get(comparison.USAGE),
     wrong=True,
+    limits=tuple(
+        LimitRecord(name, most, where=(name,)) for name, most in (("error_ratio", WORSE), ("lse_error_over_bound", 1.0))
+    ),
+    more=True,
 )
 INVARIANCE = Check(
     comparison.INVARIANCE,
     "a call that is changed in what should not matter has the same bits, or others without a bias",
     lambda result: result.agreement.get(comparison.INVARIANCE),
     judges=True,
+    limits=(LimitRecord("differing_bits", 0.0),),
+    more=True,
 )
 CLAIMED = Check(CLAIM, "what the case claims about such a kernel", _claim, judges=True)
-PREDICTED = Check(PREDICTION, "what its declared plan predicts on the same inputs, emulated", _prediction, judges=True)
+PREDICTED = Check(
+    PREDICTION,
+    "what its declared plan predicts on the same inputs, emulated",
+    _prediction,
+    judges=True,
+    limits=(LimitRecord("prediction_difference", MARGIN_ULPS, size=True),),
+    more=True,  # NaN and Inf are counted on both sides, and no record has those of the emulation
+)

@@ -1,84 +1,122 @@
 """Limits on measures: of O and of gradients their largest errors, their NaN and their size, of a training run its loss.
 
-Errors of O and of gradients are also held to those of the plan that the kernel declares, or that it follows.
+Errors of O and of gradients are also held to those of the plan that the kernel declares, or that it follows. Which
+number has which limit stands here once, beside what is said of one that is beyond it. A file of records describes a
+check by the same limits: whoever reads it can answer again.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
-from tiebreak.cases.measures.accuracy import LIMITS_OF_GRADIENTS, LIMITS_OF_O, WORSE, Limit
-from tiebreak.cases.verdicts import Interval
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval
 from tiebreak.matrix.checks import Check
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import Answer
+from tiebreak.reports.records.record import Answer, LimitRecord, kept
 
-_GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
-_Faults = Callable[..., Mapping[str, bool]]  # of the numbers of some measures: what may be wrong, and whether it is
-
-
-def _answer(result: Result, asked: str, needed: Sequence[str], faults: Callable[..., Iterator[str]]) -> Answer:
-    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or shows a fault."""
-    known = [number for name in needed if (number := result.number(name)) is not None and not math.isnan(number)]
-    if len(known) < len(needed):
-        return Answer(False, asked, f"there is no number for {' or '.join(needed)}")
-    why = list(faults(*known))
-    return Answer(not why, asked, "; ".join(why))
+#: A limit, and what is said of what does not keep to it: {0} is the number, {1} half the width of its interval, {plan}
+#: whose bounds errors are shares of, {held_to} the plan, or for a gradient the backward pass, that they are compared
+#: with; measures are there by their names.
+_Limited = tuple[LimitRecord, str]
 
 
-def _limit(
-    name: str, about: str, asked: str, needed: Sequence[str], faults: _Faults, *, always_of_users: bool = False
-) -> Check:
+def _where_there(measure: str, most: float, said: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
+    """Make a limit on a measure that not every cell has."""
+    return LimitRecord(measure, most, where=(*where, measure), **more), said
+
+
+def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
+    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
+    numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
+    met, why = kept([limit for limit, _ in limited], result.recorded), []
+    for limit, said in limited:
+        if limit.kept(result.recorded) is not met or met is True:
+            continue
+        value, number = result.measures.get(limit.measure), numbers.get(limit.measure, math.nan)
+        width = value.half_width if isinstance(value, Interval) else 0.0
+        text = said.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
+        if math.isnan(number):
+            text = f"there is no number for {limit.measure}"
+        elif met is None and isinstance(limit.most, float):
+            text = f"too few heads to tell: {text}; {result.remedy(limit.measure, limit.most)}"
+        why.append(text)
+    return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
+
+
+def _limit(name: str, about: str, asked: str, limited: Sequence[_Limited], *, always_of_users: bool = False) -> Check:
     """A check of the numbers of some measures; a result that does not know the first is asked nothing.
 
-    {plan} in what it says is the one whose bounds errors are shares of. A user's kernel must `always` meet it though a
-    claim waives it.
+    A user's kernel must `always` meet it though a claim waives it.
     """
+    first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 
     def ask(result: Result) -> Answer | None:
         waived = result.waived(name) and not (always_of_users and result.contract)
-        if needed[0] not in result.measures or waived:
-            return None
+        return None if waived or first not in result.measures else _answer(result, asked, limited, None)
 
-        def found(*numbers: float) -> Iterator[str]:
-            return (text.format(plan=result.bound_of) for text, so in faults(*numbers).items() if so)
-
-        return _answer(result, asked.format(plan=result.bound_of), needed, found)
-
-    return Check(name, about, ask, wrong=True)
+    return Check(name, about, ask, wrong=True, limits=limits)
 
 
-def _beyond(result: Result, limits: Mapping[str, Limit], about: Callable[[str], str]) -> tuple[list[str], list[str]]:
-    """Return the measures whose interval lies beyond its limit, and those whose interval tells nothing, in words."""
-    fell, untold = list[str](), list[str]()
-    for name, limit in limits.items():
-        met, value = limit.met(name, result.measures), result.measures.get(name)
-        if met is True or not isinstance(value, Interval):
-            continue
-        width, allowed = (limit.shown.format(x).lstrip("+") for x in (value.half_width, limit.at))
-        found = f"{about(name).format(limit.shown.format(value.mean))} (+- {width}, {allowed} is allowed)"
-        if met is False:
-            fell.append(found)
-        else:
-            untold.append(f"too few heads to tell: {found}; {result.remedy(name, limit.at)}")
-    return fell, untold
+_OF_O = (
+    (
+        LimitRecord("square_ratio", LIMIT),
+        f"mean square {{0:.3g}} times what {{held_to}} has (+- {{1:.2g}}, {LIMIT} is allowed)",
+    ),
+    _where_there(
+        "worst_head", WORSE, f"mean square of one head {{0:.3g}} times what {{held_to}} has there, {WORSE:g} is allowed"
+    ),
+    _where_there("bias_apart", MARGIN_ULPS, "bias {0:+.2f} ulp (+- {1:.2g}) from what {held_to} has", size=True),
+)
 
 
 def _accuracy(result: Result) -> Answer | None:
     if not isinstance(result.measures.get("square_ratio"), Interval) or result.waived(ACCURACY.name):
         return None
     plan = result.held_to or "the plan that it is held to"
-    words = {"square_ratio": "mean square {} times what", "bias_apart": "bias {} on normal numbers from what"}
-    why, untold = _beyond(result, LIMITS_OF_O, lambda name: f"{words[name]} {plan} has")
-    if (worst := result.number("worst_head")) is not None and not worst <= WORSE:
-        why.append(f"mean square of one head {worst:.3g} times what {plan} has there, {WORSE:g} is allowed")
-    if why and result.refused:
-        why.insert(0, f"it follows {result.refused}, which is accepted only where it is declared")
-    return Answer(_told(why, untold), f"errors no larger than those of {plan}", "; ".join(why or untold))
+    answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
+    if answer.met is True or not result.refused:
+        return answer
+    why = f"it follows {result.refused}, which is accepted only where it is declared; {answer.why}"
+    return Answer(answer.met, answer.asked, why)
 
 
-def _told(faults: Sequence[str], untold: Sequence[str]) -> bool | None:
-    return False if faults else None if untold else True
+_ON_THE_WHOLE = f"{{0:+.2%}} (+- {{1:.2%}}, {GAIN:.1%} is allowed) on the whole, on normal numbers"
+_OF_GRADIENTS = (
+    *(
+        _where_there(
+            f"d{letter.lower()}_gain_error",
+            GAIN,
+            f"d{letter} is off by {_ON_THE_WHOLE}",
+            size=True,
+            or_within=f"d{letter.lower()}_gain_noise",
+        )
+        for letter in "QKV"
+    ),
+    _where_there(
+        "delta_bias_in_dq", GAIN, f"delta, read off dQ, is off by {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",)
+    ),
+    (
+        LimitRecord("gradients_nonfinite", 0.0),
+        "{0:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not",
+    ),
+    (
+        LimitRecord("gradient_error_over_bound", 1.0),
+        "the largest error of dQ, dK and dV is {0:.3g} times its bound",
+    ),
+    *(
+        _where_there(
+            f"d{letter.lower()}_square_ratio",
+            LIMIT,
+            f"mean square of d{letter} {{0:.3g}} times (+- {{1:.2g}}) what {{held_to}} has, {LIMIT} is allowed",
+        )
+        for letter in "QKV"
+    ),
+    _where_there(
+        "worst_gradient", WORSE, f"mean square of one head {{0:.3g}} times that of {{held_to}}, {WORSE:g} is allowed"
+    ),
+)
+_GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
 
 
 def _gradients(result: Result) -> Answer | None:
@@ -88,71 +126,48 @@ def _gradients(result: Result) -> Answer | None:
     needed = ("gradients_nonfinite", "gradient_error_over_bound")
     if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS.name):
         return None
-    limits = LIMITS_OF_GRADIENTS if isinstance(result.measures.get("dq_gain_error"), Interval) else {}
-    beyond, untold = _beyond(result, limits, partial(_of_gradient, result.backward_held_to))
-    largest = _answer(result, _GRADIENTS, needed, lambda lost, share: _gradient_faults(result, lost, share))
-    faults = [*beyond, *filter(None, [largest.why])]
-    return Answer(_told(faults, untold), _GRADIENTS, "; ".join(faults or untold))
-
-
-def _of_gradient(held_to: str | None, measure: str) -> str:
-    if measure == "delta_bias_in_dq":
-        return "delta, read off dQ, is off by {} on the whole, on normal numbers"
-    gradient = f"d{measure[1].upper()}"
-    if measure.endswith("_gain_error"):
-        return f"{gradient} is off by {{}} on the whole, on normal numbers"
-    return f"mean square of {gradient} {{}} times what {held_to} has"
-
-
-def _gradient_faults(result: Result, lost: float, share: float) -> Iterator[str]:
-    if lost:
-        yield f"{lost:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not"
-    if share > 1.0:
-        yield f"the largest error of dQ, dK and dV is {share:.3g} times its bound"
-    if (worst := result.number("worst_gradient")) is not None and not worst <= WORSE:
-        yield f"mean square of one head {worst:.3g} times that of {result.backward_held_to}, {WORSE:g} is allowed"
+    return _answer(result, _GRADIENTS, _OF_GRADIENTS, result.backward_held_to)
 
 
 BOUND = _limit(
     "bound",
     "the largest error of O is within its plan's rounding-error bound",
     "largest error within the bound of plan {plan}",
-    ["error_over_bound"],
-    lambda share: {f"largest error is {share:.3g} times the bound of plan {{plan}}": share > 1.0},
+    [(LimitRecord("error_over_bound", 1.0), "largest error is {0:.3g} times the bound of plan {plan}")],
 )
 RANGE = _limit(
     "range",
     "O, a weighted mean, lies within the range of the V that its row sees",
     "O within the range of V",
-    ["outside_values"],
-    lambda share: {
-        f"O is a weighted mean of V, but lies outside its range by {share:.3g} times what rounding allows": share > 1.0
-    },
+    [
+        (
+            LimitRecord("outside_values", 1.0),
+            "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
+        )
+    ],
 )
 FINITE = _limit(
     "finite",
     "O is finite where the reference is, and nowhere else",
     "finite where the reference is, and nowhere else",
-    ["nonfinite", "missed", "elements"],
-    lambda lost, missed, elements: {
-        f"{lost:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not": lost > 0,
-        f"{missed:.0f} elements are finite where the reference is NaN or Inf": missed > 0,
-    },
+    [
+        (LimitRecord("nonfinite", 0.0), "{0:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not"),
+        (LimitRecord("missed", 0.0), "{0:.0f} elements are finite where the reference is NaN or Inf"),
+        (LimitRecord("elements"), ""),
+    ],
     always_of_users=True,
 )
 LOSS = _limit(
     "loss",
     "the loss of a training run stays a number",
     "a loss that is a number, to the last step",
-    ["finite_steps", "steps"],
-    lambda finite, steps: {f"the loss is not a number at step {finite + 1:.0f} of {steps:.0f}": finite != steps},
+    [(LimitRecord("steps", "finite_steps"), "the loss is not a number after step {finite_steps:.0f} of {0:.0f}")],
 )
 LOG_PROBABILITIES = _limit(
     "log_probabilities",
     "a language model's log-probabilities are numbers with the kernel in the place of its attention",
     "log-probabilities that are numbers",
-    ["nats_rms"],
-    lambda rms: {"log-probabilities are infinite": math.isinf(rms)},
+    [(LimitRecord("nats_rms"), "log-probabilities are infinite")],
 )
 ACCURACY = Check(
     "accuracy",
@@ -160,6 +175,7 @@ ACCURACY = Check(
     _accuracy,
     judges=True,
     wrong=True,
+    limits=tuple(limit for limit, _ in _OF_O),
 )
 GRADIENTS = Check(
     "gradients",
@@ -167,4 +183,5 @@ GRADIENTS = Check(
     " more than those of a backward pass that people ship",
     _gradients,
     wrong=True,
+    limits=tuple(limit for limit, _ in _OF_GRADIENTS),
 )

@@ -20,7 +20,6 @@ from tiebreak.cases.errors import difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.measures import Observed, Value, call_measures
-from tiebreak.cases.measures.accuracy import LIMITS_OF_GRADIENTS, LIMITS_OF_O, told
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
@@ -34,10 +33,12 @@ from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import HeldTo, attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device
+from tiebreak.matrix.checks import Check
+from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.repetition import repetition
-from tiebreak.matrix.result import Claimed, Predicted, Result
+from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
 from tiebreak.matrix.sampling import Sample, batches_of, looks
 from tiebreak.matrix.trial import failed_trial
 from tiebreak.matrix.workbench import CaseBench, Fit, Workbench
@@ -193,9 +194,16 @@ def _looked_at(cell: Cell, bench: CaseBench, known: KnownPlans) -> tuple[Sample,
         if len(sample.outputs) == 1:
             fits = attributed(sample, known)
             held_to = plan_held_to(sample, fits, known)
-        if sample.settled and told(LIMITS_OF_O, _observed(sample, held_to)):
+        if sample.settled and _told(ACCURACY, _observed(sample, held_to)):
             break
     return sample, fits, held_to
+
+
+def _told(check: Check, observed: Observed) -> bool:
+    """Tell whether each interval that a check limits lies on one side of its limit, so that more heads tell no more."""
+    needed = {name for limit in check.limits for name in (limit.measure, limit.or_within)}
+    measures = recorded({name: measure.of(observed) for name, measure in call_measures().items() if name in needed})
+    return all(limit.kept(measures) is not None for limit in check.limits)
 
 
 def _observed(sample: Sample, held_to: HeldTo | None) -> Observed:
@@ -229,7 +237,7 @@ def _with_gradients(
     worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
     observed = replace(observed, backward_heads=heads, worst_gradient=worst)
     for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has(batches_of(look).start) or told(LIMITS_OF_GRADIENTS, observed):
+        if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, observed):
             break
         for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
