@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.backends.levels import LEVELS
+from tiebreak.backends.levels import LEVELS, VARIABLES
 from tiebreak.backends.platform import cpu_features
 from tiebreak.defects import made_up
 from tiebreak.laboratory import fleet, sweep
@@ -42,9 +42,12 @@ def cluster() -> Iterator[Any]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
-    made: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
-    yield made
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:  # what a node runs on is its own
+            patch.delenv(name, raising=False)
+        made: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"kind": "a"}})
+        yield made
+        made.shutdown()
 
 
 @pytest.mark.skipif(not LOWEST.needs <= set(cpu_features()), reason="this CPU has one instruction-set level")

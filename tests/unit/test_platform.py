@@ -48,6 +48,13 @@ def memory(available_gib: float, total_gib: float = 64) -> dict[str, str]:
 
 
 @pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No level is set, whichever these tests run on."""
+    for name in levels.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "_affinity", lambda: 8)
 
@@ -71,6 +78,7 @@ def test_a_cpu_is_its_model_and_what_changes_bits(
     assert (cpu_name(root), cpu_features(root)) == (name, tuple(features.split()))
 
 
+@pytest.mark.usefixtures("native")
 def test_an_emulated_processor_is_never_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     root = write(tmp_path, {"proc/cpuinfo": X86})
@@ -96,6 +104,7 @@ def test_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert describe(tmp_path).memory_gib > 0
 
 
+@pytest.mark.usefixtures("native")
 def test_the_description_is_of_this_process_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
     level = levels.LEVELS[-1]
