@@ -146,7 +146,16 @@ def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
     try:
-        code: int = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)(arguments)
+        function = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package == "tiebreak":
+            raise
+        called = {"torch": "PyTorch"}.get(package, package)
+        print(f"{command}: needs {called}, which is not installed: pip install {package}", file=sys.stderr)
+        return USAGE
+    try:
+        code: int = function(arguments)
     except UsageError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE

@@ -8,7 +8,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tiebreak.reports.records.store import one_line
+from tiebreak.reports.errors import UsageError
+from tiebreak.reports.records.store import one_line, write_text
+
+STDOUT = "-"  # in the place of a file
 
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that fell and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", re.MULTILINE)
@@ -34,6 +37,21 @@ def show(text: str) -> None:
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         text = _MARKED.sub(lambda found: f"\033[{_COLOURS.get(found[1], '31')}m{found[0]}\033[0m", text)
     print(text)
+
+
+def check_folders(**files: str | None) -> None:
+    """Raise UsageError, before any work, if one of the files that flags name is in no folder."""
+    for flag, file in files.items():
+        if file not in (None, STDOUT) and not Path(file).parent.is_dir():
+            raise UsageError(f"--{flag} {file}: there is no folder {Path(file).parent}")
+
+
+def write(text: str, file: str | None) -> None:
+    """Write a text to the file that a flag names, if it is given, or as it is to the terminal."""
+    if file == STDOUT:
+        sys.stdout.write(text)
+    elif file is not None:
+        write_text(text, Path(file))
 
 
 def runnable(command: str) -> str:

@@ -200,9 +200,15 @@ class Caller:
 
     @contextmanager
     def held(self, *, gradients: bool) -> Iterator[None]:
-        """The same, for calls that break the contract where they change the process."""
-        with self.calling(gradients=gradients) as changed:
-            yield
+        """The same, for calls that break the contract where they change the process, whatever else comes of that."""
+        changed: list[str] = []
+        try:
+            with self.calling(gradients=gradients) as changed:
+                yield
+        except Exception as error:
+            if changed:
+                raise broken(f"changed {', '.join(changed)}") from error
+            raise
         if changed:
             raise broken(f"changed {', '.join(changed)}")
 

@@ -10,12 +10,17 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
+_TORCH: Any = torch
+_C: Any = torch._C
+_DISPATCH_MODE: Any = TorchDispatchMode
 _IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its first dO: seconds that are not a kernel's
 
 
@@ -24,8 +29,69 @@ def _flushes() -> bool:
     return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
 
 
+def _modes(kind: str) -> list[Any]:
+    """Return the function or dispatch modes that are entered, the innermost last."""
+    return [getattr(_C, f"_get_{kind}_stack_at")(at) for at in range(getattr(_C, f"_len_torch_{kind}_stack")())]
+
+
+def _function_modes(*, devices: bool = False) -> list[Any]:
+    """Return those of functions, without default devices, which torch keeps among them; or these alone."""
+    return [mode for mode in _modes("function") if isinstance(mode, DeviceContext) == devices]
+
+
+def _stack(modes: list[Any]) -> None:
+    while _C._len_torch_function_stack():
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+def _put_function_modes(before: list[Any]) -> None:
+    _stack([*_function_modes(devices=True), *before])
+
+
+def _put_dispatch_modes(before: list[Any]) -> None:
+    for mode in reversed(_modes("dispatch")):
+        _DISPATCH_MODE.__exit__(mode, None, None, None)  # not what a kernel's own class has in its place
+    for mode in before:
+        _DISPATCH_MODE.__enter__(mode)
+
+
 def _put_device(before: torch.device) -> None:
-    torch.set_default_device(None if before.type == "cpu" else before)
+    modes = _function_modes()
+    _stack([])  # torch looks for its own at the bottom, and `with torch.device(...)` puts another on top
+    torch.set_default_device(None)
+    _stack(modes)
+    if before.type != "cpu":
+        torch.set_default_device(before)
+
+
+def _put_inference_mode(before: bool) -> None:
+    _GUARDS.append(_C._InferenceMode(before))  # which holds as long as it lives
+
+
+def _autocasts() -> int:
+    """Return how many are entered, one within the other; while there is one, torch keeps casts of weights."""
+    entered: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return entered
+
+
+def _put_autocasts(before: int) -> None:
+    for _ in range(_autocasts() - before):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
+def _saving_hooks() -> tuple[Any, ...]:
+    return _C._autograd._top_saved_tensors_default_hooks(False) or ()
+
+
+def _put_saving_hooks(before: tuple[Any, ...]) -> None:
+    while _saving_hooks() not in (before, ()):
+        _C._autograd._pop_saved_tensors_default_hooks()
+    if before and not _saving_hooks():
+        _C._autograd._push_saved_tensors_default_hooks(*before)
 
 
 def _put_environment(before: dict[str, str]) -> None:
@@ -42,38 +108,63 @@ def _matmul_precision() -> str | None:
         return None
 
 
-def _fp32_precision(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """The newer setting, in several places of their own from torch 2.9 on; some are not there before."""
+def _setting(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return how one is got and put that is an attribute; not every torch has each."""
+    place, _, name = path.rpartition(".")
 
-    def place() -> Any:
-        owner: Any = torch
-        for name in path.split("."):
-            owner = getattr(owner, name, None)
-        return owner
+    def owner() -> Any:
+        return reduce(lambda owner, word: getattr(owner, word, None), place.split("."), _TORCH)
 
-    return lambda: getattr(place(), "fp32_precision", None), lambda before: setattr(place(), "fp32_precision", before)
+    return lambda: getattr(owner(), name, None), lambda before: setattr(owner(), name, before)
 
 
-_NEWER = ("backends", "backends.mkldnn", "backends.mkldnn.matmul", "backends.cuda.matmul", "backends.cudnn")
+_GUARDS = list[Any]()
 _CUDA = torch.backends.cuda
-_PRECISION, _ENVIRONMENT = "torch's precision of fp32 products", "the environment"
+_DEVICES = ("cpu", "cuda", "privateuseone")  # the last is what a plug-in brings, such as an NPU
+_AUTOCAST, _ATTENTION, _ENVIRONMENT = "torch's autocast", "torch's choice of attention kernels", "the environment"
+_PRECISION, _SUMS = "torch's precision of fp32 products", "torch's sums of 16-bit products"
+_DETERMINISTIC, _ONEDNN = "torch's deterministic algorithms", "torch's use of oneDNN"
+_SETTINGS = {
+    "utils.deterministic.fill_uninitialized_memory": _DETERMINISTIC,
+    "backends.mkldnn.enabled": _ONEDNN,
+    "backends.mkldnn.deterministic": _ONEDNN,
+    # In several places of their own from torch 2.9 on.
+    "backends.fp32_precision": _PRECISION,
+    "backends.mkldnn.fp32_precision": _PRECISION,
+    "backends.mkldnn.matmul.fp32_precision": _PRECISION,
+    "backends.cuda.matmul.fp32_precision": _PRECISION,
+    "backends.cudnn.fp32_precision": _PRECISION,
+    "backends.cuda.matmul.allow_fp16_accumulation": _SUMS,
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _SUMS,
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _SUMS,
+}
 # As messages call each, how it is got, and how it is put back.
 _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    # First: what is put back afterwards is computed with it.
+    # First: all others are got and put back within them, and what is put back afterwards is computed with the next.
+    ("a function mode of torch's", _function_modes, _put_function_modes),
+    ("a dispatch mode of torch's", partial(_modes, "dispatch"), _put_dispatch_modes),
     ("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
     ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("torch's default device", torch.get_default_device, _put_device),
     ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("torch's inference mode", torch.is_inference_mode_enabled, _put_inference_mode),  # which sets the grad mode
     ("torch's grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    ("torch's autocast", partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
-    ("torch's autocast", partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
-    ("torch's deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_PRECISION, _matmul_precision, torch.set_float32_matmul_precision),
-    *((_PRECISION, *_fp32_precision(place)) for place in _NEWER),
+    ("torch's hooks of saved tensors", _saving_hooks, _put_saving_hooks),
+    ("torch's detection of anomalies", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (_AUTOCAST, _autocasts, _put_autocasts),
     *(
-        ("torch's choice of attention kernels", getattr(_CUDA, f"{name}_enabled"), getattr(_CUDA, f"enable_{name}"))
+        (_AUTOCAST, partial(getattr(torch, get), device), partial(getattr(torch, put), device))
+        for device in _DEVICES
+        for get, put in (("is_autocast_enabled", "set_autocast_enabled"), ("get_autocast_dtype", "set_autocast_dtype"))
+    ),
+    (_DETERMINISTIC, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_PRECISION, _matmul_precision, torch.set_float32_matmul_precision),
+    *((name, *_setting(path)) for path, name in _SETTINGS.items()),
+    *(
+        (_ATTENTION, getattr(_CUDA, f"{name}_enabled"), getattr(_CUDA, f"enable_{name}"))
         for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
     ),
+    (_ATTENTION, _CUDA.fp16_bf16_reduction_math_sdp_allowed, _CUDA.allow_fp16_bf16_reduction_math_sdp),
     (_ENVIRONMENT, lambda: dict(os.environ), _put_environment),
     ("the working directory", os.getcwd, os.chdir),
 )

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tiebreak.kernels.external.adapters import adapter, is_adapter
+from tiebreak.kernels.external.adapters import ADAPTERS, adapter, is_adapter
 from tiebreak.kernels.external.options import LoadError
 
 # Where code stands that is not a user's: Python's own, other packages', and the suite's.
 _SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
 _NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values())
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
+_FOLDER = f"a folder: name a file in it, {EXPECTED}"
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -28,13 +29,16 @@ def load(target: str) -> Callable[..., Any]:
     A target is `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
     of an object, with dots. Without a function: the only public one of the file. Or it is the name of an adapter.
     """
+    place, separator, name = target.rpartition(":")
+    folder = place if os.sep in place else target
+    if folder not in ("", *ADAPTERS) and Path(folder).is_dir():
+        raise LoadError(_FOLDER)
     if is_adapter(target):
         return adapter(target)
-    place, separator, name = target.rpartition(":")
     if not separator and target.endswith(".py"):
         place, name = target, ""
     if not place or (separator and not name):
-        raise LoadError(f"a folder: name a file in it, {EXPECTED}" if Path(target).is_dir() else EXPECTED)
+        raise LoadError(EXPECTED)
     try:
         with _without_exit():
             module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
@@ -45,6 +49,8 @@ def load(target: str) -> Callable[..., Any]:
         asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
         at = "" if isinstance(error, SyntaxError) else place_of(error)
         raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
+    if getattr(module, "__file__", None) is None and Path(place).is_dir():
+        raise LoadError(_FOLDER)
     function: Callable[..., Any] = _function(module, place, name)
     return function
 

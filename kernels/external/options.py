@@ -69,6 +69,7 @@ class KernelOptions:
     multiple_of: int = 1  # what the number of queries and of keys must be a multiple of
     head_dims: Sequence[int] = ()  # head dimensions that it has; none: all
     options: Mapping[str, Any] = field(default_factory=dict)  # further keywords, passed as they are
+    own_defaults: str = ""  # parameters that every call is given and whose defaults mean another thing on purpose
     config: str = ""  # KERNEL.NAME=VALUE+NAME=VALUE, of an autotuned kernel that it launches; "": the first of each
     plan: str = ""  # the rounding plan that it declares, such as "flash@fused,base=2"
     backward: str | Callable[..., Any] = AUTOGRAD  # or "none", or (dO, q, k, v, O, **keywords) -> (dQ, dK, dV)
@@ -281,6 +282,9 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
                 f"its parameter {word!r} has no default, and nothing says what it means: give options.{word}=VALUE, or"
                 " write a function around it: def attention(q, k, v, causal, scale): return yours(q, k, v, ...)"
             )
+    for word in split_words(options.own_defaults):
+        if word not in called.parameters.keys() - called.required:
+            raise LoadError(f"own_defaults {word!r}: it has no parameter of that name with a default")
     for word in options.options:
         if word not in called.parameters and not called.anything:
             known = ", ".join(called.parameters) or "none"

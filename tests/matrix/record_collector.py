@@ -53,6 +53,7 @@ class RecordFile:
         """Nothing is written yet to the file; its name tells the run from others."""
         self.path, self._name = path, name
         self.taken: Path | None = None  # where the records would have gone, had another run not written there
+        self.removed = False  # whether the file was there, and then no more
         self._seen = _stamp(path)
         self._written, self._pause = monotonic(), _EVERY
 
@@ -68,7 +69,9 @@ class RecordFile:
 
     def write(self, run: records.Run) -> None:
         """Write the records; beside those of another run that has written to the same file since this one began."""
-        if _stamp(self.path) != self._seen:
+        now = _stamp(self.path)
+        self.removed = self.removed or (now is None and self._seen is not None)
+        if now not in (self._seen, None):
             self.taken = self.taken or self.path
             self.path = self.path.with_name(f"{self.taken.stem}-{self._name[:8]}.json")
         store.write(run, self.path)
@@ -76,8 +79,9 @@ class RecordFile:
 
     @property
     def line(self) -> str:
+        removed = ", written anew: while the run went on, something removed what was there" if self.removed else ""
         taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
-        return f"records: {self.path}{taken if self.taken else ''}"
+        return f"records: {self.path}{taken if self.taken else removed}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -25,11 +24,9 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.records.store import write_text
 from tiebreak.reports.verdict import Verdict, as_json, verdicts
 
 _AUTO = "auto"
-_STDOUT = "-"  # in the place of a file
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
 # Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
@@ -56,12 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
         return USAGE
     if options.json is not None:
-        text = as_json(follower.verdicts(run, options.command))
-        if options.json == _STDOUT:
-            sys.stdout.write(text)
-        else:
-            write_text(text, Path(options.json))
-    if options.json != _STDOUT:
+        terminal.write(as_json(follower.verdicts(run, options.command)), options.json)
+    if options.json != terminal.STDOUT:
         terminal.show(follower.report(run))
     if follower.interrupted:
         return INTERRUPTED
@@ -103,8 +96,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     refuse_twice(arguments)
     if options.workers != _AUTO and not options.workers.isdecimal():
         raise UsageError(f"argument -n/--workers: {options.workers}: expected a number of processes, or auto")
-    if options.json not in (None, _STDOUT) and not Path(options.json).parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+    terminal.check_folders(json=options.json)
     options.command = shlex.join(["tiebreak", "check", *arguments])
     return options
 

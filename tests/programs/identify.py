@@ -27,12 +27,13 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    terminal.check_folders(json=options.json)
     identities, failures = list[Identity](), dict[str, str]()
     backends = devices(options.backend, options.targets, options.card)
     try:
         kernels = [external_kernel(target, flags=options.declare) for target in options.targets]
     except LoadError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error).removeprefix("--kernel ")) from error
     for backend in backends:
         for kernel in kernels:
             tell = partial(progress, kernel.name)
@@ -43,13 +44,12 @@ def main(arguments: Sequence[str]) -> int:
                 failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
-                if not options.json:
+                if options.json != terminal.STDOUT:
                     terminal.show("\n".join(identity.lines()))
     for name, why in failures.items():
         print(f"tiebreak identify: {name}: {why}", file=sys.stderr)
-    if options.json:
-        parts = {"schema": SCHEMA, "identities": [asdict(each) for each in identities], "failures": failures}
-        print(json.dumps(parts, indent=2, allow_nan=False))
+    parts = {"schema": SCHEMA, "identities": [asdict(each) for each in identities], "failures": failures}
+    terminal.write(json.dumps(parts, indent=2, allow_nan=False) + "\n", options.json)
     if failures:
         return USAGE
     return FELL if any(identity.plan is None for identity in identities) else HELD
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     parser.add_argument("--dtype", choices=FORMATS, default="bf16", help="format of q, k and v (default: bf16)")
     parser.add_argument("--seed", type=count, default=1, metavar="N", help="of inputs that choose no plan (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.add_argument("--json", metavar="FILE", help="write it as JSON too; -: to the terminal, and nothing else")
     return parser
 
 

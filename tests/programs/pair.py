@@ -2,10 +2,8 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,18 +25,18 @@ from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
 from tiebreak.programs.identify import FORMATS, progress
+from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, pick
 from tiebreak.reports.page.svg import as_file, draw
 from tiebreak.reports.pairs.log_probabilities import MEASURES, figures
 from tiebreak.reports.pairs.verdict import PairVerdict
-from tiebreak.reports.records.store import as_text, write_text
+from tiebreak.reports.records.store import as_text
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-_STDOUT = "-"  # in the place of a file
 _GPT2, _NONE = "gpt2", "none"  # in the place of a model of the user's
 _HEADS = 64  # of a case at first
 _NAMED = 3  # inputs that a plan does not explain
@@ -48,22 +46,17 @@ Target = str | Callable[..., Any]
 def main(arguments: Sequence[str]) -> int:
     options = vars(_parser().parse_args(arguments))
     files = {flag: options.pop(flag) for flag in ("json", "markdown", "figure")}
-    for flag, file in files.items():
-        if file not in (None, _STDOUT) and not Path(file).parent.is_dir():
-            raise UsageError(f"--{flag} {file}: there is no folder {Path(file).parent}")
+    terminal.check_folders(**files)
     if files["figure"] is not None and options["model"] == _NONE:
         raise UsageError("--figure: it is of the model's log-probabilities, and --model none leaves them out")
     verdict = pair(**options, tell=lambda line: progress("pair", line))
     verdict = replace(verdict, command=shlex.join(["tiebreak", "pair", *arguments]))
-    if files["json"] == _STDOUT:
-        sys.stdout.write(as_text(verdict))
-    else:
+    if files["json"] != terminal.STDOUT:
         grids.show(verdict.parts())
     drawn = as_file(*map(draw, figures(verdict.model))) if verdict.model else ""
     texts = as_text(verdict), f"{grids.text(verdict.parts(), 'github')}\n", drawn
     for file, text in zip(files.values(), texts, strict=True):
-        if file not in (None, _STDOUT):
-            write_text(text, Path(file))
+        terminal.write(text, file)
     return HELD if verdict.ok else FELL
 
 

@@ -22,7 +22,7 @@ from tiebreak.kernels.external import UserKernel, external_kernel
 from tiebreak.kernels.external.adapters import is_adapter
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.loading import package_of
+from tiebreak.kernels.external.loading import EXPECTED, package_of
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
@@ -46,17 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     if options.output.exists():
         raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
     store.check_writable(options.output.parent)
-    (backend,) = devices(options.backend, [options.kernel])
-    kernel = _kernel(options.kernel)
+    (backend,) = devices(options.backend, [options.target])
+    kernel = _kernel(options.target)
     inputs = _inputs(options)
     if (refusal := kernel.refusal(to_device(inputs, backend.device))) is not None:
-        raise UsageError(f"--kernel {options.kernel}: {refusal}, which {options.case} asks for")
+        raise UsageError(f"{options.target}: {refusal}, which {options.case} asks for")
     shrinker = Shrinker(backend, kernel, inputs, lambda line: print(f"shrink: {line}", file=sys.stderr, flush=True))
     try:
         whole = shrinker.seen(shrinker.part)
     except Exception as error:
         failure = store.one_line(f"{type(error).__name__}: {error}")
-        raise UsageError(f"--kernel {options.kernel}: fails on the whole case: {failure}") from error
+        raise UsageError(f"{options.target}: fails on the whole case: {failure}") from error
     check, sign, wrong = _chosen(options, whole)
     print(f"{options.case}, {shrinker.part.size}: {wrong}", flush=True)
     interrupted = False
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 the script is written and shows it, 1 it is written but does not show it when it is run,"
         " 2 bad usage, or nothing is wrong on this case, 130 interrupted: the best so far is written",
     )
-    parser.add_argument("--kernel", required=True, metavar="FILE:FUNCTION", help="your kernel, or MODULE:FUNCTION")
+    parser.add_argument("target", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     parser.add_argument("--case", required=True, metavar="NAME", help="a scripted case, or a captured one")
     parser.add_argument("--captured", type=Path, metavar="DIR", help="folder of captured tensors that NAME is in")
     parser.add_argument("--check", choices=(*_ANYWHERE, "bias"), help="what to keep (default: the first that holds)")
@@ -101,7 +101,7 @@ def _kernel(spec: str) -> UserKernel:
     try:
         kernel = external_kernel(spec)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error).removeprefix("--kernel ")) from error
 
     def missing_requirement(inputs: AttentionInputs) -> str | None:
         return kernel.missing_requirement(inputs) or _unwritten(kernel.caller, inputs)

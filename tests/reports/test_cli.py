@@ -32,6 +32,26 @@ def test_every_verb_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert f"usage: tiebreak {' '.join(words)}" in capsys.readouterr().out
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from tiebreak.reports import cli
+for words in sys.argv[1:]:
+    print(words, cli.main([*words.split(), "--help"]))
+"""
+
+
+def test_a_verb_without_torch_says_so_in_one_line_and_those_of_records_need_none() -> None:
+    verbs = [" ".join(words) for words in (*OWN, *OF_GROUPS)]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *verbs], capture_output=True, text=True, check=True)
+    codes = dict(line.rpartition(" ")[::2] for line in done.stdout.splitlines() if line.rpartition(" ")[0] in verbs)
+    lacking = [name for name in verbs if codes[name] == "2"]
+    assert {"check", "identify", "pair", "shrink", "lab train"} <= set(lacking)
+    assert not {"show", "compare", "gate", "page", "schema"} & set(lacking)
+    wanted = [f"tiebreak {name}: needs PyTorch, which is not installed: pip install torch" for name in lacking]
+    assert done.stderr.splitlines() == wanted
+
+
 @pytest.mark.parametrize("name", ["", *GROUPS])
 def test_help_says_what_there_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name] if name else ["--help"]) == 0

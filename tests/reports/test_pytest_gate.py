@@ -287,6 +287,19 @@ def test_two_runs_do_not_write_over_each_other(matrix: Matrix) -> None:
     ran.stdout.fnmatch_lines([f"records: {other}, for another run has written out/last.json meanwhile; --save *"])
 
 
+def test_records_that_a_kernel_removes_are_written_anew_and_no_other_run_is_blamed(
+    matrix: Matrix, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(mine=KERNEL.format(body="import shutil; shutil.rmtree('out', ignore_errors=True)"))
+    cells = [*OWN, "--cases", "random"]
+    for line in ("records: out/last.json", "records: out/last.json, written anew: *removed what was there"):
+        ran = matrix(cells=cells)
+        assert ran.ret == 0
+        ran.stdout.fnmatch_lines([line])
+        assert [path.name for path in Path("out").iterdir()] == ["last.json"]
+        assert len(store.read(Path("out/last.json")).records) == 1
+
+
 def test_a_full_disk_is_told_and_no_file_is_promised(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Run, path: Path) -> None:
         raise store.UnwritableFolderError(f"cannot write {path}: No space left on device")

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiebreak
-from tiebreak.kernels.formats import BF16, ulp
+from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.kernels.formats import BF16, Rounding, ulp
 
 
 def unfused(call: Any) -> Tensor:
@@ -25,7 +26,7 @@ def test_a_rounded_exact_answer_is_fair_and_an_unfused_kernels_is_not() -> None:
     tiebreak.assert_fair(call.exact.bfloat16(), call.exact)
     o = unfused(call)
     with pytest.raises(
-        AssertionError, match=r"bias \+0\.2\d+ \+- 0\.0\d+ ulp of torch.bfloat16 over 64 heads: O is .* away"
+        AssertionError, match=r"bias \+0\.2\d+ \+- 0\.0\d+ ulp of torch.bfloat16 over 64 heads: O is .* away.*fair$"
     ):
         tiebreak.assert_fair(o, call.exact)
 
@@ -56,6 +57,15 @@ def test_a_bias_towards_zero_nan_and_too_few_heads_are_no_pass() -> None:
         tiebreak.assert_fair(broken, call.exact)
     with pytest.raises(AssertionError, match=r"over 2 heads: too few to tell; take \d+"):
         tiebreak.assert_fair(rounded[:1, :2], call.exact[:1, :2])
+
+
+def test_where_o_itself_ties_the_message_says_what_passes_and_that_does() -> None:
+    call = tiebreak.inputs("sink_tie")
+    for o in (call.exact.bfloat16(), unfused(call)):
+        with pytest.raises(AssertionError, match=r"O itself ties .*-0\.2\d+\): only a stochastic cast"):
+            tiebreak.assert_fair(o, call.exact)
+    bits = torch.randint(2**32, call.exact.shape, generator=torch.Generator().manual_seed(1))
+    tiebreak.assert_fair(round_to(call.exact, BF16, Rounding.STOCHASTIC, random_bits=bits).bfloat16(), call.exact)
 
 
 def test_heads_of_a_group_are_one_sample() -> None:

@@ -342,6 +342,10 @@ def test_modules_beside_a_file_packages_and_the_only_function_of_a_file_are_foun
             (spec, "expected path/to/file.py:function, package.module:function or the name of")
             for spec in ("", ":", "kernel.py:", ":function", "package.module")
         ),
+        ("folder", "a folder: name a file in it, expected path/to/file.py:function"),
+        ("./folder", "a folder: "),
+        ("folder/:attention", "a folder: "),
+        ("folder:attention", "a folder: "),
         ("flash_atn", "no adapter 'flash_atn': did you mean flash_attn? known are flash_attn, flash_attn_cute, "),
         ("hf:flash", "no adapter 'hf:flash': "),
         ("mine", "pallas_splash; one of your own is path/to/file.py:function"),
@@ -355,6 +359,7 @@ def test_what_can_not_be_found_is_told_with_what_is_expected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sound_kernel.py").write_text(FILE)
+    (tmp_path / "folder").mkdir()
     with pytest.raises(LoadError, match=re.escape(message)) as caught:
         external_kernel(spec)
     assert str(caught.value).startswith(f"--kernel {spec}: ")

@@ -1,6 +1,7 @@
 """Naming a kernel's plan from its outputs."""
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -186,10 +187,14 @@ def test_a_kernel_that_cannot_be_asked_is_one_line_and_bad_usage(
 ) -> None:
     file = tmp_path / "kernels.py"
     file.write_text(f"import torch\n\n\ndef mine(q, k, v):\n    return {returned}\n")
-    assert main([f"{file}:mine"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tiebreak identify: mine: ")
-    assert why in line
+    for json_file in (tmp_path / "it.json", Path("-")):
+        assert main([f"{file}:mine", "--json", str(json_file)]) == 2
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert line.startswith("tiebreak identify: mine: ")
+        assert why in line
+        written = printed.out or json_file.read_text(encoding="utf-8")
+        assert json.loads(written)["failures"]["mine"] in line
 
 
 def test_every_designed_input_can_be_made_in_its_formats() -> None:

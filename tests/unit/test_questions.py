@@ -111,6 +111,75 @@ def test_a_kernel_that_is_given_dummies_is_blamed_for_nothing(options: dict[str,
     assert {run(kernel, name, heads=16).outcome for name in NAMES} == {records.MEASURED, records.SKIPPED}
 
 
+def scaled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Attention that rounds elsewhere where it is given no scale, and rightly so."""
+    if scale is None:
+        return eager(q, k, v, causal=causal)
+    return eager(q * (scale * math.sqrt(q.shape[-1])), k, v, causal=causal)
+
+
+def five(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float = 5.0) -> Tensor:
+    return scaled(q, k, v, causal, scale)
+
+
+def eighth(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.125) -> Tensor:
+    return scaled(q, k, v, False, scale)
+
+
+def masks(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    return scaled(q, k, v, causal, scale)
+
+
+def sound(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    return scaled(q, k, v, causal, scale)
+
+
+def refuses(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    if scale is None:
+        raise ValueError("no scale")
+    return scaled(q, k, v, causal, scale)
+
+
+def required(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    return scaled(q, k, v, causal, scale)
+
+
+def anything(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    return scaled(q, k, v, **given)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "outcome", "why"),
+    [
+        (five, {}, records.FELL, "scale left out (default 5.0), as scale=1/sqrt(40): O differs"),
+        (eighth, {}, records.FELL, "scale left out (default 0.125), as scale=1/sqrt(40): O differs"),
+        (eighth, {"head_dims": [64, 128]}, records.FELL, "scale left out (default 0.125), as scale=1/sqrt(128): O"),
+        (eighth, {"head_dims": [64]}, records.MEASURED, ""),
+        (masks, {}, records.FELL, "causal left out (default True), as causal=False: O differs"),
+        (masks, {}, records.FELL, "--declare own_defaults=causal"),
+        (masks, {"own_defaults": "causal"}, records.MEASURED, ""),
+        (refuses, {}, records.CRASHED, "ValueError: no scale"),
+        (refuses, {}, records.CRASHED, "; scale left out (default None), as scale="),
+        (sound, {}, records.MEASURED, ""),
+        (required, {}, records.SKIPPED, "no parameter with a default"),
+        (anything, {}, records.SKIPPED, "no parameter with a default"),
+    ],
+)
+def test_a_default_is_held_to_what_it_means(
+    function: Callable[..., Tensor], options: dict[str, Any], outcome: str, why: str
+) -> None:
+    record = run(users(function, **options), "defaults")
+    said = record.skipped or "".join(record.reasons)
+    assert record.outcome == outcome, said
+    assert why in said
+
+
+def test_a_default_that_is_meant_otherwise_is_one_that_there_is() -> None:
+    for function, word in ((required, "scale"), (sound, "softcap")):
+        with pytest.raises(LoadError, match=f"own_defaults '{word}': it has no parameter of that name with a default"):
+            users(function, own_defaults=word)
+
+
 def strict(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if not all(tensor.is_contiguous() for tensor in (q, k, v)):
         raise ValueError("q, k and v must be contiguous")
@@ -244,7 +313,7 @@ def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
     outcomes = {cell.id: run_cell(cell, Workbench(Settings())).outcome for cell in named}
     assert {name for name, outcome in outcomes.items() if outcome != records.MEASURED} == {
-        f"cpu-{kernel.name}-log_sum_exp-bf16" for kernel in CPU.vendor_kernels()
+        f"cpu-{kernel.name}-{name}-bf16" for kernel in CPU.vendor_kernels() for name in ("log_sum_exp", "defaults")
     }
 
 

@@ -78,7 +78,7 @@ def picky(q, k, v, *, causal=False, scale=None):
     return unfused(q, k, v, scale=scale)
 """
 LINES = 20  # of a script whose tensors take one line each
-OVERFLOWS = ("--kernel", "mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32")
+OVERFLOWS = ("mine.py:doubled", "--case", "repeated_large[r=105]", "--heads", "32")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_exact_ties_that_all_break_one_way_are_shown_by_many_heads() -> None:
 
 
 def test_the_script_shows_it_with_torch_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--kernel", "mine.py:unfused", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
+    assert call("mine.py:unfused", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
     output = capsys.readouterr()
     assert re.search(r"^O is -?\d\.\d+, not the nearest to -?\d\.\d+: off by \+0\.50\d ulp$", output.out, re.MULTILINE)
     assert "keys 3, d 2" in output.out
@@ -186,7 +186,7 @@ def test_the_script_of_a_kernel_that_was_mended_says_so(here: Path, capsys: pyte
 
 @pytest.mark.usefixtures("here")
 def test_what_the_kernel_refuses_is_not_left() -> None:
-    assert call("--kernel", "mine.py:picky", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
+    assert call("mine.py:picky", "--case", "tied_maxima[k=2]", "--heads", "32") == 0
     *_, keys, d = shape()
     assert keys in (8, 16)
     assert d == 16
@@ -219,7 +219,7 @@ def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(
         f"layer0.{part}": torch.randn(1, 4, 8, 8, generator=rng) for part in ("q", "k", "v", "do")
     }
     save_file(layer, here / "inputs-1.safetensors", captured)
-    assert call("--kernel", kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
+    assert call(kernel, "--case", "captured[step=1.layer=0]", "--captured", ".") == 0
     text, out = (here / "shrunk.py").read_text(), capsys.readouterr().out
     assert written in text
     assert "beyond the rounding-error bound" in out
@@ -255,17 +255,18 @@ def test_a_script_that_does_not_show_it_fails(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--kernel mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
-        ("--kernel mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
-        ("--kernel mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
-        ("--kernel mine.py:exact --case random -o mine.py", "-o mine.py: there is such a file"),
-        ("--kernel mine.py:exact --case random -o mine.py/x.py", "cannot write records to mine.py: "),
-        ("--kernel mine.py:exact --case padded", "--case padded: has a key padding mask"),
-        ("--kernel mine.py:exact --case random", "nothing is wrong on random (mean error of O "),
-        ("--kernel mine.py:masked --case random_causal", "--kernel mine.py:masked: the script has no words"),
-        ("--kernel mine.py:square --case random", "--kernel mine.py:square: the script has no words"),
-        ("--kernel mine.py:single --case random", "--kernel mine.py:single: the script has no words"),
-        ("--kernel mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
+        ("mine.py:none --case random", "mine.py:none: mine.py has no function"),
+        ("mine.py:exact --case none", "--case: unknown case 'none': `tiebreak list cases` names them"),
+        ("mine.py:exact --case x --captured nosuch", "--captured nosuch: no such folder"),
+        ("mine.py:exact --case random --backend emulation", "--backend emulation: a kernel of yours"),
+        ("mine.py:exact --case random -o mine.py", "-o mine.py: there is such a file"),
+        ("mine.py:exact --case random -o mine.py/x.py", "cannot write records to mine.py: "),
+        ("mine.py:exact --case padded", "--case padded: has a key padding mask"),
+        ("mine.py:exact --case random", "nothing is wrong on random (mean error of O "),
+        ("mine.py:masked --case random_causal", "mine.py:masked: the script has no words"),
+        ("mine.py:square --case random", "mine.py:square: the script has no words"),
+        ("mine.py:single --case random", "mine.py:single: the script has no words"),
+        ("mine.py:unfused --case tied_maxima[k=2] --check finite", "--check finite: nothing of that"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:

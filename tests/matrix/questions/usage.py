@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from torch.nn.functional import pad
 
 from tiebreak.cases.feature_cases import VARIED
 from tiebreak.kernels.external.call import Call, Places
-from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, VALUE_DIM, WINDOW
+from tiebreak.kernels.external.options import AUTOGRAD, split_words
+from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
-from tiebreak.matrix.questions.session import CallShape, Question, Session
+from tiebreak.matrix.questions.session import SHAPES, CallShape, Question, Session
 
 GROUP = "the same numbers, called in another way"
 _LARGE = 2.0**20  # times q below any 16-bit format's largest number but fp16's, and far above what a weak mask hides
@@ -284,6 +285,46 @@ def after_a_larger_call(session: Session, found: WithinError) -> None:
         _emulate(session, found, "a call after a larger one", inputs, session.answers(inputs))
 
 
+@dataclass(frozen=True)
+class _LeavingOut(Call):
+    """A call without some arguments, for whose parameters the kernel has defaults."""
+
+    left_out: frozenset[str]
+
+    def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
+        return {name: value for name, value in super().keywords(inputs).items() if name not in self.left_out}
+
+
+def defaults(session: Session, found: WithinError) -> None:
+    """Leave out what every call is given, one argument more each time, but for those whose defaults mean another thing.
+
+    At two head dimensions, if the kernel takes two: a number may be 1/sqrt(d) of one.
+    """
+    shapes = [replace(_square(session), d=d) for d in dict.fromkeys(shape.d for shape in (session.shape, *SHAPES))]
+    for inputs in islice(filter(session.takes, map(session.draw_small, shapes)), 2):
+        call, left_out = session.call(inputs), frozenset[str]()
+        has, options, given = call.convention.parameters, session.options, call.keywords(call.inputs)
+        meant = {*call.convention.required, *options.options, *split_words(options.own_defaults)}
+        gradients = options.backward == AUTOGRAD  # a function's parameters have defaults of their own
+        plain = session.place(call, gradients=gradients).answers()
+        for name in (name for name in given if name in has and name not in meant):
+            value = f"1/sqrt({inputs.q.shape[3]})" if call.convention.values.get(name) is OWN_SCALE else given[name]
+            words = f"{name} left out (default {has[name]!r:.40}), as {name}={value}"
+            without = _LeavingOut(**vars(call), left_out=left_out | {name})
+            try:
+                answers = session.place(without, gradients=gradients).answers()
+            except Exception as error:
+                error.add_note(words)
+                raise
+            found.compare(words, plain, answers, inputs)
+            if found.asked[words]:
+                found.asked[words] += f" (meant so: --declare own_defaults={name})"
+            else:
+                left_out |= {name}
+    if found.nothing and not session.refused:
+        raise CannotRunError("has no parameter with a default that every call is given")
+
+
 QUESTIONS = (
     Question("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
     Question("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
@@ -302,4 +343,5 @@ QUESTIONS = (
         "log_sum_exp", "the log-sum-exp that a kernel returns beside O, and its gradients", log_sum_exp, version=2
     ),
     Question("scaled_do", "dO times a power of two", scaled_do),
+    Question("defaults", "without scale, causal flag and mask, as far as there are defaults", defaults),
 )
