@@ -33,7 +33,12 @@ class BackwardPass:
 
     def after(self, forward: Declaration) -> Declaration:
         """The plan of a forward pass, with the backward pass in this one's."""
-        return _with(forward, {**self.points, "gradients": OUTPUT}, self.block)
+        return _with(forward, {**self.points, "gradients": OUTPUT}, self._block(forward))
+
+    def _block(self, forward: Declaration) -> Block:
+        """Return the tiles that matter: the forward pass's, where delta comes from an O-bar that is cast after each."""
+        tiled = self.source is DeltaSource.UNNORMALISED and forward.plan.o_bar.narrows
+        return forward.block if tiled else self.block
 
     def exact_after(self, forward: Declaration) -> Declaration:
         """The same without a rounding but those of the O or O-bar that delta comes from: what errors are measured from.
@@ -41,7 +46,7 @@ class BackwardPass:
         Beside the error of delta, and what autograd sends of it through the maximum, a cast of dS would not show.
         """
         kept = {name: self.points[name] for name in ("delta_from", "shift_attached") if name in self.points}
-        return _with(forward, {**kept, "gradients": _FP32}, ONE_TILE)
+        return _with(forward, {**kept, "gradients": _FP32}, self._block(forward))
 
 
 def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Declaration:

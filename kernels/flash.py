@@ -19,7 +19,7 @@ from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.operands import LOG2_E, Operands, Scaled, base_of, cut, folds_scale, in_tiles
 from tiebreak.kernels.plans import Cast, DeltaSource, Exponential, RoundingPlan, SinkEntry, Steps, SumOf
-from tiebreak.kernels.shift_rules import ShiftRule
+from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
 _FP32 = Cast(FP32)
 _NATURAL, _LN_2 = Exponential(), math.log(2.0)
@@ -392,7 +392,8 @@ def backward(
     left = 1.0 if plan.scaled_ds.narrows or plan.scaled_q.narrows else operands.scale
     q = arithmetic.cast(operands.q * operands.scale, plan.scaled_q) if plan.scaled_q.narrows else operands.q
     k, left_of_dq = (tape.scaled_k, _LN_2) if plan.scaled_k.narrows else (operands.k, left)
-    for keys in in_tiles(0, operands.k.shape[2], block.keys) if any(wanted) else ():
+    whole = ONE_TILE if plan.shift_attached else block  # what goes to a row's maximum is the sum of all of its keys
+    for keys in in_tiles(0, operands.k.shape[2], whole.keys) if any(wanted) else ():
         for rows in in_tiles(0, operands.q.shape[2], block.queries):
             p, ds = tape.p(rows, keys), tape.ds(rows, keys, delta[:, :, rows])
             if wanted[2]:
@@ -516,7 +517,7 @@ class _Tape(_Tiled):
         """Delta (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
         do, v, source = self.operands.do, self.operands.v, self.plan.delta_from
         if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
-            o = self._o_bar() / self._l if self._unnormalised else self.o.float()
+            o = self._uncast() if self._unnormalised else self.o.float()
             return self.arithmetic.cast(self.row_sum(do * o), self.plan.delta)
         tiles = []
         for rows in in_tiles(0, do.shape[2], self.block.queries):
@@ -530,10 +531,11 @@ class _Tape(_Tiled):
             tiles.append(total)
         return self.arithmetic.cast(torch.cat(tiles, 2), self.plan.delta)
 
-    def _o_bar(self) -> Tensor:
-        o_bar = torch.zeros_like(self.operands.do)
-        for rows in in_tiles(0, o_bar.shape[2], self.block.queries):
-            for keys in in_tiles(0, self.operands.v.shape[2], self.block.keys):
-                p_bar = self.operands.cast_p(self.p(rows, keys))
-                self.add(o_bar[:, :, rows], self.product(p_bar, self.operands.v[:, :, keys]), self.plan.o_bar)
-        return o_bar
+    def _uncast(self) -> Tensor:
+        """Return O before its cast, of the plain forward pass in these tiles; 0 in rows that see no key."""
+        queries, keys = self.operands.q.shape[2], self.operands.k.shape[2]
+        entry = None if self.operands.sink is None else SinkEntry.MAXIMUM
+        plain = _Pass(self.operands, self.block, self.plan, self.arithmetic, SHIFT_RULES["safe"], Noise(0, 1))
+        tiles, parts = in_tiles(0, keys, self.block.keys), in_tiles(0, queries, self.block.queries)
+        o = torch.cat([_online(plain, rows, tiles, entry, self.plan.o_bar)[0] for rows in parts], 2)
+        return _zeroed(o, self.lse == -torch.inf)

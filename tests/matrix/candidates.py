@@ -53,6 +53,8 @@ _MORE = (
     "flash@fused_fp8",
     "flash@fused_contracted",
 )
+# Online softmax written out in PyTorch, O cast to the inputs' format once a tile: o = (o * a + p @ v).to(q.dtype).
+_LOOPS = tuple(f"flash@paper,o_bar=input:once,tile={keys}" for keys in (64, 32))
 # In 8 bits, in the tiles of the kernels that do so: SageAttention, AITER's fp8, FlashAttention-3's.
 _EIGHT_BITS = (
     "flash@sage,tile=128x64",
@@ -75,7 +77,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     products of a device do in 16 bits is as `tiebreak.backends.probes.plan_changes` has it.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
-    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_SPLIT, *more))
+    texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_LOOPS, *_SPLIT, *more))
     texts |= dict.fromkeys(f"{text},base=2" for text in (*_PLAIN, *_UNTILED))
     declarations: dict[str, Declaration] = {}
     for text in texts:

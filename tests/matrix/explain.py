@@ -12,7 +12,7 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.kernels.plans import Accumulator, Cast, Steps
 from tiebreak.matrix.bits import EQUAL
 from tiebreak.matrix.candidates import drawn, nameless
 from tiebreak.matrix.identification.known import RANDOM
@@ -141,7 +141,7 @@ def _family(plan: str) -> Declaration:
     """
     declaration = nameless(parse_declaration(plan))
     exponential = replace(declaration.plan.exponential, base_two=False)
-    whole = replace(declaration.plan.o_bar, every=0)
+    whole = replace(declaration.plan.o_bar, every=0, steps=Steps.EVERY)
     rounding = replace(declaration.plan, exponential=exponential, o_bar=whole, accumulator=Accumulator.EXACT)
     rule = replace(declaration.shift_rule, lag=0.0)
     if declaration.algorithm in (SPLIT_ATTENTION, STANDARD_ATTENTION):
