@@ -28,7 +28,7 @@ Where some heads alone are wrong, means over heads tell little: their interval i
 head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
 derives it. In a gradient the errors of one pass in one head are a single draw: with a gradient through the maximum one
 number of a row decides, and may be near 0. There the known pass that errs most in that head counts. Beside one pass
-autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 2.4 (tests/studies/heads.py).
+autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 2.4 (tests/defects/loops.py).
 
 A cell falls where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
 if they are too few at the cap the answer is not told, and the run falls. The interval's confidence leaves one false

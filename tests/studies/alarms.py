@@ -1,7 +1,7 @@
 """`python -m tiebreak.studies.alarms`: Count false alarms of the default matrix over many seeds.
 
-Everything that runs here is the suite's own: its kernels on its emulation and on this CPU. So each cell that does not
-pass is a false alarm, or a claim that does not hold.
+What runs here is the suite's own, its kernels on its emulation and on this CPU, or kernels that are known to be sound:
+those of tests/defects/loops.py. So each cell that does not pass is a false alarm, or a claim that does not hold.
 """
 
 import sys
@@ -31,6 +31,13 @@ class Seed:
     seed: int
     backends: str  # as asked for
     cases: str | None  # likewise
+    kernel: tuple[str, ...] = ()  # targets of sound kernels; none: the suite's own
+    heads: int = 256
+
+    @property
+    def selection(self) -> Selection:
+        """What is run, as the command line of a run names it."""
+        return Selection(backends=self.backends, cases=self.cases, kernel=self.kernel)
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,8 @@ class Outcomes:
 
 def run_seed(task: Seed) -> Outcomes:
     """Run every cell of a default run at one seed."""
-    bench, counts, alarms = Workbench(Settings(seed=task.seed)), Counter[str](), []
-    for cell in cells(Selection(backends=task.backends, cases=task.cases))[0]:
+    bench, counts, alarms = Workbench(Settings(seed=task.seed, heads=task.heads)), Counter[str](), []
+    for cell in cells(task.selection)[0]:
         record = run_cell(cell, bench)
         counts[record.outcome] += 1
         if not record.passes and record.outcome != SKIPPED:
@@ -85,13 +92,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=positive, default=1, metavar="N", help="the first of them (default: 1)")
     parser.add_argument("--backend", default="emulation,cpu", metavar="NAMES", help="default: emulation,cpu")
     parser.add_argument("--cases", metavar="NAMES", help="default: all")
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="TARGET", help="a sound kernel; may be repeated"
+    )
+    parser.add_argument("--heads", type=positive, default=256, metavar="N", help="default: 256")
     options = parser.parse_args(arguments)
+    first, asked = options.first, (options.backend, options.cases, tuple(options.kernel), options.heads)
     try:
-        cells(Selection(backends=options.backend, cases=options.cases))
+        cells(Seed(first, *asked).selection)
     except UsageError as error:
         parser.error(str(error))
-    seeds = range(options.first, options.first + options.seeds)
-    results = STUDY.results((Seed(seed, options.backend, options.cases) for seed in seeds), options)
+    results = STUDY.results((Seed(seed, *asked) for seed in range(first, first + options.seeds)), options)
     print(summary(results))
     return int(any(each.alarms for each in results.values()))
 

@@ -162,6 +162,12 @@ def test_claims_of_cases_waive_these_and_no_other() -> None:
     assert frozenset[str]().union(*waived) == set(WAIVED)
 
 
+def test_whether_a_bias_lies_beyond_the_margin_is_no_check() -> None:
+    """Neither answer would fail a kernel of which nothing is claimed."""
+    undecided = result(contract=True, failure=True, verdict="inconclusive", measures={"bias": Interval(0.05, 0.004)})
+    assert all(answer.met for answer in ask_all(undecided).values())
+
+
 def test_a_claim_is_told_with_its_sources() -> None:
     answer = ask("claim", {"claims": (claimed(True), claimed(True, "small"), claimed(True))})
     assert answer is not None
