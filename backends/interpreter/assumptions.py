@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from tiebreak.backends.emulation.tensor_cores import TARGETS as KNOWN_CORES
 from tiebreak.kernels.triton.loading import installed
 
@@ -26,7 +28,8 @@ class Assumptions:
     contracts: bool = False  # whether a product goes unrounded into a sum, where Triton lets it
     reciprocal: bool = False  # whether x / y is a product with the rounded reciprocal
     #: How four lanes, that hold pairs of a product's columns, add up a row, the last first: 0 a pair's places in every
-    #: eight columns, 1 lanes 2 apart, 2 neighbours, 3 within a pair. Empty: a balanced tree.
+    #: eight columns, 1 lanes 2 apart, 2 neighbours, 3 within a pair. Lanes alone: each adds its columns up in turn
+    #: before. Empty: a balanced tree.
     pairs: tuple[int, ...] = ()
 
     @property
@@ -71,7 +74,8 @@ class Assumptions:
 
     def described(self) -> dict[str, str | bool]:
         """For the record of a run."""
-        order = "each thread's part, then its neighbours'" if self.pairs else "a balanced tree"
+        part = f"each thread's part{' in turn' * (len(self.pairs) == 2)}"
+        order = f"{part}, then its neighbours'" if self.pairs else "a balanced tree"
         return {
             "as": self.name,
             "sums": "exact" if self.exact else f"tensor cores of {self.name}, rows in fp32 as {order}",
@@ -88,8 +92,11 @@ EXACT = Assumptions("exact")
 # published and which is 2 ulp off at most; a product with the reciprocal is off as much. B200's PTX contracts nothing,
 # AMD's assembler some of the arguments of an exponential and not others: none is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
-# As the backend ptx finds it, with mma.sync's layout; sm_120 adds pairs to pairs, with add.f32x2.
-_PAIRS = {**dict.fromkeys(("sm_80", "sm_86", "sm_89"), (2, 1, 0, 3)), "sm_120": (2, 1, 3, 0)}
+# As the backend ptx finds it, with mma.sync's layout: Triton adds up a lane's columns in turn, from 3.8 on as a tree.
+# For sm_120 the tree adds pairs to pairs, with add.f32x2.
+_IN_TURN = Version(installed() or "3.8") < Version("3.8")
+_PAIRS = dict.fromkeys(("sm_80", "sm_86", "sm_89"), (2, 1) if _IN_TURN else (2, 1, 0, 3))
+_PAIRS["sm_120"] = (2, 1) if _IN_TURN else (2, 1, 3, 0)
 
 
 def _card(name: str) -> Assumptions:

@@ -3,6 +3,7 @@
 Upstream's call the combining function once for every element, and sum in the order of numpy.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,27 +80,39 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
 
 
 def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
-    """Columns as a balanced tree adds them up where lane t of four holds 2t and 2t + 1 of every eight.
+    """Return columns, or lanes' sums of them, in the order of a balanced tree; lane t has 2t and 2t + 1 of every eight.
 
     That is how `mma.sync` leaves its sums, and Triton what it computes of them.
     """
     rows = x.ndim - 1
-    if rows == 0 or x.shape[-1] % 8:
+    if rows == 0 or x.shape[-1] % 8 or not _rounds(x.dtype):
         return x
     lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
-    return lanes.transpose(*range(rows), *(rows + part for part in order)).reshape(x.shape)
+    lanes = lanes.transpose(*range(rows), *(rows + part for part in dict.fromkeys((*order, 0, 3))))
+    if len(order) > 2:
+        return lanes.reshape(x.shape)
+    first, *others = np.moveaxis(lanes.reshape(*x.shape[:-1], 4, -1), -1, 0)
+    return functools.reduce(_sum, others, first)
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
     """Of numbers in the order that is assumed; of integers and fp64 the sum."""
-    if not is_float(x.dtype) or x.dtype == np.float64:
+    if not _rounds(x.dtype):
         return np.asarray(x.sum(axis, dtype=x.dtype))
     rows = np.moveaxis(x, axis, -1)
     if assumed.exact:
         return converted(rows.sum(-1, dtype=np.float64), x.dtype)
     while rows.shape[-1] > 1:  # on any card a balanced tree, each of whose sums is rounded to the type
-        rows = converted(rows[..., ::2].astype(np.float32) + rows[..., 1::2].astype(np.float32), x.dtype)
+        rows = _sum(rows[..., ::2], rows[..., 1::2])
     return rows[..., 0]
+
+
+def _rounds(dtype: np.dtype[Any]) -> bool:
+    return is_float(dtype) and dtype != np.float64
+
+
+def _sum(x: Array, y: Array) -> Array:
+    return converted(x.astype(np.float32) + y.astype(np.float32), x.dtype)
 
 
 def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: object) -> Any:

@@ -84,7 +84,8 @@ def _put_autocasts(before: int) -> None:
 
 
 def _saving_hooks() -> tuple[Any, ...]:
-    return _C._autograd._top_saved_tensors_default_hooks(False) or ()
+    top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+    return (top(False) if top else None) or ()
 
 
 def _put_saving_hooks(before: tuple[Any, ...]) -> None:

@@ -1,5 +1,6 @@
 """What is assumed of a card that is not here."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,22 @@ def test_fp8_goes_to_fp32_as_often_as_the_kernel_asks(launch: Launch) -> None:
     launch(promoted, a, b, seldom, N=N, MOST=64, card=CARDS["sm_90"])
     exact = a.double() @ b.double()
     assert (often - exact).abs().mean() < 0.7 * (seldom - exact).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lanes_add_their_columns_up_in_turn_where_triton_does(dtype: torch.dtype, launch: Launch) -> None:
+    def summed(A: Any, B: Any, C: Any, N: tl.constexpr) -> None:
+        index = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+        product = tl.dot(tl.load(A + index), tl.load(A + index))
+        tl.store(C + tl.arange(0, N), tl.sum(tl.load(B + index) + (product * 0).to(B.dtype.element_ty), 1))
+
+    a, b, sums = _random(N, N).bfloat16(), _random(N, N).to(dtype), torch.zeros(N)
+    launch(summed, a, b, sums, N=N, card=replace(CARDS["sm_80"], pairs=(2, 1)))
+    lanes = []
+    for lane in range(4):
+        first, *others = (b[:, at] for at in range(N) if at % 8 // 2 == lane)
+        lanes.append(functools.reduce(torch.add, others, first))
+    assert torch.equal(sums, ((lanes[0] + lanes[2]) + (lanes[1] + lanes[3])).float())
 
 
 def test_a_product_that_the_card_lacks_is_refused_by_its_name(launch: Launch) -> None:

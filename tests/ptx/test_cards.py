@@ -89,7 +89,9 @@ def test_every_barrier_that_is_left_out_of_the_compiled_code_is_missed(
 
     monkeypatch.setattr(session, "_program", kept)
     executed(mine())
-    synchronising = list(re.finditer(r"(?:bar\.sync|cp\.async\.wait_group)[^;]*;", texts[0]))
+    # Before the first wait nobody has read, and a barrier (Triton 3.7 has one) keeps nothing apart.
+    first = texts[0].index("cp.async.wait_group")
+    synchronising = list(re.compile(r"(?:bar\.sync|cp\.async\.wait_group)[^;]*;").finditer(texts[0], first))
     assert len(synchronising) > 3
     for match in synchronising:
         left_out = Program(texts[0][: match.start()] + texts[0][match.end() :], "sm_80")

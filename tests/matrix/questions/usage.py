@@ -300,15 +300,20 @@ def defaults(session: Session, found: WithinError) -> None:
 
     At two head dimensions, if the kernel takes two: a number may be 1/sqrt(d) of one.
     """
+    plain_call, options = session.call(session.draw_small(SHAPES[0])), session.options
+    given, has = plain_call.keywords(plain_call.inputs), plain_call.convention.parameters
+    meant = {*plain_call.convention.required, *options.options, *split_words(options.own_defaults)}
+    asked = [name for name in given if name in has and name not in meant]
+    if not asked:
+        raise CannotRunError("has no parameter with a default that every call is given")
+    gradients = options.backward == AUTOGRAD  # a function's parameters have defaults of their own
     shapes = [replace(_square(session), d=d) for d in dict.fromkeys(shape.d for shape in (session.shape, *SHAPES))]
     for inputs in islice(filter(session.takes, map(session.draw_small, shapes)), 2):
         call, left_out = session.call(inputs), frozenset[str]()
-        has, options, given = call.convention.parameters, session.options, call.keywords(call.inputs)
-        meant = {*call.convention.required, *options.options, *split_words(options.own_defaults)}
-        gradients = options.backward == AUTOGRAD  # a function's parameters have defaults of their own
         plain = session.place(call, gradients=gradients).answers()
-        for name in (name for name in given if name in has and name not in meant):
-            value = f"1/sqrt({inputs.q.shape[3]})" if call.convention.values.get(name) is OWN_SCALE else given[name]
+        for name in asked:
+            scale = call.convention.values.get(name) is OWN_SCALE
+            value = f"1/sqrt({inputs.q.shape[3]})" if scale else given[name]
             words = f"{name} left out (default {has[name]!r:.40}), as {name}={value}"
             without = _LeavingOut(**vars(call), left_out=left_out | {name})
             try:
@@ -321,8 +326,6 @@ def defaults(session: Session, found: WithinError) -> None:
                 found.asked[words] += f" (meant so: --declare own_defaults={name})"
             else:
                 left_out |= {name}
-    if found.nothing and not session.refused:
-        raise CannotRunError("has no parameter with a default that every call is given")
 
 
 QUESTIONS = (
