@@ -140,6 +140,12 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float 
     return scaled(q, k, v, causal, scale)
 
 
+def declines(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    if scale is None:
+        raise NotImplementedError("no scale")
+    return scaled(q, k, v, causal, scale)
+
+
 def required(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return scaled(q, k, v, causal, scale)
 
@@ -160,6 +166,8 @@ def anything(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         (masks, {"own_defaults": "causal"}, records.MEASURED, ""),
         (refuses, {}, records.CRASHED, "ValueError: no scale"),
         (refuses, {}, records.CRASHED, "; scale left out (default None), as scale="),
+        (declines, {}, records.FELL, "causal left out (default True)"),
+        (declines, {"own_defaults": "causal"}, records.SKIPPED, "no scale"),
         (sound, {}, records.MEASURED, ""),
         (required, {}, records.SKIPPED, "no parameter with a default"),
         (anything, {}, records.SKIPPED, "no parameter with a default"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, permutations
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, Whose
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
@@ -295,6 +296,17 @@ class _LeavingOut(Call):
         return {name: value for name, value in super().keywords(inputs).items() if name not in self.left_out}
 
 
+def _answers(session: Session, call: Call, gradients: bool) -> Answers:
+    """Return what a call gives; nothing, but for the reason, where the kernel says that it takes no such call."""
+    try:
+        return session.place(call, gradients=gradients).answers()
+    except CannotRunError as error:
+        if error.whose is Whose.KERNEL:
+            raise
+        session.refused[str(error)] = None
+        return {}
+
+
 def defaults(session: Session, found: WithinError) -> None:
     """Leave out what every call is given, one argument more each time, but for those whose defaults mean another thing.
 
@@ -308,23 +320,24 @@ def defaults(session: Session, found: WithinError) -> None:
         raise CannotRunError("has no parameter with a default that every call is given")
     gradients = options.backward == AUTOGRAD  # a function's parameters have defaults of their own
     shapes = [replace(_square(session), d=d) for d in dict.fromkeys(shape.d for shape in (session.shape, *SHAPES))]
-    for inputs in islice(filter(session.takes, map(session.draw_small, shapes)), 2):
+    taken = filter(session.takes, map(session.draw_small, shapes))
+    answered = ((inputs, _answers(session, session.call(inputs), gradients)) for inputs in taken)
+    for inputs, plain in islice(filter(itemgetter(1), answered), 2):
         call, left_out = session.call(inputs), frozenset[str]()
-        plain = session.place(call, gradients=gradients).answers()
         for name in asked:
             scale = call.convention.values.get(name) is OWN_SCALE
             value = f"1/sqrt({inputs.q.shape[3]})" if scale else given[name]
             words = f"{name} left out (default {has[name]!r:.40}), as {name}={value}"
-            without = _LeavingOut(**vars(call), left_out=left_out | {name})
             try:
-                answers = session.place(without, gradients=gradients).answers()
+                answers = _answers(session, _LeavingOut(**vars(call), left_out=left_out | {name}), gradients)
             except Exception as error:
                 error.add_note(words)
                 raise
-            found.compare(words, plain, answers, inputs)
-            if found.asked[words]:
+            if answers:
+                found.compare(words, plain, answers, inputs)
+            if found.asked.get(words):
                 found.asked[words] += f" (meant so: --declare own_defaults={name})"
-            else:
+            elif answers:
                 left_out |= {name}
 
 
