@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import IN_P, ErrorBounds
 from tiebreak.cases.errors import by_key_head
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration
@@ -331,8 +331,8 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
     return ((rows / units).square_().sum() / counted).sqrt().item() if counted else torch.nan
 
 
-def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Interval:
-    """Mean error of delta, relative to mean |delta|, read off dQ and the reference's (paper, equation 1).
+def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Tensor:
+    """Return the mean error of delta by key head, relative to mean |delta| of all, read off dQ (paper, equation 1).
 
     dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
     the kernel rounds in its backward pass counts too, where it falls along P K.
@@ -340,13 +340,11 @@ def delta_error_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: T
     along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
     )
-    size = ref.delta.abs().mean().item()
-    estimate = interval(by_key_head(along, inputs.groups))
-    return Interval(estimate.mean / size, estimate.half_width / size) if size else Interval(torch.nan, torch.inf)
+    return by_key_head(along, inputs.groups) / ref.delta.abs().mean()
 
 
 def contains_bias(delta: Interval, fmt: Format) -> Verdict:
-    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_error_of`).
+    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
     A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
     """

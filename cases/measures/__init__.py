@@ -73,6 +73,7 @@ class Observed:
     equal_gradients: float | None = None  # share of elements of dQ, dK, dV that a second run gave to the bit
     #: Of each run, by dq, dk and dv; of the first run on as many heads as it takes to tell whether they err too much.
     backward_heads: Sequence[Mapping[str, HeadErrors]] = ()
+    more_deltas: Sequence[Tensor] = ()  # errors of delta as dQ shows them (`delta_errors_of`), on heads after the first
     worst_gradient: float | None = None  # see `tiebreak.cases.measures.accuracy`
 
     @cached_property

@@ -4,8 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from tiebreak.cases.gradients import GradientErrors, delta_error_of, ulps_of_rows
+import torch
+
+from tiebreak.cases.gradients import GradientErrors, delta_errors_of, ulps_of_rows
 from tiebreak.cases.measures import CallMeasure, Observed, Value
+from tiebreak.cases.verdicts import Interval, interval
 
 _NAMES = (("dq", "dQ"), ("dk", "dK"), ("dv", "dV"))
 
@@ -38,7 +41,9 @@ def _delta(observed: Observed, _: GradientErrors) -> Value:
     gradients, batch = observed.outputs[0].gradients, observed.batches[0]
     if gradients is None or gradients.delta is not None:
         return None
-    return delta_error_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
+    first = delta_errors_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
+    samples = torch.cat([first, *observed.more_deltas])
+    return interval(samples) if samples.isfinite().all() else Interval(torch.nan, torch.inf)
 
 
 def _sink(observed: Observed, _: GradientErrors) -> Value:

@@ -20,12 +20,13 @@ from tiebreak.cases.gradients import (
     ExactGradients,
     GradientBounds,
     GradientErrorBounds,
-    delta_error_of,
+    delta_errors_of,
     row_units,
     ulps_of_rows,
 )
 from tiebreak.cases.measures.accuracy import LIMIT, MEASURES, ROUNDED_ONCE, WORSE, ratio_of_means
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import interval
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import twin, users
 from tiebreak.kernels.external import external_kernel
@@ -179,7 +180,7 @@ def test_deltas_error_is_read_off_dq() -> None:
     ref = reference(inputs)
     exact = reference_gradients(inputs, ref)[0]
     error = 0.01 * ref.delta.abs().mean()
-    estimate = delta_error_of(exact - inputs.scale * error * ref.pk, inputs, ref, exact)
+    estimate = interval(delta_errors_of(exact - inputs.scale * error * ref.pk, inputs, ref, exact))
     assert estimate.mean == pytest.approx(0.01, rel=1e-9)
     assert estimate.half_width < 1e-9
 

@@ -25,7 +25,7 @@ from tiebreak.studies.power import CASES, EXPERIMENTS, run_one
 
 _HEADS = 256  # of kernels that declare a plan, in which nothing is to fall
 #: Checks that no wrong kernel of one call is needed for: of ends, of heads, and of training.
-_OTHERS = {RUNS, IN_TIME, "decided", "log_probabilities", "loss"}
+_OTHERS = {RUNS, IN_TIME, "log_probabilities", "loss"}
 BY_CASE = sorted(DEFECTS.values(), key=lambda defect: (defect.case, defect.fmt.name, defect.heads))
 
 

@@ -171,9 +171,7 @@ def test_kernel_that_follows_no_plan_is_unexplained_and_held_to_the_loosest(judg
     assert kept().explanations["cpu-truncates"].state == UNEXPLAINED
     (why,) = (record.answers["accuracy"].why for record in kept().records if record.case == "random")
     held_to = "the loosest plan of random bits"
-    assert re.fullmatch(
-        rf"mean square \S+ times what {held_to} has \(at least .*\); bias -0\.\d\d ulp from what .*", why
-    )
+    assert re.fullmatch(rf"mean square \S+ times what {held_to} has .*; bias -0\.\d\d ulp .* from what .*", why)
 
 
 def equal_bits(record: Record) -> float:
@@ -200,7 +198,7 @@ def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: Mat
 def test_a_fair_kernel_is_fair_and_told_that_its_random_bits_are_its_own(
     judge: MatrixRun, kept: Kept, plan: tuple[str, ...]
 ) -> None:
-    result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256 if plan else 64)
+    result = judge("stochastic", "--fair", *plan, cases="tied_maxima[k=2],sink_tie", heads=256)
     assert result.ret == 0
     claims = [record.answers[CLAIM] for record in kept().records if CLAIM in record.answers]
     assert [claim.source for claim in claims] == ["--fair: no bias on any failure input"] * 2

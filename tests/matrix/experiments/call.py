@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
@@ -18,7 +19,7 @@ from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
 from tiebreak.cases.errors import difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
-from tiebreak.cases.gradients import contains_bias
+from tiebreak.cases.gradients import contains_bias, delta_errors_of
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict
@@ -235,7 +236,7 @@ def _with_gradients(
     runs = [run for run in (first.gradients, second_run) if run is not None]
     heads = [backward.errors(run, first.o, whole) for run in runs]
     worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
-    observed = replace(observed, backward_heads=heads, worst_gradient=worst)
+    observed, deltas = replace(observed, backward_heads=heads, worst_gradient=worst), list[Tensor]()
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, observed):
             break
@@ -246,7 +247,9 @@ def _with_gradients(
             errors = backward.errors(output.gradients, output.o, batch)
             heads[0] = {name: mine.joined(errors[name]) for name, mine in heads[0].items()}
             worst = max(worst, backward.worst(errors, output.gradients, output.o, batch))
-        observed = replace(observed, backward_heads=heads, worst_gradient=worst)
+            exact = batch.gradients.gradients[0]
+            deltas.append(delta_errors_of(output.gradients.dq, batch.inputs, batch.ref, exact))
+        observed = replace(observed, backward_heads=heads, worst_gradient=worst, more_deltas=deltas)
     return observed, backward
 
 
