@@ -226,7 +226,7 @@ def _product(at: Instruction, card: str) -> Run:
 
 _BINDERS: Mapping[str, Callable[[Instruction, _Match], Run]] = {
     # Caches, and an order among blocks, which run in lock step or one after the other, change nothing here.
-    r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)"
+    r"(ld|st)(?:\.(?:volatile|weak|relaxed|acquire|release|gpu|cta|sys))*\.(global|shared)(?:::cta)?"
     r"(?:\.(?:nc|c[agsv]|w[bt]|L[12]::\w+))*(?:\.v[248])?\.(\w+)": _access,
     r"ld\.param\.(\w+)": _parameter,
     r"mov\.b(32|64)": _move,

@@ -28,12 +28,14 @@ IN_TURN = {name: [compilation.name for compilation in sources()[turn :: len(TURN
 @pytest.mark.parametrize("target", IN_TURN)
 def test_what_rounds_is_as_expected(target: str) -> None:
     expected = store.load(EXPECTED, Audits)
+    if expected.triton != installed():
+        pytest.skip(f"expected of triton {expected.triton}; this is {installed()}, which may compile otherwise")
     audits = list(
         audited([TARGETS[target]], [compilation for compilation in sources() if compilation.name in IN_TURN[target]])
     )
     assert any(audit.skipped is None for audit in audits)
     of_them = [audit for audit in expected.audits if audit.target == target and audit.kernel in IN_TURN[target]]
-    assert differences(of_them, audits) == [], f"expected of triton {expected.triton}, this is {installed()}"
+    assert differences(of_them, audits) == []
 
 
 def test_the_expectation_knows_the_same_targets_and_kernels_of_which_each_has_its_turn() -> None:
