@@ -33,6 +33,9 @@ def unusable(wait: Callable[[], object]) -> bool:
     return True
 
 
+BITS_OF_INSTRUCTIONS = "bits of emulated instructions"  # what a plan rests on where the processor is not there
+
+
 @dataclass(frozen=True)
 class Backend:
     """Where kernels run, and every answer about the device: all who ask know no device's name."""
@@ -53,7 +56,7 @@ class Backend:
     def evidence(self) -> str:
         """What a plan rests on that outputs tell here, in words: never a device that is not there."""
         computes = self.device == "cpu" and not self.predicts  # by instructions of this processor
-        return "bits of emulated instructions" if computes and emulated() else self.bits
+        return BITS_OF_INSTRUCTIONS if computes and emulated() else self.bits
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from tiebreak.reports.tables.texts import plain_text
 
 FILE, SUMMARY = "statement.json", "summary.md"
 WAIVED = "waived"  # in the place of the outcome of a cell that a waiver excuses
-_OF_THE_MOMENT = frozenset({"fingerprint", "memory_gib", "cores"})  # what may differ between runs of one platform
+# What may differ between runs of one platform: what is of the moment, or of the backends that ran.
+_OF_THE_MOMENT = frozenset({"fingerprint", "evidence", "memory_gib", "cores"})
 # How a suite is named, in words, and what to do where its files are not those.
 _SUITES = {
     "commit": ("[0-9a-f]{40}", "a commit's 40 hexadecimal digits", "commit them"),

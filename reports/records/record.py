@@ -480,8 +480,9 @@ class Run(FileData, frozen=True):
         """Raise FieldError for a second record of a cell, what the file does not describe, a platform without name."""
         for name in ("cpu", "level"):
             convert(self.platform.get(name), str, f"platform.{name}")
-        probed = Mapping[str, Mapping[str, str | Number]]
-        convert(self.platform.get("fingerprint", {}), probed, "platform.fingerprint")
+        probed, said = Mapping[str, Mapping[str, str | Number]], Mapping[str, str]
+        for name, kind in (("fingerprint", probed), ("evidence", said), ("assumed", said)):
+            convert(self.platform.get(name, {}), kind, f"platform.{name}")
         seen: set[str] = set()
         for number, record in enumerate(self.records):
             if record.id in seen:

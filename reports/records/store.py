@@ -117,7 +117,7 @@ def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
 def content_of(path: Path) -> bytes:
     """Return the bytes of a file, unpacked if gzip has compressed it; UnreadableRecordsError if it is too large."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # of a pipe too
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UnreadableRecordsError(f"{path}: not a regular file")
             content = file.read(MAX_BYTES + 1)

@@ -135,7 +135,9 @@ def following(record: Record, run: Run) -> Record:
     """Return a record with the answers, the verdict, the outcome and what is shown that its numbers come to."""
     limits = {name: kept(run.checks[name].limits, record.measures) for name in record.answers}
     decided = {name for name, met in limits.items() if run.checks[name].limits and not (run.checks[name].more and met)}
-    given = {name: replace(record.answers[name], met=limits[name], why="made up") for name in decided}
+    decided = {name for name in decided if record.answers[name].met is not limits[name]}
+    whys = {True: "", False: "made up", None: "made up"}
+    given = {name: replace(record.answers[name], met=limits[name], why=whys[limits[name]]) for name in decided}
     answers = {**record.answers, **given}
     verdict, tied = record.verdict and verdict_of(record, run.measures), (record.tied, record.in_training)
     made = {"answers": answers, "verdict": verdict, "shown": _shown(record, run, verdict)}

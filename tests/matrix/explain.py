@@ -34,7 +34,7 @@ class Standing:
 
     @property
     def mean(self) -> float:
-        return sum(self.bits.values()) / len(self.bits)
+        return math.fsum(self.bits.values()) / len(self.bits)  # in whatever order the cells ended
 
     @property
     def followed(self) -> bool:
@@ -57,7 +57,8 @@ class Standing:
     @property
     def distance(self) -> float:
         """Mean |difference of bias| in ulps."""
-        return sum(math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values()) / len(self.fits)
+        far = (math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values())
+        return math.fsum(far) / len(self.fits)
 
     def equals(self, best: "Standing") -> bool:
         """Whether nothing tells it from the best."""

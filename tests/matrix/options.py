@@ -183,6 +183,12 @@ def recorded(value_of: Values) -> dict[str, Any]:
     return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in values.items()}
 
 
+def stated(kept: Mapping[str, Any]) -> Values:
+    """Return what options a command line gave, as a file of records keeps them: `recorded`, read again."""
+    values = {option: kept.get(option.name) for option in OPTIONS.values()}
+    return {option.dest: str(value or "").split() if option.repeats else value for option, value in values.items()}.get
+
+
 def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
     """Whether a run has all cells that there are, or all of the kernels and backends that it was pointed at."""
     return not any(each.narrows and not (of_subject and each.name in _SUBJECT) for each in _given(value_of))

@@ -243,10 +243,7 @@ class RecordCollector:
                 name: ended_record(self.expected[name], self.settings, records.RUNS, _NEVER_RUN) for name in lost
             }
             self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
-        explanations = explain(self.records.values())
-        declared = [self.expected[name].kernel.declaration for name in self.records]
-        run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
-        self.run = replace(run, explanations=explanations, plans=plans(filter(None, declared), explanations))
+        self.run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
         if (xml := self.config.stash.get(xml_key, None)) is not None:
             for verdict in self.verdicts(self.run):
                 xml.add_global_property("tiebreak.verdict", verdict.headline)
@@ -336,17 +333,21 @@ class RecordCollector:
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
-    """A run with the descriptions of what its records have, each once."""
+    """A run with the descriptions of what its records have, each once, and what explains undeclared kernels."""
     ran = {record.experiment for record in run.records}
     measured = {name for record in run.records for name in record.measures}
     asked = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
     cases = {record.case: cells[record.id].experiment for record in run.records}
+    explanations = explain(run.records)
+    declared = (cells[record.id].kernel.declaration for record in run.records)
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={name: convert(check, records.CheckRecord, from_attributes=True) for name, check in asked.items()},
         cases={name: replace(each.described(), needed=name in NEEDED) for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
+        explanations=explanations,
+        plans=plans(filter(None, declared), explanations),
     )
 
 

@@ -24,6 +24,7 @@ from tiebreak.reports.statement import FILE, SUMMARY, WAIVED, Profile, Statement
 from tiebreak.reports.tables.run import counted, counts
 
 _RECORDS = re.compile(r"records-[0-9]+\.json")  # names of a statement's copies
+_STATED = "platform, fingerprints, options, why a backend can't run, seconds, evidence of what was not recomputed"
 _NAMED = 4  # kernels that a line names
 
 
@@ -64,6 +65,8 @@ def verify(arguments: Sequence[str]) -> int:
     wanted = None if options.profile is None else _profile(options.profile)
     torch.set_num_threads(1)  # as the cells were run: sums are added in one order
     keep_memory()
+    if (options.folder / FILE).is_symlink():
+        raise UsageError(f"{options.folder / FILE}: a link; a statement has its files in its folder")
     statement = store.load(options.folder / FILE, Statement)
     asked = wanted or _profile(statement.profile, FILE)
     found, told = _problems(options.folder, statement, asked, options.sample, options.seed)
@@ -132,8 +135,10 @@ def _problems(
     if statement.profile_hash != asked.hash:
         told = f"of this tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
         return [f"{FILE}: of profile {asked.name}, {statement.profile_hash[:16]}; profile {asked.name} {told}"], []
-    there = {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
-    found = list(_file_faults(statement, there))
+    here = {path.name: path for path in folder.iterdir()}
+    there = {name: path.read_bytes() for name, path in here.items() if path.is_file() and not path.is_symlink()}
+    found = [f"{name}: a link, or no regular file" for name in sorted(here.keys() - there.keys())]
+    found += _file_faults(statement, there)
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _RECORDS.fullmatch(file.name) and file.name in there]:
         try:
@@ -194,6 +199,7 @@ def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Pro
         f" {len(chosen) - own} predictions of a device's)"
     )
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
+    yield f"NOT checked, as it is stated: {_STATED}"
     skipped = [each for each in known if each.record.outcome == SKIPPED]
     unknown = [each for each in known if not each.recomputable and each.record.outcome != SKIPPED]
     for cells, what in (

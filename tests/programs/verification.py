@@ -12,14 +12,14 @@ from typing import cast
 
 from msgspec import structs
 
-from tiebreak.backends.backend import EMULATION, Backend
+from tiebreak.backends.backend import BITS_OF_INSTRUCTIONS, EMULATION, Backend
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
 from tiebreak.cases.errors import Errors, merge
 from tiebreak.cases.gpt2.snippets import MEASURED
-from tiebreak.cases.measures import core, gradients
+from tiebreak.cases.measures import core, gradients, output
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
@@ -33,12 +33,14 @@ from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call, shown, where_bias_is
 from tiebreak.matrix.experiments.training import TrainingRun, training_result
+from tiebreak.matrix.options import narrowing, refuse_wrong, stated
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.profiles import ABSENT
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import contradictions, differing
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
 from tiebreak.reports.statement import Profile, is_users
@@ -48,7 +50,9 @@ _CLONE = frozenset({"", ".", "..", "tests", "matrix"})  # parts of the path by w
 _INSTALLED = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")  # how it finds them elsewhere
 _AFTER_KERNEL = frozenset({"--fair", "--no-worse-than", "--rules", "--cases"})  # what a command has behind --kernel
 _OF_PREDICTION = frozenset({"predicted_bias", "prediction_difference", "equal_bits"})
+_OF_EVERY_CALL = frozenset(each.name for each in (*core.MEASURES, *output.MEASURES)) - {*_OF_PREDICTION, "rounded_bias"}
 _OF_GRADIENTS = frozenset({"delta_bias", *(measure.name for measure in gradients.MEASURES)})
+_SAID = {True: frozenset({"rules"}), False: frozenset[str]()}  # evidence that is not asked again: of --rules
 _NOISE = 1e-6  # what fp64 sums leave of a number that should be 0
 _MET = {True: "met", False: "not met", None: "not told"}
 
@@ -150,12 +154,38 @@ def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
     named, brought = run.options.get("kernel"), any(map(is_users, run.records))
     if bool(named) is not brought:
         yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
+    for backend in {each.cell.backend.name: each.cell.backend for each in known}.values():
+        either = {BITS_OF_INSTRUCTIONS: backend.bits}  # which of them, the processor tells
+        said, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
+        if said != ours:
+            yield f"platform.evidence.{backend.name}: {said}, and the suite says {ours}"
+    try:
+        refuse_wrong(stated(run.options))
+    except UsageError as error:
+        yield f"options: {error}"
     if len(known) == len(run.records):  # else it can't be described
         own = described(run, {each.record.id: each.cell for each in known})
-        for table in ("measures", "checks", "cases", "experiments"):
-            for name, about in getattr(own, table).items():
-                if about != getattr(run, table).get(name):
+        for table in ("measures", "checks", "cases", "experiments", "explanations", "plans"):
+            ours, theirs = getattr(own, table), getattr(run, table)
+            for name in sorted(ours.keys() | theirs.keys()):
+                if ours.get(name) != theirs.get(name):
                     yield f"{table}.{name}: not as the suite describes it"
+        yield from _narrowing_faults(run, known)
+
+
+def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
+    """Yield what a run was narrowed by, and neither its options nor, where pytest's own left cells out, its cells."""
+    of_pytest = [frozenset(each.names) for each in run.narrowing if each.field == "id"]
+    if of_pytest not in ([], [frozenset(record.id for record in run.records)]):
+        yield "narrowing: its cells are not those of the records"
+    own = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in known], ())}
+    said = {each.field: each for each in run.narrowing if each.field != "id"}
+    for field in sorted(own.keys() | said.keys()):
+        ours, theirs = own.get(field), said.get(field)
+        if ours is None or theirs is None or ours.given != theirs.given:
+            yield f"narrowing: {field}: not what the options come to"
+        elif extra := {*theirs.names} - {*ours.names} if not of_pytest else {*ours.names} - {*theirs.names}:
+            yield f"narrowing: {field}: {', '.join(sorted(extra))}: not of this run"
 
 
 def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
@@ -174,7 +204,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
             yield f"skipped: {record.skipped}, and it can be run"
     if record.shown is None:
         return
-    if record.digest is None:
+    if record.digest is None and isinstance(cell.experiment, Call | TrainingRun):
         yield "digest: missing"
     if isinstance(cell.experiment, Call):
         yield from _number_faults(judged, cell.experiment.case)
@@ -188,7 +218,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     """Yield where the numbers of a call do not go together."""
     record, fmt = judged.record, judged.cell.fmt
-    needed = {measure.name for measure in core.MEASURES} | (_OF_PREDICTION if judged.predicted else frozenset())
+    needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
     drawn = [_at_once(case, judged.settings) << look for look in range(LOOKS)]
     if record.heads not in drawn:
@@ -231,7 +261,8 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
 def _call_result(judged: Judged, case: Case) -> Result:
     """What the measures of a call come to; what its device alone can tell is as the record has it."""
     record, cell, declared = judged.record, judged.cell, judged.cell.kernel.declaration
-    measures = {name: _interval(it) if isinstance(it, Estimate) else it for name, it in record.measures.items()}
+    measures = {name: _interval(it) if isinstance(it, Estimate) else _number(record, name)
+                for name, it in record.measures.items()}  # fmt: skip
     nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
     verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
@@ -310,8 +341,9 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:
         again = run_cell(cell, bench)
-        drawn = {name: value for name, value in record.evidence.items() if name in again.evidence}
-        record = structs.replace(record, evidence=drawn)
+        for part in ("measures", "answers", "evidence"):
+            more = getattr(record, part).keys() - getattr(again, part).keys() - _SAID[judged.settings.rules]
+            yield from (f"{part}.{name}: recomputed, there is none" for name in sorted(more))
     else:
         told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
         again = record
@@ -319,7 +351,8 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
             again = run_cell(cell, bench)
             told |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
         of_o = {name: getattr(again, name) for name in ("digest", "heads", "verdict", "shown")}
-        again = structs.replace(record, measures=told, **of_o)
+        drawn = {name: again.evidence.get(name, value) for name, value in record.evidence.items()}
+        again = structs.replace(record, measures=told, evidence=drawn, **of_o)
         record = structs.replace(record, measures={name: record.measures.get(name) for name in told})
     for at, ours, theirs in differing(again, record):
         yield f"{at[1:]}: {theirs}, recomputed {ours}"

@@ -123,6 +123,8 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["platform"], GONE, "Object missing required field `platform`"),
         (["platform", "cpu"], GONE, "platform.cpu: Expected `str`, got `null`"),
         (["platform", "fingerprint"], [], "platform.fingerprint: Expected `object`, got `array`"),
+        (["platform", "evidence"], "x", "platform.evidence: Expected `object`, got `str`"),
+        (["platform", "assumed"], {"cpu": 1}, "platform.assumed[...]: Expected `str`, got `int`"),
         (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint[...][...]: Expected `int | "),
         (["records", 0, "verdict"], "fine", "records[0].verdict: Expected `str` matching regex '^(unbiased|"),
         (["records", 0, "outcome"], "held\n", "records[0].outcome: Expected `str` matching regex '^(held|"),

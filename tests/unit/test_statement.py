@@ -24,11 +24,12 @@ from tiebreak.cases.case import Case
 from tiebreak.cases.measures import core
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects import mutations
-from tiebreak.defects.mutations import found, leaves, name_of, plain_of, unnoticed
+from tiebreak.defects.mutations import consistent_edits, found, leaves, name_of, plain_of, unnoticed
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import options
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call
@@ -42,8 +43,23 @@ from tiebreak.programs import statement as program
 from tiebreak.programs.verification import judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import main
+from tiebreak.reports.gate.consistency import differing
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import SKIPPED, Answer, Estimate, Record, Run
+from tiebreak.reports.records.record import (
+    SKIPPED,
+    Answer,
+    CaseRecord,
+    CheckRecord,
+    Estimate,
+    ExperimentRecord,
+    Explanation,
+    FitRecord,
+    HistogramRecord,
+    Narrowing,
+    PlanRecord,
+    Record,
+    Run,
+)
 from tiebreak.reports.schemas import schema_of
 
 CASES = ("tied_maxima[k=2]", "no_tail")
@@ -65,13 +81,17 @@ WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "repeatable"\nreason 
 
 
 def made(kernels: Sequence[tuple[Backend, Kernel]], kernel: str | None, name: str) -> Run:
-    """A run of some kernels on both cases."""
+    """A run of some kernels on both cases, and of one's own called in another way."""
     offered = {each.name: each for each in kinds()["call"].offered(None, cases_named=True)}
-    cells = [Cell(*pair, offered[case], BF16) for case in CASES for pair in kernels]
+    asked = [*(offered[case] for case in CASES), *(kinds()["usage"].experiments[:1] if kernel else ())]
+    cells = [Cell(*pair, each, BF16) for each in asked for pair in kernels]
     bench = Workbench(Settings())
-    platform = describe().as_dict() | {"commit": COMMIT, "fingerprint": {}}
-    options = {"seed": "1", "heads": "256", "kernel": kernel}
-    whole = Run(platform, options, tuple(run_cell(cell, bench) for cell in cells), run=name * 32)
+    platform = describe().as_dict() | {"commit": COMMIT, "fingerprint": {"cpu": {"matmul_subnormals": "kept"}}}
+    platform |= {"evidence": {cell.backend.name: cell.backend.evidence for cell in cells}}
+    typed = {"seed": "1", "heads": "256", "kernel": kernel, "dtype": "bf16",
+             "cases": ",".join(each.name for each in asked)}  # fmt: skip
+    narrowed = options.narrowing(options.stated(typed), cells, ())
+    whole = Run(platform, typed, tuple(run_cell(cell, bench) for cell in cells), narrowing=narrowed, run=name * 32)
     return described(whole, {cell.id: cell for cell in cells})
 
 
@@ -136,7 +156,8 @@ def keep(ran: Run, tmp_path: Path) -> Keep:
         changed = (replace(record, **(changes.get(record.id) or {})) for record in ran.records)
         kept = tuple(record for record in changed if changes.get(record.id, {}) is not None)
         path = tmp_path / f"{name}.json"
-        store.write(replace(ran, records=kept, run=name * 8, **fields), path)
+        cells = {each.record.id: each.cell for each in judged(ran, profiles.profile("small"))[0]}
+        store.write(replace(described(replace(ran, records=kept), cells), run=name * 8, **fields), path)
         return path
 
     return write
@@ -208,7 +229,9 @@ def test_a_statement_of_a_run_verifies_and_says_what_nobody_can_check(stated: Pa
     assert code == 0
     assert told.startswith("verified: profile small, 10 cells: ")
     assert "of 10 cells that the emulation can tell of 10 recomputed (4 its own, 6 predictions of a device's)" in told
-    assert unchecked == ["NOT checked: that the records came from the device that they name; that its bits repeat"]
+    device, as_stated = unchecked
+    assert device == "NOT checked: that the records came from the device that they name; that its bits repeat"
+    assert as_stated.startswith("NOT checked, as it is stated: platform, fingerprints, options, ")
     assert "2 recomputed" in verified(stated)[1][0]
     assert verified(stated, "--sample", "1") == (1, ["refused: 1 cell recomputed; profile small asks for 2"])
 
@@ -233,6 +256,25 @@ def predicted_otherwise(record: Record) -> Record:
     return replace(record, measures={**record.measures, **measures})
 
 
+def in_table(table: str, name: str, value: Any) -> Callable[[Run], Run]:
+    """With another entry in one of a run's tables."""
+    return lambda run: replace(run, **{table: {**getattr(run, table), name: value}})
+
+
+def telling(run: Run, name: str, **evidence: Any) -> Run:
+    """With other evidence of a cell."""
+    return changing(name, lambda cell: replace(cell, evidence={**cell.evidence, **evidence}))(run)
+
+
+def unbound(run: Run) -> Run:
+    """As if a cell that is beyond its bound were within it, and the check had no limit."""
+    checks = {**run.checks, "bound": replace(run.checks["bound"], limits=())}
+    number = {"error_over_bound": 102.0}
+    made = changing(VENDORS, lambda cell: replace(cell, measures={**cell.measures, **number}))(run)
+    return replace(made, checks=checks)
+
+
+NO_BINS = HistogramRecord(-2.0, 0.0625, (), 0)
 #: What a record that was made up is found out by: most go together with all else that the file says.
 FORGED: Mapping[str, Callable[[Run], Run]] = {
     # An answer, with the outcome that follows.
@@ -270,6 +312,33 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
     "checks.claim: not as the suite describes it": lambda run: replace(
         run, checks={**run.checks, "claim": replace(run.checks["claim"], judges=False)}
     ),
+    # Tables of a run that nothing else in it depends on.
+    "checks.bound: not as the suite describes it": unbound,
+    "checks.contract: not as the suite describes it": in_table("checks", "contract", CheckRecord("kept")),
+    "measures.bias: not as the suite describes it": lambda run: in_table(
+        "measures", "bias", replace(run.measures["bias"], margin=9.0)
+    )(run),
+    "cases.no_tail: not as the suite describes it": in_table("cases", "no_tail", CaseRecord("else")),
+    "experiments.call: not as the suite describes it": in_table("experiments", "call", ExperimentRecord("else")),
+    "plans.flash@paper: not as the suite describes it": in_table("plans", "flash@paper", PlanRecord("flash", fix=True)),
+    "plans.dithered@paper: not as the suite describes it": in_table("plans", "dithered@paper", PlanRecord("dithered")),
+    "explanations.cpu-sdpa_math: not as the suite describes it": in_table(
+        "explanations", "cpu-sdpa_math", Explanation("follows", ("flash@paper",), 2, 1.0)
+    ),
+    "narrowing: case: not what the options come to": lambda run: replace(run, narrowing=run.narrowing[1:]),
+    "narrowing: case: random: not of this run": lambda run: replace(
+        run, narrowing=(replace(run.narrowing[0], names=(*run.narrowing[0].names, "random")), *run.narrowing[1:])
+    ),
+    "narrowing: its cells are not those of the records": lambda run: replace(
+        run, narrowing=(*run.narrowing, Narrowing(("-k tied",), "id", (*(each.id for each in run.records), "cpu-x")))
+    ),
+    "options: --fair means nothing alone: it needs --kernel TARGET": in_table("options", "fair", True),
+    "platform.evidence.cpu: bits on this GPU, and the suite says bits on this machine": lambda run: replace(
+        run, platform={**run.platform, "evidence": {**run.platform["evidence"], "cpu": "bits on this GPU"}}
+    ),
+    f"{OURS}: evidence.histogram": lambda run: telling(run, OURS, histogram=NO_BINS),
+    f"{OURS}: evidence.assumed: recomputed, there is none": lambda run: telling(run, OURS, assumed="a card"),
+    f"{DEVICE}: evidence.histogram": lambda run: telling(run, DEVICE, histogram=NO_BINS),
     "platform.commit: unknown: run the suite from a git checkout or an installed wheel": lambda run: replace(
         run, platform={**run.platform, "commit": None}
     ),
@@ -283,6 +352,54 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
     ),
     f"{DEVICE}: measures.predicted_bias.mean: ": changing(DEVICE, predicted_otherwise),
 }  # fmt: skip
+
+
+def explained_otherwise(run: Run) -> Run:
+    """A kernel's evidence, and the explanation that follows from it."""
+    fits = {"fits": {"flash@fused": FitRecord(0.0, 0.01, 0.99)}}
+    made = replace(changing(VENDORS, lambda cell: replace(cell, evidence={**cell.evidence, **fits}))(run))
+    follows = Explanation("follows", ("flash@fused",), 1, 0.99)
+    return replace(made, explanations={"cpu-sdpa_math": follows},
+                   plans={**run.plans, "flash@fused": PlanRecord("flash")})  # fmt: skip
+
+
+def typed_otherwise(run: Run) -> Run:
+    """Other words, and what they come to."""
+    typed = {**run.options, "cases": "*"}
+    return replace(run, options=typed, narrowing=(Narrowing(("--cases *",), "case", ("*",)), *run.narrowing[1:]))
+
+
+#: What nobody can tell from a statement: a word of what verifying says that it takes as it is stated.
+STATED: Mapping[str, Callable[[Run], Run]] = {
+    "platform": lambda run: replace(run, platform={**run.platform, "memory_gib": 1e6, "cpu": "a faster one"}),
+    "fingerprints": lambda run: replace(run, platform={**run.platform, "fingerprint": {"cpu": {"matmul": "even"}}}),
+    "options": typed_otherwise,
+    "why a backend": in_table("unavailable", "cuda", "stolen"),
+    "seconds": in_table("seconds", OURS, 1e-9),
+    "evidence": explained_otherwise,
+}
+
+
+@pytest.mark.parametrize("word", STATED)
+def test_what_nobody_can_tell_is_named(word: str, stated: Path, verified: Calls) -> None:
+    forge(stated, STATED[word])
+    code, lines = verified(stated, "--sample", "99")
+    assert (code, word in lines[2]) == (0, True), lines
+
+
+@pytest.mark.parametrize("name", ["records-1.json", "summary.md", "statement.json"])
+@pytest.mark.parametrize("kind", ["symbolic", "pipe"])
+def test_a_statement_has_regular_files_alone(kind: str, name: str, stated: Path, verified: Calls) -> None:
+    (stated / name).rename(stated.parent / "elsewhere.json")
+    if kind == "pipe":
+        os.mkfifo(stated / name)
+    else:
+        (stated / name).symlink_to(stated.parent / "elsewhere.json")
+    code, lines = verified(stated)
+    if name == "statement.json":
+        assert (code, len(lines)) == (2, 1)
+    else:
+        assert (code, lines[0]) == (1, f"refused: {name}: a link, or no regular file")
 
 
 @pytest.mark.parametrize("message", FORGED)
@@ -316,7 +433,7 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
         cell = Cell(backend, (claimed or able)[place % len(claimed or able)], Call(case), BF16)
         cells[cell.id] = cell
     records = tuple(run_cell(cell, bench) for cell in cells.values())
-    run = described(Run({}, {"seed": turn + 1, "heads": heads}, records), cells)
+    run = described(Run({"evidence": {name: backend.evidence}}, {"seed": turn + 1, "heads": heads}, records), cells)
     known, problems = judged(run, dataclasses.replace(profiles.profile("small"), seed=turn + 1, heads=heads))
     assert problems == []
     able_again = [each for each in known if each.recomputable]
@@ -326,7 +443,9 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
 
 def test_what_the_emulation_has_come_to_contradicts_nothing() -> None:
     kept = store.read(BASELINE)
-    _, problems = judged(replace(kept, records=kept.records[::3]), profiles.profile("small"))
+    part = replace(kept, records=kept.records[::3], platform={"evidence": {"emulation": EMULATION.evidence}})
+    known, _ = judged(part, profiles.profile("small"))
+    _, problems = judged(described(part, {each.record.id: each.cell for each in known}), profiles.profile("small"))
     assert problems == []
 
 
@@ -486,7 +605,7 @@ def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_
     assert "mine (given by --kernel)" in (folder / "summary.md").read_text()
     code, lines = verified(folder)
     assert code == 0
-    assert lines[2].startswith("NOT checked: the numbers of 2 cells, which no emulation computes: training runs, and")
+    assert lines[3].startswith("NOT checked: the numbers of 3 cells, which no emulation computes: training runs, and")
 
 
 def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
@@ -501,9 +620,9 @@ LEAVES = 4  # of an example
 
 #: Paths of leaves that may be edited, and why that does not matter, or nobody can tell.
 FREE = {
-    **mutations.FREE,
-    "narrowing*": "what a run left out: the profile says what must be there",
-    "plans*": "which rule a plan has, for the report",
+    **{pattern: why for pattern, why in mutations.FREE.items() if pattern != "explanations*"},
+    "narrowing[[]*.given*": "words",
+    "narrowing[[][0-9]].names[[]*": "a name that no record has",
     "platform.*": "which machine it was, who hands the records in says; the summary shows it",
     "records[[]10]": "a training run, for which this profile does not ask",
     "records*.why": "words",
@@ -517,6 +636,8 @@ UNKNOWN = {
     "records*.digest": "bits",
     "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
 }
+#: Answers of a user's kernel of which no number is recorded, or not all that they rest on.
+UNTOLD = {"repeatable", "contract", "claim", "usage"}
 OF_O = {"row_coherence", "row_coherence_independent", *(measure.name for measure in core.MEASURES)}
 OF_GRADIENTS = frozenset(verification._OF_GRADIENTS)  # what equal bits of O tell nothing of
 
@@ -528,7 +649,18 @@ def whole(ran: Run, users: Run, once: None) -> tuple[Run, Run]:
     (cell,) = (each for each in cells(Selection("emulation", trained.kernel, trained.case))[0])
     known, _ = judged(ran, profiles.profile("small"))
     by_id = {each.record.id: each.cell for each in known} | {cell.id: cell}
-    return described(replace(ran, records=(*ran.records, trained)), by_id), users
+    typed = {**ran.options, "cases": ",".join((*CASES, cell.experiment.name))}
+    narrowed = options.narrowing(options.stated(typed), by_id.values(), ())
+    more = replace(ran, records=(*ran.records, trained), options=typed, narrowing=narrowed)
+    runs = explained_otherwise(described(more, by_id)), users
+    assert problems_of(runs) == []
+    return runs
+
+
+def problems_of(runs: Sequence[Run]) -> list[str]:
+    """What is wrong with a statement of these runs."""
+    named = {f"records-{at}.json": run for at, run in enumerate(runs)}
+    return program.problems_of_records(named, (), profiles.profile("small"), 99, 1)[0]
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
@@ -546,9 +678,36 @@ def verifies(runs: Sequence[Run], place: int, plain: Mapping[str, Any]) -> bool:
         run = store.decoded(json.dumps(plain).encode(), Path("records.json"), Run)
     except store.UnreadableRecordsError:
         return False
-    named = {f"records-{at}.json": run if at == place else each for at, each in enumerate(runs)}
-    problems, _ = program.problems_of_records(named, (), profiles.profile("small"), 99, 1)
-    return run != runs[place] and not problems
+    return run != runs[place] and not problems_of([run if at == place else each for at, each in enumerate(runs)])
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_no_consistent_edit_verifies(whole: tuple[Run, Run], seed: int) -> None:
+    """Of a number or an answer, with all that follows, and a digest of its own."""
+    chance, place = Random(seed), seed % 2
+    run = whole[place]
+    for at in chance.sample(range(len(run.records)), 2):
+        before = run.records[at]
+        for what, after in chance.sample([*consistent_edits(before, run, chance)], LEAVES):
+            made = replace(run, records=(*run.records[:at], after, *run.records[at + 1 :]))
+            if after != before and not problems_of([made if each is run else each for each in whole]):
+                told = f"{after.measures.get(what[9:])}, {after.answers.get(what[8:])}"
+                assert unknown(before, after, what), f"{before.id}: {what}: {told} verifies"
+
+
+def unknown(before: Record, after: Record, what: str) -> bool:
+    """Whether nobody knows: a number of what is not run again, or an answer of which no number is recorded."""
+    kind, _, name = what.partition(".")
+    if before.experiment == "training":
+        return True  # for which this profile does not ask
+    if kind == "answers":
+        return before.kernel == "mine" and name in UNTOLD
+    if name not in after.measures:
+        return name not in verification._OF_EVERY_CALL | verification._OF_PREDICTION and before.backend != "emulation"
+    if before.backend == "emulation" or (before.number("equal_bits") == 1.0 and name in OF_O - OF_GRADIENTS
+                                         and before.kernel != "mine"):  # fmt: skip
+        return not [*differing(before.measures.get(name), after.measures.get(name))]
+    return True
 
 
 def allowed(plain: Mapping[str, Any], path: Sequence[str | int], value: Any) -> bool:
