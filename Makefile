@@ -3,7 +3,8 @@ VENV    := .venv
 STAMP   := $(VENV)/.installed
 FULL    := $(VENV)/.complete
 PY      := $(VENV)/bin/python
-INSTALL := $(PY) -m pip install --quiet --no-compile -e
+LOG     := $(VENV)/pip.log
+ALL     := '.[test,triton,docs]'
 ARGS    ?=
 SEEDS   ?= 100
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -19,11 +20,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # pip compiles every file of every package, one after another; the first import compiles what is used, and keeps it, also
 # where the shell says otherwise: each of a hundred processes that the tests start would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
+# What pip says goes to a file, of which a failure shows the end. --quiet would hide which versions contradict each other.
+TOLD := grep -Ev '^(Collecting|Requirement|  (Downloading|Using|Obtaining)) ' $(LOG) | tail -n 20
+install = { $(PY) -m pip install --no-compile --progress-bar off $(1) >$(LOG) 2>&1 || { $(TOLD) >&2; false; }; }
 DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv quick matrix platforms training test lint suite docs studies tables bench bench-gpu dist release clean
+.PHONY: help venv quick matrix platforms training test lint suite docs studies tables bench bench-gpu resolve dist release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,24 +42,25 @@ define environment
 	  "$${python:-false}" -c '$(SUITABLE)' >/dev/null 2>&1 || { \
 	    echo "tiebreak needs Python 3.11 or newer with its venv module; name one: make venv PYTHON=/path/to/python3" >&2; \
 	    exit 1; }; \
-	  echo "$(VENV): $$("$$python" --version)"; \
+	  echo "$(VENV): $$("$$python" --version); what pip says of the packages goes to $(LOG)"; \
 	  "$$python" -m venv --clear $(VENV); }
+@$(call install,pip)
 endef
 
 # The stamp comes last, so a failed install leaves none and the next call starts over.
 $(STAMP): pyproject.toml constraints.txt
 	$(environment)
-	$(INSTALL) '.[test]'
+	@$(call install,-e '.[test]')
 	@$(DONE)
 
 # With wheels that the matrix on a CPU does without, triton's 290 MB among them, and that there are not for every machine:
 # each alone, where not all can be had.
 $(FULL): pyproject.toml constraints.txt
 	$(environment)
-	@$(INSTALL) '.[test,triton,docs]' && $(DONE) $@ || { \
-	  $(INSTALL) '.[test]' && $(DONE) || exit 1; \
+	@$(call install,-e $(ALL)) && $(DONE) $@ || { \
+	  $(call install,-e '.[test]') && $(DONE) || exit 1; \
 	  for extra in triton docs; do \
-	    $(INSTALL) ".[$$extra]" || echo "$$extra can't be installed: its tests are skipped, for that reason" >&2; \
+	    $(call install,-e ".[$$extra]") || echo "$$extra can't be installed: its tests are skipped, for that reason" >&2; \
 	  done; }
 
 matrix: $(STAMP)  ## the matrix on this platform
@@ -117,8 +122,18 @@ bench: $(STAMP)  ## benchmarks
 bench-gpu: $(STAMP)  ## attention on a GPU, side by side with PyTorch's
 	$(PY) -m pytest tests/bench/gpu -o python_files='bench_*.py' $(ARGS)
 
+# Not by pip, which needs each Python, and downloads gigabytes where the index does not give metadata alone.
+resolve: $(FULL)  ## that PyPI's wheels of all extras agree on each Python, in the pinned versions and in the newest
+	@$(call install,uv)
+	@sed -n 's/.*:: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml | xargs -P 3 -I % sh -c ' \
+	  for pins in "-c constraints.txt" ""; do \
+	    $(VENV)/bin/uv pip compile --quiet --system-certs --only-binary :all: --python-version % $$pins --all-extras \
+	      pyproject.toml >/dev/null || { echo "Python %: not installable, $${pins:-the newest of all}" >&2; exit 1; }; \
+	  done; \
+	  echo "Python %: all extras can be installed"'
+
 dist: $(STAMP)  ## sdist and wheel, built in isolation, checked, and tried in empty environments
-	@$(INSTALL) '.[release]'
+	@$(call install,-e '.[release]')
 	rm -rf dist
 	$(PY) -m build
 	$(PY) -m twine check --strict dist/*

@@ -322,6 +322,12 @@ def update(run: Run, path: Path) -> None:
     store.write(replace(run, records=compact, run=None, seconds={}), path)
 
 
+def check_kept(path: Path) -> None:
+    """Raise UsageError if there is no baseline yet."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file; with --update-baseline the run makes it")
+
+
 def check_update(baseline: Run, path: Path, narrowing: Collection[Narrowing]) -> None:
     """Raise UsageError if some cells of a baseline lie outside the narrower run that would replace it."""
     outside = [record for record in baseline.records if not all(each.leaves_in(record) for each in narrowing)]

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         gate.update(store.read(options.new), options.baseline)
         print(f"baseline written: {options.baseline}")
         return HELD
+    gate.check_kept(options.baseline)
     baseline, run = store.read_all([options.baseline, options.new])
     allowed.check({**baseline.measures, **run.measures})
     held = _judge(baseline, run, allowed, options)

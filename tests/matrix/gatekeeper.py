@@ -40,6 +40,7 @@ class Gatekeeper:
         if self.update and not path.exists():
             store.check_writable(path.parent)
             return None
+        gate.check_kept(path)
         baseline = store.read(path)
         if self.update:
             gate.check_update(baseline, path, self.collector.narrowing())

@@ -386,6 +386,8 @@ def test_an_updated_baseline_has_a_stable_order_and_nothing_that_changes_by_itse
 
 def test_the_command_updates_the_baseline(tiebreak: Call) -> None:
     baseline, worse, update = "base/line.json", run(record(**BIASED)), "--update-baseline"
+    absent = tiebreak("gate", baseline, worse)
+    assert (absent.code, update in absent.err) == (2, True)
     assert tiebreak("gate", baseline, run(record()), update).code == 0
     assert tiebreak("gate", baseline, worse).code == 1
     updated = tiebreak("gate", baseline, worse, update)
