@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tiebreak.cases.measures.accuracy import LIMIT
+from tiebreak.cases.measures.accuracy import LIMIT, WORSE
+from tiebreak.cases.slips import gradient_slips
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
@@ -37,6 +38,7 @@ class BackwardHeldTo:
     name: str  # of the backward pass, as reports have it
     bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
     squares: Sequence[Mapping[str, tuple[Tensor, Tensor]]]  # see `Observed.backward_squares`
+    slips: Mapping[str, float]  # usual mistakes that explain what is wrong, and their share of its squared error
 
 
 def backward_held_to(
@@ -52,6 +54,7 @@ def backward_held_to(
     few, whole = (_Emulation(each, forward, o) for each in (batch.first_heads, batch))
     ours = few.parts(runs[0])
     name, agreeing = known.passes.get(forward, ("", 0))
+    slips: Mapping[str, float] = {}
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
         held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
@@ -59,10 +62,11 @@ def backward_held_to(
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
         name, held_to, like = _chosen(passes, tried, few.shown_source(ours), forward)
+        slips = _slips(ours, batch.first_heads, tried)
     emulated = {name: whole.gradients(passes[name].after(forward)) for name in set(held_to.values())}
     theirs = {each: emulated[held_to[each]][each] for each in _NAMES}
     squares = [_squares(whole.parts(run), theirs, whole.exact(like), batch.inputs.groups) for run in runs]
-    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares)
+    return BackwardHeldTo(name, {name: each.bits for name, each in tried.items()}, squares, slips)
 
 
 def find_backward_pass(known: KnownPlans) -> None:
@@ -136,6 +140,31 @@ def _chosen(
         looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
     return name, dict.fromkeys(_NAMES, name), known[name]
+
+
+def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
+    """Return the usual mistakes that explain wrong gradients: what is left is as small as of a sound backward pass.
+
+    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass.
+    """
+    exact = dict(zip(_NAMES, batch.gradients.gradients, strict=True))
+    loosest = {name: max(each.strays[name] for each in tried.values()) for name in _NAMES}
+
+    def sound(name: str, like: Tensor) -> bool:
+        largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
+        return bool((ours[name] - like).square().mean() <= largest)
+
+    wrong = [name for name in _NAMES if not sound(name, exact[name])]
+    named: dict[str, list[str]] = {}
+    explained: dict[str, float] = {}
+    for slip in gradient_slips(batch.inputs, batch.ref) if wrong else ():
+        made = dict(zip(_NAMES, slip.gradients, strict=True))
+        if names := [name for name in wrong if sound(name, made[name])]:
+            left = [(ours[name] - made[name]).norm() / (ours[name] - exact[name]).norm() for name in names]
+            about = f"{slip.about} in {', '.join(f'd{name[1].upper()}' for name in names)}"
+            named[about], explained[about] = names, 1.0 - max(left).square().item()
+    most = max(map(len, named.values()), default=0)
+    return {about: share for about, share in explained.items() if len(named[about]) == most}
 
 
 class _Emulation:

@@ -8,6 +8,8 @@ from tiebreak.cases.measures import Value
 from tiebreak.cases.verdicts import Interval
 from tiebreak.reports.records.record import Answer, Shown
 
+Off = tuple[str, float | None]
+
 
 @dataclass(frozen=True)
 class Claimed:
@@ -51,6 +53,8 @@ class Result:
     heads: int = 0  # that were drawn
     remedy: str = ""  # what to do where the data do not tell
     digest: str | None = None  # of what was computed
+    #: In words what O, and a gradient, would be off by if it were wrong, and that share of the reference; None: a NaN.
+    off: tuple[Off, Off | None] | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
     def number(self, name: str) -> float | None:
