@@ -1,5 +1,6 @@
 """One batch of a case's heads with its reference, and what follows from both."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
-from tiebreak.cases.errors import units_of
+from tiebreak.cases.errors import has_no_number, units_of
 from tiebreak.cases.gradients import ExactGradients, GradientErrorBounds
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
@@ -73,8 +74,10 @@ class Batch:
         """Largest distance of O from the range of V that its row sees: 0 inside, 1 at what the plan's rounding allows.
 
         O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are another check's: elements of V or O
-        with one count as 0.
+        with one count as 0; NaN where O has nothing else.
         """
+        if has_no_number(o, self.ref):
+            return math.nan
         least, largest = self.value_range
         if torch.equal(o.clamp(least.float(), largest.float()), o):  # fp32 holds every V: nothing is outside
             return 0.0

@@ -48,14 +48,14 @@ class Errors:
     head_delta: Tensor  # mean of delta_lp - delta_hp, (batch * key heads,)
     head_delta_size: Tensor  # mean |delta_hp|, (batch * key heads,)
     max_ulps: float  # largest |error| in ulps; 0 where nothing could be compared
-    error_over_bound: float  # largest |error| as a share of the plan's rounding-error bound
+    error_over_bound: float  # largest |error| as a share of the plan's rounding-error bound; NaN: O has no number
     output_size: float  # sum of |out| where both are finite
     reference_size: float  # sum of |ref| likewise
     left_out: int  # elements with ref == 0
     nonfinite: int  # elements that are NaN or Inf where the reference is finite
     missed: int  # elements that are finite where the reference is not
     elements: int  # all elements
-    outside_values: float = 0.0  # largest distance of O from the range of V, as a share of what rounding allows
+    outside_values: float = 0.0  # largest distance of O from the range of V, likewise of what rounding allows
 
     @property
     def bias(self) -> Interval:
@@ -145,6 +145,7 @@ def measure(
         delta = (wide * inputs.do).sum(-1, keepdim=True)
     elements = by_key_head(counted, inputs.groups)
     head_square = by_key_head(square, inputs.groups) / elements
+    over_bound = (difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item()
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
         head_square=head_square,
@@ -155,7 +156,7 @@ def measure(
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
         max_ulps=error.abs().max().item(),
-        error_over_bound=(difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item(),
+        error_over_bound=math.nan if has_no_number(output, ref) else over_bound,
         output_size=wide.where(both, 0.0).abs().sum().item(),
         reference_size=ref.o.where(both, 0.0).abs().sum().item(),
         left_out=ref.o.numel() - int(ref.o.count_nonzero()),
@@ -165,13 +166,23 @@ def measure(
     )
 
 
+def has_no_number(output: Tensor, ref: Reference) -> bool:
+    """Tell whether all of O is NaN or Inf though the reference is not: its largest error is that of no element."""
+    return not torch.isfinite(output).any() and bool(torch.isfinite(ref.o).any())
+
+
+def _largest(numbers: list[float]) -> float:
+    """Return the largest; NaN where one is."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+
+
 def merge(batches: list[Errors]) -> Errors:
     """The measures of several batches as one."""
 
     merged: dict[str, Any] = {}
     for field in fields(Errors):
         values = [getattr(batch, field.name) for batch in batches]
-        how = torch.cat if field.name.startswith("head_") else max if field.name in _LARGEST else sum
+        how = torch.cat if field.name.startswith("head_") else _largest if field.name in _LARGEST else sum
         merged[field.name] = how(values)
     return Errors(**merged)
 

@@ -1,4 +1,7 @@
-"""Usual mistakes in attention kernels, as changes of the inputs: what a wrong kernel has computed exactly."""
+"""Usual mistakes in attention kernels, as changes of the inputs: what a wrong kernel has computed exactly.
+
+Those of backward passes are changes of the reference that gradients are made from, or factors of the gradients.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.reference import Reference, log_sum_exp, reference_gradients
 
 _TILES = (16, 32, 64, 128)  # numbers of keys that kernels work in
 
@@ -53,6 +57,53 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
 
 
+@dataclass(frozen=True)
+class GradientSlip:
+    """One mistake of a backward pass behind a sound forward pass."""
+
+    about: str  # what is wrong, as a clause
+    gradients: tuple[Tensor, ...]  # dQ, dK and dV that it makes, fp64
+
+
+def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[GradientSlip]:
+    """Return every mistake that changes some gradient of some inputs."""
+    exact, groups, p = reference_gradients(inputs, ref), inputs.groups, (ref.s - log_sum_exp(inputs, ref)).exp()
+    own = inputs.q.shape[-1] ** -0.5
+    factors = {
+        "the scale is missing": 1 / inputs.scale,
+        "the scale is applied twice": inputs.scale,
+        "1 / scale is taken for the scale": inputs.scale**-2,
+        "the scale that is given is not taken": own / inputs.scale,
+        "a factor log2 e is left": 1 / math.log(2),
+        "a factor ln 2 is left": math.log(2),
+        "everything is counted twice": 2.0,
+        "the sign is wrong": -1.0,
+        "the mean of a group of heads is taken for their sum": 1 / groups,
+    }
+    for about, factor in factors.items():
+        if factor != 1.0:
+            yield GradientSlip(about, tuple(factor * gradient for gradient in exact))
+    if groups > 1:
+        of_heads = reference_gradients(replace(inputs, k=inputs.expanded_k(), v=inputs.expanded_v()), ref)
+        for at, which in ((0, "first"), (groups - 1, "last")):
+            dk, dv = (gradient[:, at::groups] for gradient in of_heads[1:])
+            yield GradientSlip(f"the {which} head of a group is taken for their sum", (exact[0], dk, dv))
+    unnormalised = replace(ref, p=ref.p / ref.p.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny))
+    references = {
+        "delta is missing": replace(ref, delta=torch.zeros_like(ref.delta)),
+        "delta is added": replace(ref, delta=-ref.delta),
+        "P is not divided by its row sum": unnormalised,
+    }
+    if inputs.softcap:
+        yield GradientSlip("the soft cap's slope is left out", reference_gradients(replace(inputs, softcap=0.0), ref))
+    for slip in _of_masks(inputs):
+        hidden = slip.inputs.hidden()
+        if hidden is not None:
+            references[slip.about] = replace(ref, p=p.masked_fill(hidden, 0.0))
+    for about, changed in references.items():
+        yield GradientSlip(about, reference_gradients(inputs, changed))
+
+
 def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
     return replace(inputs, softmax_scale=inputs.scale * factor)
 
@@ -70,6 +121,9 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
     none = torch.zeros(1, 1, queries, keys, dtype=torch.bool)
     yield Slip("the mask is not applied", _masked(inputs, none))
     yield Slip("the mask is inverted", _masked(inputs, ~hidden | none))
+    unlimited = replace(inputs, window=(None, None)).hidden()
+    if inputs.window != (None, None) and unlimited is not None:
+        yield Slip("the window is not applied", _masked(inputs, unlimited | none))
     if not inputs.causal:
         return
     others, ahead = replace(inputs, causal=False).hidden(), none.logical_not()

@@ -99,13 +99,19 @@ def _column(s: Tensor, sink: Tensor) -> Tensor:
     return sink.double()[:, None, None].expand(*s.shape[:-1], 1)
 
 
+def log_sum_exp(inputs: AttentionInputs, ref: Reference) -> Tensor:
+    """Return that of every row, its sink counted, in fp64, (batch, heads, queries, 1); -Inf where it sees no key."""
+    hidden = inputs.hidden()
+    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
+    lse = visible.logsumexp(-1, keepdim=True)
+    return lse if inputs.sink is None else torch.logaddexp(lse, _column(ref.s, inputs.sink))
+
+
 def sink_gradient(inputs: AttentionInputs, ref: Reference) -> Tensor | None:
     """dSink in fp64, (heads,): less the sum over rows of P of the sink times delta; None without a sink."""
     if inputs.sink is None:
         return None
-    hidden, sink = inputs.hidden(), _column(ref.s, inputs.sink)
-    visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
-    p = (sink - torch.logaddexp(visible.logsumexp(-1, keepdim=True), sink)).exp()
+    p = (_column(ref.s, inputs.sink) - log_sum_exp(inputs, ref)).exp()
     return -(p * ref.delta).sum((0, 2, 3))
 
 

@@ -1,7 +1,8 @@
 """What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from textwrap import shorten
 from typing import Annotated
 
@@ -99,19 +100,28 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
-    """Return what a run says of its kernels, in the order of their first records.
+    """Return what a run says of its kernels, the worst first.
 
     `command` runs it again; `failures` are what fails it though no cell fell.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
-    return [_Kernel(*names, cells, run).verdict(command, failures) for names, cells in kernels.items()]
+    return worst_first(_Kernel(*names, cells, run, failures).verdict(command) for names, cells in kernels.items())
+
+
+def worst_first(judged: Iterable[Verdict]) -> list[Verdict]:
+    """Return verdicts by what they come to: what fails a run, then the severest, then what is said of most cells."""
+
+    def rank(verdict: Verdict) -> tuple[bool, int, int, int]:
+        return verdict.ok, (*SEVERITIES, None).index(verdict.severity), -len(verdict.fell), -verdict.biased
+
+    return sorted(judged, key=rank)
 
 
 class _Kernel:
     """One kernel on one backend, as a run has it."""
 
-    def __init__(self, backend: str, kernel: str, cells: Sequence[Record], run: Run) -> None:
-        self.cells, self.run = cells, run
+    def __init__(self, backend: str, kernel: str, cells: Sequence[Record], run: Run, failures: Sequence[str]) -> None:
+        self.cells, self.run, self.failures = cells, run, failures
         self.explanation = run.explanations.get(f"{backend}-{kernel}")
         self.ran = [cell for cell in cells if cell.outcome != records.SKIPPED]
         self.bits = run.evidence(backend)
@@ -139,22 +149,26 @@ class _Kernel:
         shares = [share for cell in self.predicted if (share := run.number(cell, "agreement")) is not None]
         self.agreed = sum(shares) / len(shares) if shares else None
         self.severity = self._severity()
+        self.ok = self.enough and self.severity != DID_NOT_RUN and not self.fell and not failures
+        # The cell that the first line is about, if it fails: the one that is farthest off, the first of equals.
+        failed = self.ran if self.severity == DID_NOT_RUN else self.wrong or self.untold
+        self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_unmet(cell))), default=None)
 
-    def verdict(self, command: str, failures: Sequence[str]) -> Verdict:
+    def verdict(self, command: str) -> Verdict:
         """Return what there is to say of it."""
         run, first, explained = self.run, self.cells[0], self.explanation
         backend, formats = run.backend_text(first.backend), tuple(dict.fromkeys(cell.format for cell in self.cells))
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
         # Whether gradients or training runs contain a bias: the worst of what they say.
         contained = [cell.in_training for cell in self.cells if cell.in_training is not None]
-        statement = f"{self._prefix(done.total(), failures)}{self._statement()}"
+        statement = f"{self._prefix(done.total())}{self._statement()}"
         return Verdict(
             headline=f"{_names(first.kernel, backend, formats)}{statement}",
             severity=self.severity,
             kernel=first.kernel,
             backend=backend,
             formats=formats,
-            ok=self.enough and self.severity != DID_NOT_RUN and not self.fell and not failures,
+            ok=self.ok,
             complete=run.complete,
             inputs=len(self.asked),
             biased=len(self.biased),
@@ -164,7 +178,7 @@ class _Kernel:
             tied=self.tied,
             findings=self._findings(),
             fell=tuple(FallenCell(cell.id, cell.outcome, cell.reasons, runnable(cell.command)) for cell in self.fell),
-            failures=tuple(failures),
+            failures=tuple(self.failures),
             plan=explained,
             declared=self.declared,
             in_training=max(contained, key=records.VERDICTS.index, default=None),
@@ -193,10 +207,10 @@ class _Kernel:
         if self.severity == DID_NOT_RUN:
             reasons = Counter("; ".join(cell.reasons) for cell in self.ran or self.cells)
             return f"{'never ran' if self.ran else 'INCOMPLETE, no cell ran'}: {reasons.most_common(1)[0][0]}"
-        if cells := self.wrong or self.untold:
-            worst = max(cells, key=lambda cell: len(_unmet(cell)))  # the first of equals
-            word = "WRONG" if self.wrong else "NOT TOLD"
-            return f"{word} on {len(cells)} of {counted(len(self.ran), 'input')} ({worst.case}: {self._brief(worst)})"
+        if self.worst is not None:
+            word, cells = ("WRONG", self.wrong) if self.wrong else ("NOT TOLD", self.untold)
+            where = f"{self.worst.case}: {self._brief(self.worst)}"
+            return f"{word} on {len(cells)} of {counted(len(self.ran), 'input')} ({where})"
         if not self.asked:
             return NOT_ASKED
         unbiased = sum(cell.verdict == records.UNBIASED for cell in self.asked)
@@ -210,20 +224,22 @@ class _Kernel:
             origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
         return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
 
-    def _prefix(self, done: int, failures: Sequence[str]) -> str:
+    def _prefix(self, done: int) -> str:
         """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
         prefix = ""
         if self.left and done:
             word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
             prefix = f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
-        if self.severity in FAILING or not (self.fell or failures):
+        if self.severity in FAILING or not (self.fell or self.failures):
             return prefix
         checks = dict.fromkeys(name for cell in self.fell for name in _unmet(cell))
         by = f"by {', '.join(checks)} on {counted(len(self.fell), 'input')}"
-        return f"{prefix}FELL {by if self.fell else f'({_first_clause(failures[0])})'}, "
+        return f"{prefix}FELL {by if self.fell else f'({_first_clause(self.failures[0])})'}, "
 
     def _brief(self, cell: Record) -> str:
-        """Return what is wrong in a cell: the error of O where that is large, and the first clause of a reason."""
+        """Return what is wrong in a cell: what is off by most, or the bias with the first clause of a reason."""
+        if off := _off(cell):
+            return next(iter(off))
         unmet = _unmet(cell)
         clause = _first_clause(cell.answers[unmet[-1]].why if unmet else cell.outcome)
         if cell.shown is None or cell.verdict == records.UNBIASED:
@@ -234,6 +250,9 @@ class _Kernel:
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
         found, (fell, met) = [Finding("looks like", self._slip())], self._checks()
+        if self.worst is not None:
+            text = f"rerun {self.worst.case} alone: {runnable(self.worst.command)}"
+            found.append(Finding("next", text, (self.worst.case,)))
         if self.severity != DID_NOT_RUN:
             ended = [cell for cell in self.cells if cell.outcome in without_result]
             found += [Finding("fell", fell), _listed("ended", ended)]
@@ -250,7 +269,7 @@ class _Kernel:
             *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
             Finding("ties", self._away()),
-            Finding("checks", met),
+            Finding("checks", met if self.ok else ""),
             Finding("rounding", self._rounding()),
             Finding(
                 "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
@@ -293,13 +312,13 @@ class _Kernel:
         return f"of {', '.join(points)} go away from zero, not to even: a bias where they are many" if points else ""
 
     def _slip(self) -> str:
-        """Return the usual mistake that explains the wrong outputs of most cells, then of most bits."""
+        """Return the usual mistake that explains what is wrong in most cells, then most of it."""
         slips = [pair for cell in self.cells for pair in cell.evidence.get("slips", {}).items()]
         if not slips:
             return ""
         found = {about: [share for _, share in own] for about, own in grouped(slips, lambda pair: pair[0]).items()}
         about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
-        return f"{about} ({percent(sum(shares) / len(shares))} of bits in {counted(len(shares), 'cell')})"
+        return f"{about} (explains {percent(sum(shares) / len(shares))} in {counted(len(shares), 'cell')})"
 
     def _checks(self) -> tuple[str, str]:
         """Return the checks that were not met, with where, and those that were met wherever they were asked."""
@@ -319,6 +338,8 @@ class _Kernel:
         if any(cell.in_training == records.UNDECIDED for cell in measured):
             return "not known: too few heads to tell whether its gradients contain it"
         if measured:
+            if not self.ok:  # nothing that reassures stands below a failure
+                return ""
             largest = 100 * max(abs(self._carried(cell) or 0.0) for cell in measured)
             return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"
         ran, why = self.ran_backward, "no input was run backward"
@@ -342,7 +363,7 @@ class _Kernel:
         for verdict, word in ((records.BIASED, "drifts in"), (records.UNDECIDED, "not known in")):
             if names := [f"{cell.case} {plain_text(cell)}" for cell in pooled if cell.in_training == verdict]:
                 texts.append(f"{word} {len(names)} of {runs}: {', '.join(names)}")
-        return "; ".join(texts) or f"no drift in {runs}"
+        return "; ".join(texts) or (f"no drift in {runs}" if self.ok else "")
 
     def _rounding(self) -> str:
         if self.explanation is not None:
@@ -386,6 +407,16 @@ def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:
 
 def _first_clause(reason: str) -> str:
     return shorten(reason.partition("; ")[0], _BRIEF, placeholder=" ...")
+
+
+def _share_off(cell: Record) -> float:
+    """Return by what share of the reference a cell is off: all of it where there is no result, infinite for a NaN."""
+    shares = (inf if share is None else share for share in _off(cell).values())
+    return max(shares, default=float(cell.shown is None))
+
+
+def _off(cell: Record) -> dict[str, float | None]:
+    return dict(cell.evidence.get("off", {}))
 
 
 def _unmet(cell: Record) -> list[str]:

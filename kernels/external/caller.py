@@ -6,6 +6,7 @@ that a row sees. No bit of the others changes.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of key
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _LAYOUT = "q, k and v were (batch, heads, N, d): another order is declared, such as --declare layout=bnhd"
+_OF_SHAPES = re.compile(r"\b(shape|size|dim(ension)?)s?\b|broadcast|unpack|must match|out of (bounds|range)", re.I)
 _WRAP = "write a function around it that has every row last in a causal sequence (docs/your-kernel.md#wrappers)"
 
 
@@ -164,7 +166,8 @@ class Caller:
             try:
                 returned = call.forward(placed)
             except Exception as error:
-                if self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape:
+                usual = self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape
+                if usual and self.convention.tried.isdisjoint(inputs.asks()) and _OF_SHAPES.search(str(error)):
                     error.add_note(_LAYOUT)
                 raise
             started = StartedRun(self, inputs, arranged, call, placed, copies, returned)

@@ -302,7 +302,8 @@ EVIDENCE: Mapping[str, Any] = {
     "fits": Mapping[str, FitRecord],  # of a kernel that declares nothing, by known plan
     IDENTITY: Explanation,  # of a kernel that declares nothing: what the search for its plan came to
     "changes": Mapping[str, ChangeRecord],  # of a call compared with itself, by what was changed and put in
-    "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain its O, and their share of bits
+    "slips": Mapping[str, float],  # of a wrong kernel: mistakes that explain O, or a gradient, and what share of it
+    "off": Mapping[str, float | None],  # of a wrong kernel: what is off, and by what share of the reference; null: NaN
     "controls": Mapping[str, float],  # what had to change O there, and the share of its elements that it did
     "backward": Mapping[str, Mapping[str, float]],  # of a user's kernel, by backward pass: bits of dq, dk and dv
     "rules": Mapping[str, RuleAnswer],  # acceptance rules in public use, by name, with --rules

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import product
+from textwrap import shorten
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
@@ -14,6 +15,7 @@ from tiebreak.reports.tables.training import training_tables
 from tiebreak.reports.terminal import runnable
 
 _NAMED = 3  # of cells that ended alike; the table shows them all
+_LINES, _BRIEF = 8, 200  # lines about cells that failed, and their characters, where little is to be said
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 
@@ -58,6 +60,17 @@ def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) 
         entries.append("\n    ".join(lines))
     return entries + [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
                       for record in records if record.excused is not None]  # fmt: skip
+
+
+def brief(records: Sequence[Record]) -> list[str]:
+    """Return a line for every cell that does not pass, of the first: what failed, and the first clause of why."""
+    lines = []
+    for alike in grouped((record for record in records if record.fails), _likeness).values():
+        why = next(iter(alike[0].evidence.get("off", alike[0].reasons)), "")
+        names = first_few([record.id for record in alike], _NAMED)
+        lines.append(shorten(f"{alike[0].outcome} {names}: {why.partition('; ')[0]}", _BRIEF, placeholder=" ..."))
+    more = len(lines) - _LINES
+    return lines[:_LINES] + ([f"{counted(more, 'more line')} like these"] if more > 0 else [])
 
 
 def _likeness(record: Record) -> Hashable:

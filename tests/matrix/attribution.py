@@ -83,7 +83,7 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     loosest plan, and its errors against attention are not: rounding alone takes no output from one to the other. Where
     the mistake makes scores large that bound is wide, so a plan has to have the bits, as of a kernel that follows it.
     """
-    some = batch.first_heads
+    some = batch.first_entries
     entries, heads = some.inputs.q.shape[:2]
     ours = o[:entries, :heads].float()
     if _share_of_bound(ours, some) <= 1.0:

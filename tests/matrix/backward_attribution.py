@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiebreak.cases.measures import HeadErrors
 from tiebreak.cases.measures.accuracy import LIMIT, WORSE
+from tiebreak.cases.slips import gradient_slips
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
@@ -45,6 +46,7 @@ class BackwardHeldTo:
     passes: Mapping[str, str]  # the names of those that dQ, dK and dV are held to
     like: BackwardPass  # the one whose gradients, without a rounding, errors are measured from
     alike: Sequence[str]  # the names of all that compute delta as the kernel does
+    slips: Mapping[str, float]  # usual mistakes that explain what is wrong, and their share of its squared error
 
     def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> _OfHeads:
         """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
@@ -96,6 +98,7 @@ def backward_held_to(
     few = _Emulation(batch.first_heads, forward, o)
     ours = few.parts(gradients)
     name, agreeing = known.passes.get(forward, ("", 0))
+    slips: Mapping[str, float] = {}
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     source = few.shown_source(ours)
     if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
@@ -104,6 +107,7 @@ def backward_held_to(
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
         name, held_to, like = _chosen(passes, tried, source, forward)
+        slips = _slips(ours, batch.first_heads, tried)
     alike = [each for each in passes if source is None or passes[each].shows(source) or each in held_to.values()]
     return BackwardHeldTo(
         name=name,
@@ -112,6 +116,7 @@ def backward_held_to(
         passes=held_to,
         like=like,
         alike=alike,
+        slips=slips,
     )
 
 
@@ -186,6 +191,31 @@ def _chosen(
         looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
     return name, dict.fromkeys(_NAMES, name), known[name]
+
+
+def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
+    """Return the usual mistakes that explain wrong gradients: what is left is as small as of a sound backward pass.
+
+    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass.
+    """
+    exact = dict(zip(_NAMES, batch.gradients.gradients, strict=True))
+    loosest = {name: max(each.strays[name] for each in tried.values()) for name in _NAMES}
+
+    def sound(name: str, like: Tensor) -> bool:
+        largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
+        return bool((ours[name] - like).square().mean() <= largest)
+
+    wrong = [name for name in _NAMES if not sound(name, exact[name])]
+    named: dict[str, list[str]] = {}
+    explained: dict[str, float] = {}
+    for slip in gradient_slips(batch.inputs, batch.ref) if wrong else ():
+        made = dict(zip(_NAMES, slip.gradients, strict=True))
+        if names := [name for name in wrong if sound(name, made[name])]:
+            left = [(ours[name] - made[name]).norm() / (ours[name] - exact[name]).norm() for name in names]
+            about = f"{slip.about} in {', '.join(f'd{name[1].upper()}' for name in names)}"
+            named[about], explained[about] = names, 1.0 - max(left).square().item()
+    most = max(map(len, named.values()), default=0)
+    return {about: share for about, share in explained.items() if len(named[about]) == most}
 
 
 class _Emulation:

@@ -10,6 +10,8 @@ from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, heads_to_tell
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Estimate, Shown
 
+Off = tuple[str, float | None]
+
 
 @dataclass(frozen=True)
 class Claimed:
@@ -54,6 +56,8 @@ class Result:
     gradient_heads: int = 0  # of them: on which gradients were measured
     obstacle: str = ""  # why no more heads can be drawn where the data do not tell, and what to do; empty: they can
     digest: str | None = None  # of what was computed
+    #: In words what O, and a gradient, would be off by if it were wrong, and that share of the reference; None: a NaN.
+    off: tuple[Off, Off | None] | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for records: see tiebreak.reports.records.record
 
     @cached_property

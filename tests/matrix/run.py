@@ -9,6 +9,7 @@ from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
 from tiebreak.matrix.checks import ask_all, checks, judging
 from tiebreak.matrix.checks.expectations import CONTRACT, contract_broken
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.off import farthest_off
 from tiebreak.matrix.options import command
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
@@ -42,7 +43,7 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
         heads=result.heads,
         measures=result.recorded,
         digest=result.digest,
-        evidence=dict(result.evidence),
+        evidence={**result.evidence, **farthest_off(result, answers)},
     )
 
 

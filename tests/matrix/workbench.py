@@ -54,6 +54,12 @@ class SharedBatch(Batch, Emulated):
         ref = Reference(**{name: tensor[entries, heads] for name, tensor in vars(self.ref).items()})
         return SharedBatch(self.inputs.part(entries, heads=heads, key_heads=key_heads), ref)
 
+    @property
+    def first_entries(self) -> "SharedBatch":
+        """About as many heads, of whole entries: which key head a query head reads is told by all of an entry."""
+        cut = slice(-(-_FIRST_HEADS // self.inputs.q.shape[1]))
+        return SharedBatch(self.inputs.part(cut), Reference(**{name: x[cut] for name, x in vars(self.ref).items()}))
+
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """How each candidate fits an output.
 

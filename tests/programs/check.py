@@ -24,6 +24,7 @@ from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
+from tiebreak.reports.tables import run as tables
 from tiebreak.reports.verdict import Verdict, as_json, verdicts
 
 _AUTO = "auto"
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         terminal.write(as_json(follower.verdicts(run, options.command)), options.json)
     if options.json != terminal.STDOUT:
-        terminal.show(follower.report(run))
+        terminal.show(follower.report(run, verbose=options.verbose))
     if follower.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
@@ -90,6 +91,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         " or these values of a keyword"
     )
     parser.add_argument("--configs", action="append", metavar="all|NAME=V1,V2", help=configs)
+    verbose = "print the tables, every cell that failed with its reasons and command, and what was skipped, too"
+    parser.add_argument("-v", "--verbose", "--table", action="store_true", help=verbose)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
     options = parser.parse_args(arguments)
@@ -165,12 +168,17 @@ class _Follower:
         found = verdicts(run, command, self.collector.failures)
         return found if self.configurations is None else self.configurations.judged(found)
 
-    def report(self, run: Run) -> str:
-        """The verdicts, then the tables, every cell that fell, and what else made the run fall."""
+    def report(self, run: Run, *, verbose: bool) -> str:
+        """The verdicts, every cell that fell, and what else made the run fall; `verbose`: with the tables."""
         assert self.collector is not None
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
-        parts = [*self.collector.report(run, terminal.width(), self.verdicts(run)), *self.collector.fallen, *lines]
-        return "\n".join(["\n\n".join([*parts, self.collector.failure or self.collector.file.line]), *annotations])
+        judged, end = self.verdicts(run), self.collector.failure or self.collector.file.line
+        if verbose:
+            parts = self.collector.report(run, terminal.width(), judged)
+        else:
+            parts = [*map(str, judged), *filter(None, ["\n".join(tables.brief(run.records))])]
+            end = f"{tables.counts(run.records)}; -v shows tables, skips and every reason; {end}"
+        return "\n".join(["\n\n".join([*parts, *self.collector.fallen, *lines, end]), *annotations])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Get hold of what keeps the records, and of what judges them as a whole."""

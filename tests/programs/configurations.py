@@ -18,7 +18,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.tables.run import counted
-from tiebreak.reports.verdict import SEVERITIES, Finding, Verdict
+from tiebreak.reports.verdict import Finding, Verdict, worst_first
 
 _ALL, _HEADS = "all", 4  # of each call
 _ASSUMED = "; {} more, by num_warps and the like alone, have the same bits by assumption: the interpreter has no warps"
@@ -67,7 +67,7 @@ class Configurations:
         text += f", told apart by {', '.join(apart)}" * bool(apart) + _ASSUMED.format(self.merged) * bool(self.merged)
         text += f"; refused on every call: {' '.join(self.refused)}" * bool(self.refused)
         findings = [Finding("configs", text, tuple(apart))]
-        ranked = sorted(verdicts, key=lambda it: (it.ok, (*SEVERITIES, None).index(it.severity), -it.biased))
+        ranked = worst_first(verdicts)
         for verdict, own in product(ranked, self.classes):
             names = [name.removeprefix(self.target) for name in own]
             if verdict.kernel.endswith(names[0]):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from msgspec.structs import replace
 
 import tiebreak
 from tiebreak.programs import check
@@ -52,9 +54,36 @@ def test_the_verdict_comes_first_then_what_it_rests_on(folder: Path, capsys: pyt
     assert printed[1].startswith("  in training harmless: its gradients don't contain it, delta is off by ")
     assert printed[2] == "  biased      tied_maxima[k=2] +0.23"
     assert printed[6].startswith("  skipped     1 cell: tried with grouped-query heads, it raised RuntimeError: The si")
-    assert any(line.startswith("tied_maxima[k=2] ") for line in printed[7:])
-    assert printed[-1] == "records: out/last.json"
+    assert printed[7:-1] == [""]
+    assert printed[-1].startswith("3 cells: 2 held, 1 skipped; -v ")
+    assert printed[-1].endswith("records: out/last.json")
     assert {record.case for record in store.read(folder / "out" / "last.json").records} >= {"no_tail"}
+
+
+DQ_OFF = r"dQ is off by 70\d % of its size, 8(\.\d+)? times the reference on the whole"
+
+
+def test_a_wrong_gradient_is_named_first_with_a_next_step_and_nothing_that_reassures(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two kernels the wrong one comes first; `--table` shows the rest."""
+    (folder / "wrong.py").write_text(KERNEL.replace("    p = ", "    q = q + 7 * (q - q.detach())\n    p = "))
+    words = ["wrong.py:attention", "--cases", "random", "--heads", "64", "-n", "0"]
+    assert check.main(["mine.py:attention", *words, "--json", "verdicts.json"]) == 1
+    headline, looks_like, following, *printed = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"wrong\.attention on cpu, bf16: WRONG on 1 of 1 input \(random: {DQ_OFF}\)", headline)
+    assert looks_like.startswith("  looks like  the scale is missing in dQ (explains 9")
+    assert following.startswith("  next        rerun random alone: ")
+    assert "wrong.py:attention --cases random --dtype bf16" in following
+    own = "\n".join(printed[: printed.index("")])
+    assert not [word for word in ("harmless", "no drift", "met wherever") if word in own]
+    assert any(re.fullmatch(rf"fell cpu-wrong\.attention-random-bf16: {DQ_OFF}", line) for line in printed)
+    judged = json.loads((folder / "verdicts.json").read_text())["verdicts"]
+    assert [each["kernel"] for each in judged] == ["wrong.attention", "mine.attention"]
+    assert check.main([*words, "--table"]) == 1
+    shown = capsys.readouterr().out
+    assert re.search("^random +!", shown, re.MULTILINE)
+    assert "    rerun: " in shown
 
 
 def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,6 +303,18 @@ def test_what_training_takes_of_a_bias_stands_below_the_headline(
     assert ("autograd has no gradients of what it returns" in str(said)) == message.endswith("no backward pass")
 
 
+def test_nothing_that_reassures_stands_below_a_failure() -> None:
+    answers = {"bound": Answer(False, "", "4 times the bound"), "loss": Answer(True, "")}
+    tie = cell("tie", outcome="fell", answers=answers, measures={"carried": 2e-6}, in_training="unbiased")
+    trained = cell("run", None, 0.0, experiment="run", in_training="unbiased")
+    cases, fell = {"tie": CaseRecord("", failure=True, backward=True), "run": CaseRecord("")}, {"checks": CHECKS}
+    assert {"in training", "checks"} & {
+        finding.name for finding in judged([tie, trained], cases, **fell).findings
+    } == set()
+    fine = replace(tie, outcome="held", answers={"loss": Answer(True, "")})
+    assert {"in training", "checks"} <= {finding.name for finding in judged([fine, trained], cases).findings}
+
+
 LATE = cell("late", None, 0.0, outcome="skipped", skipped=records.NO_TIME)
 CHECKS = {name: records.CheckRecord("", wrong=name != "claim") for name in ("runs", "bound", "claim")}
 NOT_MET = Answer(False, "asked", "4 times the bound; and more")
@@ -288,6 +329,15 @@ ENDS: Mapping[str, tuple[list[Record], dict[str, Any]]] = {
         [cell("tie", outcome="fell", answers={"claim": NOT_MET})], {}),
     "WRONG on 1 of 2 inputs (tie: +0.20 ulp, 4 times the bound)": (
         [cell("tie", outcome="fell", answers={"claim": NOT_MET, "bound": NOT_MET}), FAIR], {}),
+    "WRONG on 3 of 3 inputs (b: dQ is off by 700 %)": (
+        [cell(name, outcome="fell", answers={"bound": NOT_MET}, evidence={"off": off})
+         for name, off in (("a", {"O is off by 90 %": 0.9}), ("b", {"dQ is off by 700 %": 7.0}), ("c", {}))], {}),
+    "WRONG on 2 of 2 inputs (b: O is NaN)": (
+        [cell("a", outcome="fell", answers={"bound": NOT_MET}, evidence={"off": {"dQ is off by 700 %": 7.0}}),
+         cell("b", outcome="fell", answers={"bound": NOT_MET}, evidence={"off": {"O is NaN": None}})], {}),
+    "WRONG on 2 of 2 inputs (b: KeyError: 'x')": (
+        [cell("a", outcome="fell", answers={"bound": NOT_MET}, evidence={"off": {"dV is off by 2 %": 0.02}}),
+         cell("b", outcome="crashed", answers={"runs": Answer(False, "", "KeyError: 'x'")}, **NOTHING)], {}),
     "WRONG on 1 of 2 inputs (tie: KeyError: 'x')": (
         [cell("tie", outcome="crashed", answers={"runs": Answer(False, "", "KeyError: 'x'")}, **NOTHING), FAIR], {}),
     "never ran: 4 times the bound": ([cell("tie", outcome="timed_out", answers={"in_time": NOT_MET}, **NOTHING)], {}),

@@ -404,13 +404,21 @@ def test_a_broken_contract_is_named(loaded: Callable[..., Kernel], body: str, br
 
 
 @pytest.mark.parametrize(
-    ("keys", "declared", "noted"), [(6, (), True), (8, (), False), (6, ("layout=hnd",), False)],
-    ids=["undeclared", "any order fits", "declared"],
-)  # fmt: skip
-def test_a_kernel_that_raises_is_told_of_the_layout(
-    loaded: Callable[..., Kernel], keys: int, declared: tuple[str, ...], noted: bool
+    ("keys", "groups", "body", "declared", "noted"),
+    [
+        (6, 1, "return q.transpose(-2, -3) @ k", (), True),
+        (8, 1, "return q.transpose(-2, -3) @ k", (), False),
+        (6, 1, "return q.transpose(-2, -3) @ k", ("layout=hnd",), False),
+        (6, 2, "return q @ k.mT", (), False),
+        (6, 1, "raise ValueError('my kernel says no')", (), False),
+        (6, 1, "b, n, h = q.shape", (), True),
+    ],
+    ids=["undeclared", "any order fits", "declared", "grouped heads", "of something else", "of its own"],
+)
+def test_a_kernel_that_raises_on_shapes_is_told_of_the_layout(
+    loaded: Callable[..., Kernel], keys: int, groups: int, body: str, declared: tuple[str, ...], noted: bool
 ) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        run(loaded("def f(q, k, v): return q.transpose(-2, -3) @ k", *declared), inputs(8, keys))
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        run(loaded(f"def f(q, k, v): {body}", *declared), inputs(8, keys, groups=groups))
     notes = getattr(caught.value, "__notes__", [])
     assert [note.endswith("--declare layout=bnhd") for note in notes] == [True] * noted

@@ -88,6 +88,10 @@ def test_a_key_that_the_row_does_not_see_is_outside_and_of_nan_and_inf_it_says_n
         o = batch.ref.o.clone()
         o[0, 0, 0, 0] = value
         assert batch.outside_values(o, declaration) == 0.0
-    record = run(returning(torch.nan), CASES["random"])
-    assert record.met("range")
-    assert record.met("finite") is False
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_number_over_no_element_is_none_and_meets_nothing(value: float) -> None:
+    record = run(returning(value), CASES["random"])
+    assert [record.met(check) for check in ("bound", "range", "finite")] == [False] * 3
+    assert record.measures["error_over_bound"] is record.measures["outside_values"] is None

@@ -38,6 +38,7 @@ from tiebreak.matrix.checks import Check
 from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.known import KnownPlans
+from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
 from tiebreak.matrix.sampling import Sample, batches_of, looks
@@ -183,6 +184,7 @@ class Call(Experiment):
             heads=sample.heads,
             obstacle=sample.obstacle,
             digest=digest(outputs[0]),
+            off=(o_off(observed), gradient_off(observed, measures)),
             evidence=_evidence(sample, fits, backward),
         )
 
@@ -262,10 +264,10 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
             name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in fits.items()
         }
-    no_rounding = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
-    if cell.kernel.external and no_rounding:
+    slips = backward.slips if backward is not None else {}
+    if cell.kernel.external and (sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite):
         slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
-        evidence |= {"slips": slips} if slips else {}
+    evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits
     if output.assumed:

@@ -1,0 +1,77 @@
+"""What a wrong kernel is off by: which output, and by what share of the reference's norm, on the first heads drawn."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tiebreak.cases.measures import Observed, Value
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT
+from tiebreak.cases.verdicts import Interval
+from tiebreak.matrix.checks.limits import ACCURACY, BOUND, FINITE, GRADIENTS, RANGE
+from tiebreak.matrix.result import Off, Result
+from tiebreak.reports.records.record import Answer
+
+_OF_O = (FINITE.name, BOUND.name, RANGE.name, ACCURACY.name)
+_SEEN = 0.1  # share of an output's size by which it is seen to be off; a smaller one may be a sound kernel's
+
+
+def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
+    """Return as evidence what is off, O before a gradient, with what makes it wrong where the error is small."""
+    unmet = [name for name in (*_OF_O, GRADIENTS.name) if name in answers and answers[name].met is False]
+    off = result.off[unmet[0] not in _OF_O] if unmet and result.off else None
+    if off is None:
+        return {}
+    text, share = off
+    small = share is not None and share < _SEEN
+    return {"off": {f"{text}: {answers[unmet[0]].why.partition('; ')[0]}" if small else text: share}}
+
+
+def o_off(observed: Observed) -> Off:
+    """Return what O is off by, if it is wrong."""
+    errors, exact = observed.errors, observed.batches[0].ref.o
+    for lost, what in ((errors.nonfinite, "NaN or Inf"), (errors.missed, "a number, and should be none,")):
+        if lost:
+            return f"O is {what} in {lost:,} of {errors.elements:,} elements", None
+    error, size = (_finite(x).norm().item() for x in (observed.outputs[0].o - exact, exact))
+    return _told("O", error / size if size else math.inf)
+
+
+def gradient_off(observed: Observed, measures: Mapping[str, Value]) -> Off | None:
+    """Return the same of the gradient that is farthest beyond what gradients are held to; None: there are none."""
+    found, failure = observed.gradient_errors, observed.outputs[0].backward_error
+    if found is None:
+        return None if failure is None else (f"its backward pass {failure}", None)
+    faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in found.each), strict=True))
+    for name, each in faults.items():
+        if each.nonfinite:
+            return f"{name} is NaN or Inf in {each.nonfinite:,} elements", None
+
+    def share(name: str) -> float:
+        value = measures[f"{name.lower()}_relative_error"]
+        return value if isinstance(value, float) else math.nan
+
+    def gain(name: str) -> float:
+        value = measures[f"{name.lower()}_gain_error"]
+        return value.mean if isinstance(value, Interval) else 0.0
+
+    def beyond(name: str) -> float:
+        ratio = measures[f"{name.lower()}_square_ratio"]
+        larger = ratio.low / LIMIT if isinstance(ratio, Interval) else 0.0
+        return max(faults[name].over_bound, larger, abs(gain(name)) / GAIN)
+
+    worst = max(faults, key=beyond)
+    if found.faults.over_bound > max(1.0, *map(beyond, faults)):
+        return _told("dSink", share("dSink"))
+    times = f", {1 + gain(worst):.3g} times the reference on the whole"
+    return _told(worst, share(worst), times if abs(gain(worst)) >= _SEEN else "")
+
+
+def _told(output: str, share: float, more: str = "") -> Off:
+    if not math.isfinite(share):  # of a reference that is 0
+        return f"{output} is not what it should be, 0", None
+    return f"{output} is off by {100 * share:{',.0f' if share >= _SEEN else '.2g'}} % of its size{more}", share
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

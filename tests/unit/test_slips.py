@@ -1,0 +1,84 @@
+"""A usual mistake of a backward pass is named by what it makes of gradients, and no sound kernel is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.cases.case import JOINED
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.defects.kernel import SOUND, Request, Switch
+from tiebreak.defects.planted import on, twin, users
+from tiebreak.kernels.formats import BF16
+from tiebreak.kernels.kernel import Kernel
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Workbench
+from tiebreak.reports.records.record import Record
+
+Factor = Callable[[Request], float]
+CASES = {case.name: case for case in SCRIPTED}
+
+
+def times(dq: Factor | None = None, dk: Factor | None = None) -> Switch:
+    """dQ and dK times a factor, in the place of the step that makes them all."""
+
+    def gradients(sound: Switch, request: Request, do: Tensor, o: Tensor) -> list[Tensor]:
+        factors = (dq, dk, None)
+        made = zip(sound(request, do, o), factors, strict=True)
+        return [(x.float() * factor(request)).to(x.dtype) if factor else x for x, factor in made]
+
+    return gradients
+
+
+def without_the_window(sound: Switch, request: Request, keys: slice) -> Tensor:
+    ahead = torch.ones(request.queries, request.keys, dtype=torch.bool).triu(request.keys - request.queries + 1)
+    scores: Tensor = sound(replace(request, hidden=ahead[None, None]), keys)
+    return scores
+
+
+#: By what the verdict says: the case, and the step that is replaced.
+PLANTED: Mapping[str, tuple[str, Mapping[str, Switch]]] = {
+    "the scale is missing in dQ": ("random_odd", {"gradients": times(dq=lambda request: 1 / request.factor)}),
+    "the scale is missing in dQ, dK": ("random", {"gradients": times(*[lambda request: 1 / request.factor] * 2)}),
+    "the scale is applied twice in dK": ("random_scaled", {"gradients": times(dk=lambda request: request.factor)}),
+    "1 / scale is taken for the scale in dQ": ("random_wide", {"gradients": times(dq=lambda r: r.factor**-2)}),
+    "the scale that is given is not taken in dQ, dK": (
+        "random_scaled", {"gradients": times(*[lambda request: request.q.shape[-1] ** -0.5 / request.factor] * 2)}),
+    "a factor ln 2 is left in dK": ("random", {"gradients": times(dk=lambda _: 0.6931)}),
+    "everything is counted twice in dQ": ("random_grouped", {"gradients": times(dq=lambda _: 2.0)}),
+    "the sign is wrong in dK": ("random_causal", {"gradients": times(dk=lambda _: -1.0)}),
+    "the mean of a group of heads is taken for their sum in dK": (
+        "random_grouped", {"gradients": times(dk=lambda request: 1 / request.groups)}),
+    "delta is missing in dQ, dK": ("random", {"delta": lambda sound, do, o: torch.zeros_like(sound(do, o))}),
+    "delta is added in dQ, dK": ("random_causal", {"delta": lambda sound, do, o: -sound(do, o)}),
+    "the window is not applied in dQ, dK, dV": ("random_causal+window=9", {"recomputed": without_the_window}),
+}  # fmt: skip
+
+
+@cache
+def _bench() -> Workbench:
+    return Workbench(Settings(seed=1, heads=16))
+
+
+def judged(kernel: Kernel, case: str) -> Record:
+    name, *words = case.split(JOINED)
+    call = Call(CASES[name])
+    return run_cell(Cell(on(), kernel, call.with_features(words) if words else call, BF16), _bench())
+
+
+@pytest.mark.parametrize("named", PLANTED)
+def test_a_mistake_of_the_backward_pass_is_named_and_its_sound_twin_is_not(named: str) -> None:
+    case, switches = PLANTED[named]
+    wrong, sound = judged(users(partial(SOUND["tiled"], **switches), "wrong"), case), judged(twin("tiled"), case)
+    assert wrong.met("gradients") is False
+    slips = wrong.evidence["slips"]
+    assert max(slips, key=slips.__getitem__) == named
+    assert slips[named] > 0.99
+    assert sound.met("gradients")
+    assert not {"slips", "off"} & sound.evidence.keys()
