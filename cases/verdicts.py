@@ -9,7 +9,7 @@ from torch import Tensor
 
 MARGIN_ULPS = 0.05  # a bias within this of 0 is none; a tie broken always one way costs 1/(2k) ulp, five times this
 CONFIDENCE = 0.999  # of a cell's verdict, over all looks at its data
-_STEP, _MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw
+_STEP, MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw: more would tell nothing
 LOOKS = 4  # a cell may look at its data this often: at n, 2n, 4n and 8n heads
 
 
@@ -78,7 +78,7 @@ def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int
     """
     distance = abs(abs(mean.mean) - limit)
     needed = heads / 2 ** (LOOKS - 1) * max(2.0, (mean.half_width / distance) ** 2 if distance else math.inf)
-    return _STEP * math.ceil(needed / _STEP) if needed < _MOST_HEADS else _MOST_HEADS  # NaN is not less
+    return _STEP * math.ceil(needed / _STEP) if needed < MOST_HEADS else MOST_HEADS  # NaN is not less
 
 
 def judge(bias: Interval, margin: float = MARGIN_ULPS) -> Verdict:

@@ -18,8 +18,9 @@ from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_
 from tiebreak.reports.terminal import runnable
 
 # What there is to say of a kernel, the worst first. A run falls with any of the first three.
-DID_NOT_RUN, WRONG, NOT_TOLD, TIED, FAIR = "did not run", "wrong", "not told", "biased where O itself ties", "fair"
-SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, FAIR)
+DID_NOT_RUN, WRONG, NOT_TOLD, TIED = "did not run", "wrong", "not told", "biased where O itself ties"
+MARGIN, FAIR = "at the margin", "fair"
+SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, MARGIN, FAIR)
 FAILING = SEVERITIES[:3]
 NOT_ASKED = "no failure input was run, nothing is known of its bias"
 SeverityName = Annotated[str, one_of(SEVERITIES)]
@@ -129,11 +130,14 @@ class _Kernel:
         backward = {name for name, case in run.cases.items() if case.backward}
         self.asked = [cell for cell in self.ran if cell.case in self.failure]
         self.biased = [cell for cell in self.asked if cell.verdict == records.BIASED]
+        self.margin = [cell for cell in self.asked if cell.verdict == records.UNDECIDED]
         self.nonfinite = [cell for cell in self.asked if cell.verdict == records.NONFINITE]
         self.ran_backward = [cell for cell in self.ran if cell.case in backward]
         self.fell = [cell for cell in cells if cell.fails]
         wrong = {name for name, check in run.checks.items() if check.wrong}
-        self.wrong = [cell for cell in self.fell if wrong & set(_unmet(cell))]
+        self.wrong = [
+            cell for cell in self.fell if any(cell.met(name) is False for name in wrong & cell.answers.keys())
+        ]
         self.untold = [cell for cell in self.fell if cell.outcome == records.INCONCLUSIVE]
         self.left_out = [cell for cell in cells if cell.skipped == records.NO_TIME]
         self.enough = run.complete and not any(run.cases[cell.case].needed for cell in self.left_out)
@@ -200,7 +204,7 @@ class _Kernel:
         if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
             return records.BIASED
         told = all(cell.verdict == records.UNBIASED for cell in self.asked)
-        return None if not self.asked else FAIR if told else NOT_TOLD
+        return None if not self.asked else FAIR if told else MARGIN
 
     def _statement(self) -> str:
         """Return the worst that there is to say of it."""
@@ -216,13 +220,29 @@ class _Kernel:
         unbiased = sum(cell.verdict == records.UNBIASED for cell in self.asked)
         words = {"biased": len(self.biased), "NaN or Inf": len(self.nonfinite)}
         said = [f"{word} on {number}" for word, number in words.items() if number]
-        unknown = len(self.asked) - unbiased - sum(words.values())
+        near = [self._interval(cell) for cell in self.margin]
+        unknown = len(self.asked) - unbiased - sum(words.values()) - len(near)
+        left = f", {len(near)} at the margin ({first_few(near, 1)})" if near else ""
+        left += f", {unknown} not known" if unknown else ""
         told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
         biased, tied, origin = len(self.biased), self.tied, ""
         if biased and tied is not None:
             both = f": {tied} {_TIED}, {biased - tied} {_OWN}"
             origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
-        return f"{told}{f', {unknown} not known' if unknown else ''}{origin}"
+        return f"{told}{left}{origin}"
+
+    def _interval(self, cell: Record) -> str:
+        """Return a case with its headline and the interval of that."""
+        headline = self.run.experiments[cell.experiment].headline or ""
+        value = cell.measures.get(headline)
+        width = value.half_width if isinstance(value, records.Estimate) else None
+        return f"{cell.case} {_number(cell.number(headline))} +- {_number(width).lstrip('+')}"
+
+    def _margin(self) -> str:
+        """Return the failure inputs whose interval reaches over the margin, and how many heads would tell."""
+        needed = [heads for cell in self.margin if (heads := cell.evidence.get("heads_to_tell"))]
+        more = f"; --heads {max(needed)} would tell, about" if needed and len(needed) == len(self.margin) else ""
+        return f"{first_few([self._interval(cell) for cell in self.margin], _LISTED)}{more}"
 
     def _prefix(self, done: int) -> str:
         """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
@@ -264,7 +284,7 @@ class _Kernel:
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
             _listed("biased", self.biased),
             _listed("NaN", self.nonfinite),
-            _listed("not known", [cell for cell in self.asked if cell.verdict == records.UNDECIDED]),
+            Finding("margin", self._margin(), tuple(cell.case for cell in self.margin)),
             _listed("elsewhere", elsewhere),
             *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
@@ -403,6 +423,10 @@ class _Kernel:
 
 def _names(kernel: str, backend: str, formats: Sequence[str]) -> str:
     return f"{kernel} on {backend}, {', '.join(formats)}: "
+
+
+def _number(number: float | None) -> str:
+    return "nan" if number is None else f"{number:+.3f}"
 
 
 def _first_clause(reason: str) -> str:

@@ -186,7 +186,7 @@ def judged(cells: Sequence[Record], cases: Mapping[str, CaseRecord] | None = Non
 
 FAILING_WORDS = ("never ran", "WRONG", "NOT TOLD", "INCOMPLETE", "FELL")
 EXPERIMENTS = {
-    "call": ExperimentRecord("one call", agreement="equal_bits", carried="carried"),
+    "call": ExperimentRecord("one call", headline="bias", agreement="equal_bits", carried="carried"),
     "run": ExperimentRecord("a training run", pooled=True),
 }
 PLANS = {
@@ -341,9 +341,11 @@ ENDS: Mapping[str, tuple[list[Record], dict[str, Any]]] = {
     "WRONG on 1 of 2 inputs (tie: KeyError: 'x')": (
         [cell("tie", outcome="crashed", answers={"runs": Answer(False, "", "KeyError: 'x'")}, **NOTHING), FAIR], {}),
     "never ran: 4 times the bound": ([cell("tie", outcome="timed_out", answers={"in_time": NOT_MET}, **NOTHING)], {}),
-    "NOT TOLD on 1 of 1 input (tie: +0.04 ulp, 8 heads do not tell)": (
+    "NOT TOLD on 1 of 1 input (tie: +0.04 ulp, too few heads, --heads 64 would do": (
         [cell("tie", "inconclusive", 0.04, outcome="inconclusive",
-              answers={"decided": Answer(None, "", "8 heads do not tell; --heads 64 would do")})], {}),
+              answers={"bound": Answer(None, "", "too few heads, --heads 64 would do")})], {}),
+    "unbiased on 1 of 2 failure inputs, 1 at the margin (tie +0.050 +- 0.004)": (
+        [cell("tie", "inconclusive", 0.05, measures={"bias": records.Estimate(0.05, 0.004)}), FAIR], {}),
     "INCOMPLETE, no cell ran: no GPU": ([cell("tie", outcome="skipped", skipped="no GPU", shown=None)], {}),
     "INCOMPLETE, 1 of 2 cells done: biased on 1 of 1": (
         [cell("tie")], {"complete": False, "not_run": ("cpu-mine-a-bf16",)}),

@@ -39,7 +39,7 @@ def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: st
         if math.isnan(number):
             text = f"there is no number for {limit.measure}"
         elif met is None and isinstance(limit.most, float):
-            text = f"too few heads to tell: {text}; {result.remedy(limit.measure, limit.most)}"
+            text = f"too few heads to tell, {result.remedy(limit.measure, limit.most)}: {text}"
         why.append(text)
     return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
 

@@ -22,7 +22,7 @@ from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias, delta_errors_of
 from tiebreak.cases.measures import Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
-from tiebreak.cases.verdicts import LOOKS, Interval, Verdict
+from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Verdict, heads_to_tell
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
@@ -272,6 +272,11 @@ def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo 
         evidence["backward"] = backward.bits
     if output.assumed:
         evidence["assumed"] = output.assumed
+    if (
+        sample.verdict is Verdict.INCONCLUSIVE
+        and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
+    ):
+        evidence["heads_to_tell"] = heads
     if bench.settings.rules:
         evidence["rules"] = said(output, bench)
     if bench.case.traced:
