@@ -81,6 +81,15 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", of_one_head(worst_gradient=5.0), False, "^mean square of one head 5 times that of .*, 4 is allowed$"),
     ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=4.0), True, "^$"),
     ("accuracy", measured(square_ratio=Interval(9.0, 12.0), worst_head=5.0), False, "^mean square of one head 5 times"),
+    *(("accuracy", measured(square_ratio=Interval(1.0, 0.1), bias_apart=Interval(sign * bias, 0.01)), met, why)
+      for sign in (1, -1) for bias, met, why in ((0.02, True, "^$"), (0.2, False, r"^bias [+-]0\.20 ulp from"))),
+    *(("gradients", of_one_head(dq_gain_error=Interval(sign * 0.02, 0.001)), False, "^dQ is off by [+-]2.00% on the ")
+      for sign in (1, -1)),
+    # Delta is read off dQ of any numbers, and has a limit on normal ones alone.
+    ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001)), True, "^$"),
+    ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001), dq_gain_error=Interval(0.0, 0.001)), False,
+     r"^delta, read off dQ, is off by \+10\.00%"),
+    ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times \(at"),
     ("repeatable", {"repeatable": True}, True, "^$"),
     ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
     ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
