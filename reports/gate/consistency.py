@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
@@ -35,11 +36,16 @@ def check_described(baseline: Run, run: Run) -> None:
                 raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
 
 
+def damaged(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the records that contradict themselves, and how; what a baseline was narrowed by decides nothing."""
+    whole = replace(run, narrowing=())
+    yield from ((record.id, text) for record in run.records for text in contradictions(record, whole))
+
+
 def check_consistent(run: Run) -> None:
     """Raise UsageError if a record contradicts itself: such a file is no baseline."""
-    for record in run.records:
-        for text in contradictions(record, run):
-            raise UsageError(f"{record.id}: {text}: damaged, or edited: make the file anew")
+    for name, text in damaged(run):
+        raise UsageError(f"{name}: {text}: damaged, or edited: make the file anew")
 
 
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:

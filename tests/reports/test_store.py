@@ -1,8 +1,10 @@
 import contextlib
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jsonschema
@@ -175,6 +177,15 @@ def test_a_folder_a_missing_file_and_a_huge_file_are_refused(tmp_path: Path) -> 
         file.truncate(200 * 2**20)
     assert refusal(huge) == f"larger than {MAX_BYTES >> 20} MiB: not a file of records"
     assert refusal(Path("/dev/null")) == "not a regular file"
+
+
+def test_nobody_waits_for_the_other_end_of_a_pipe(tmp_path: Path) -> None:
+    pipe, told = tmp_path / "pipe.json", list[str]()
+    os.mkfifo(pipe)
+    reading = Thread(target=lambda: told.append(refusal(pipe)), daemon=True)
+    reading.start()
+    reading.join(30)
+    assert told == ["not a regular file"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: Any) -> None:

@@ -100,6 +100,15 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
         ({"mean": 0.0, "width": 4e-3, "noise": 3e-3}, None, "^too few heads to tell, more: dK"),
         ({"mean": 2e-3, "width": 5e-4, "noise": 3e-3}, False, "^dK"),  # seen, though others' noise would hide it
     )),
+    *(("accuracy", measured(square_ratio=Interval(1.0, 0.1), bias_apart=Interval(sign * bias, 0.01)), met, why)
+      for sign in (1, -1) for bias, met, why in ((0.02, True, "^$"), (0.2, False, r"^bias [+-]0\.20 ulp "))),
+    *(("gradients", of_one_head(dq_gain_error=Interval(sign * 0.02, 0.001)), False, "^dQ is off by [+-]2.00% ")
+      for sign in (1, -1)),
+    # Delta is read off dQ of any numbers, and has a limit on normal ones alone.
+    ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001)), True, "^$"),
+    ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001), dq_gain_error=Interval(0.0, 0.001)), False,
+     r"^delta, read off dQ, is off by \+10\.00%"),
+    ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times \("),
     ("repeatable", {"repeatable": True}, True, "^$"),
     ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
     ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
