@@ -27,11 +27,12 @@ DONE := $(PY) -c 'import tiebreak.matrix.plugin' && touch $(STAMP)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv quick matrix platforms training test lint suite docs studies tables bench bench-gpu resolve dist release clean
+.PHONY: help venv quick matrix platforms training test lint suite levels docs studies tables bench bench-gpu resolve dist release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "  ARGS='...' goes to what is run; PYTHON=... picks the Python to make .venv with"
+	@echo "  ARGS='...' goes to what is run; PYTHON=... picks the Python to make .venv with;"
+	@echo "  make test LEVELS=all runs what computes at each instruction-set level of this CPU too"
 
 venv: $(STAMP)  ## .venv with the pinned dependencies
 
@@ -79,7 +80,9 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 	  --figure out/training.svg || status=$$?; \
 	exit $$status
 
-test: $(FULL) lint suite  ## lint, types and the whole test suite, held against the committed baseline
+# At other instruction-set levels than this process' own: LEVELS=all, or names that `tiebreak levels --list` shows.
+LEVELS ?=
+test: $(FULL) lint suite $(if $(LEVELS),levels)  ## lint, types and the whole test suite, held against the committed baseline
 
 # Where faults show first, by a test that takes less than a second: rounding, plans, kernels, checks, records, tables, gate.
 QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,accumulators arithmetic bounds call_features cases checks \
@@ -94,6 +97,9 @@ quick: $(STAMP)  ## what tells most in a minute: ruff, three inputs of the matri
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.
 suite: $(FULL)
 	$(PY) -m pytest -n auto --baseline reports/baselines/emulation.json --across $(ARGS)
+
+levels: $(FULL)
+	$(VENV)/bin/tiebreak levels --level '$(LEVELS:all=*)' -n auto -m native --backend cpu tests $(ARGS)
 
 # All that is imported as tiebreak.*, then the other tests.
 lint: $(STAMP)  ## ruff: rules and format; mypy --strict

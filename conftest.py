@@ -6,11 +6,13 @@ pyproject.toml loads the plug-ins: pytest refuses a conftest.py that does, where
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,11 @@ _TOGETHER = frozenset(
         "tests/unit/test_user_kernels.py",
     }
 )
+# Of what computes, or starts something that does. `reports` imports no torch (CONTRIBUTING.md), nor do made-up records.
+_COMPUTING = re.compile(
+    r"^(?:from|import) (?:torch|subprocess|tiebreak(?!\.reports|\.defects(?: import |\.)made_up))\b|\bpytester\b",
+    re.MULTILINE,
+)
 # Plug-ins that take longer to import than a cell to run, and a cache that would be the repository's own.
 _LEAN = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
 
@@ -40,8 +47,10 @@ _HEEDING_CTRL_C = (
 
 
 @pytest.hookimpl(tryfirst=True)  # before another version's plug-in refuses what this checkout's would take
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test another tiebreak than the one that lies here: a wheel, or a clone that is installed beside it."""
+    config.addinivalue_line("markers", "native: its module computes, so `make test LEVELS=all` runs it at each level")
+    config.addinivalue_line("markers", "quick: tells much of a processor: `make test` runs it at two more levels")
     import tiebreak.kernels
 
     tested = Path(tiebreak.kernels.__file__).resolve().parent
@@ -60,6 +69,17 @@ def pytest_xdist_make_scheduler() -> Generator[None, Any, Any]:
     if scheduler is not None:
         scheduler.together = _TOGETHER
     return scheduler
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what may touch this processor's own bits: all but modules that import nothing that computes."""
+    if _computes(item.path):
+        item.add_marker("native")
+
+
+@cache
+def _computes(module: Path) -> bool:
+    return _COMPUTING.search(module.read_text(encoding="utf-8")) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,7 +18,9 @@ from tiebreak.kernels.external.options import LoadError
 
 # Where code stands that is not a user's: Python's own, other packages', and the suite's.
 _SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
-_NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values())
+# Also packages that an environment takes from another one.
+_PACKAGES = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+_NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values(), *_PACKAGES)
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
 _FOLDER = f"a folder: name a file in it, {EXPECTED}"
 

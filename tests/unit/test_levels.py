@@ -9,6 +9,7 @@ import pytest
 
 from tiebreak.backends import levels as table
 from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current, supported
+from tiebreak.backends.platform import cpu_features
 from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
 from tiebreak.programs.processes import finished
@@ -18,6 +19,10 @@ from tiebreak.reports.errors import UsageError
 AVX2 = {"avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+TESTS = Path(__file__).parents[1]
+QUICK = "quick"  # the mark
+#: Without bf16 instructions and with other vector code; without vector code, where the exponential is exact.
+BESIDE = ("aten-avx2-onednn-avx512", "aten-default-onednn-avx2")
 
 
 class Runner:
@@ -85,6 +90,19 @@ def test_a_cpu_has_the_levels_whose_features_it_has(features: set[str], count: i
 def test_the_level_in_force_is_recognised(environment: Mapping[str, str], name: str) -> None:
     assert current({"PATH": "/bin", **environment}) == name
     assert environment.keys() <= set(VARIABLES)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_tells_most_of_a_processor_holds_at_another_level(name: str) -> None:
+    """`make test LEVELS=all` runs all that computes, at each level."""
+    level = {each.name: each for each in supported(cpu_features())}.get(name)
+    if level is None:
+        pytest.skip("this CPU can't be set to that level")
+    files = [path for path in TESTS.rglob("test_*.py") if f"mark.{QUICK}" in path.read_text(encoding="utf-8")]
+    lean = [word for name in ("cacheprovider", "hypothesispytest", "benchmark") for word in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", *lean, "-m", QUICK, *map(str, files)]
+    done = finished(command, levels.environment(level), TESTS.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_run_starts_pytest_once_per_level_says_so_and_compares(
