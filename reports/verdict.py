@@ -258,8 +258,8 @@ class _Kernel:
 
     def _brief(self, cell: Record) -> str:
         """Return what is wrong in a cell: what is off by most, or the bias with the first clause of a reason."""
-        if off := _off(cell):
-            return next(iter(off))
+        if off := cell.evidence.get("off"):
+            return str(next(iter(off)))
         unmet = _unmet(cell)
         clause = _first_clause(cell.answers[unmet[-1]].why if unmet else cell.outcome)
         if cell.shown is None or cell.verdict == records.UNBIASED:
@@ -333,7 +333,7 @@ class _Kernel:
 
     def _slip(self) -> str:
         """Return the usual mistake that explains what is wrong in most cells, then most of it."""
-        slips = [pair for cell in self.cells for pair in cell.evidence.get("slips", {}).items()]
+        slips = [pair for cell in self.wrong for pair in cell.evidence.get("slips", {}).items()]
         if not slips:
             return ""
         found = {about: [share for _, share in own] for about, own in grouped(slips, lambda pair: pair[0]).items()}
@@ -435,12 +435,8 @@ def _first_clause(reason: str) -> str:
 
 def _share_off(cell: Record) -> float:
     """Return by what share of the reference a cell is off: all of it where there is no result, infinite for a NaN."""
-    shares = (inf if share is None else share for share in _off(cell).values())
-    return max(shares, default=float(cell.shown is None))
-
-
-def _off(cell: Record) -> dict[str, float | None]:
-    return dict(cell.evidence.get("off", {}))
+    shares = cell.evidence.get("off", {}).values()
+    return max((inf if share is None else float(share) for share in shares), default=float(cell.shown is None))
 
 
 def _unmet(cell: Record) -> list[str]:

@@ -75,7 +75,8 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     if (record.skipped is not None) is not (record.outcome == records.SKIPPED):
         yield f"says {record.outcome}, and why it was skipped: {record.skipped or 'nothing'}"
     comes_to = records.outcome_of(record.answers, [name for name, check in run.checks.items() if check.judges])
-    if record.outcome not in (records.SKIPPED, comes_to):
+    ran = record.outcome != records.SKIPPED or record.answers or record.shown is not None
+    if ran and record.outcome != comes_to:
         yield f"says {record.outcome}, and its answers come to {comes_to}"
     yield from _refuted(record, run.checks)
     yield from _of_verdict(record, run)

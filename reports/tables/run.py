@@ -69,8 +69,7 @@ def brief(records: Sequence[Record]) -> list[str]:
         why = next(iter(alike[0].evidence.get("off", alike[0].reasons)), "")
         names = first_few([record.id for record in alike], _NAMED)
         lines.append(shorten(f"{alike[0].outcome} {names}: {why.partition('; ')[0]}", _BRIEF, placeholder=" ..."))
-    more = len(lines) - _LINES
-    return lines[:_LINES] + ([f"{counted(more, 'more line')} like these"] if more > 0 else [])
+    return lines[:_LINES] + [f"and {len(lines) - _LINES} more"] * (len(lines) > _LINES)
 
 
 def _likeness(record: Record) -> Hashable:

@@ -23,7 +23,7 @@ from tiebreak.matrix.workbench import CaseBench
 #: O in fp32 throughout, rounded once: what no deterministic kernel of that output format does better.
 ROUNDED = Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"])
 _NEXT_LOOK = 3.0  # times the time so far: when one more look, and the run that tells whether bits repeat, are done
-_FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
+FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
     """What the case, or --fair, claims about such a kernel."""
     case, kernel = bench.case, cell.kernel
     if kernel.external and bench.settings.fair and case.failure:
-        return _FAIR_CLAIM
+        return FAIR_CLAIM
     if kernel.declaration is None or not kernel.external:
         return case.claim_about(kernel.declaration, cell.fmt)
     # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.

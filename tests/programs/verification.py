@@ -31,12 +31,13 @@ from tiebreak.matrix.checks.expectations import CONTRACT, REPEATABLE
 from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import Call, shown, where_bias_is
+from tiebreak.matrix.experiments.call import NO_WORSE, Call, shown, where_bias_is
 from tiebreak.matrix.experiments.training import TrainingRun, training_result
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import blank_record, run_cell
+from tiebreak.matrix.sampling import FAIR_CLAIM
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.profiles import ABSENT
@@ -295,17 +296,20 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
     record, kernel, told = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
     tiled = tilings(kernel.declaration) if kernel.declaration is not None and kernel.external else [kernel.declaration]
     claims = [claim for each in tiled if (claim := case.claim_about(each, judged.cell.fmt)) is not None]
-    if kernel.external:
-        claims = [claim for claim in claims if told is not None and told.asked == claim.expectation.name]
+    of_users = kernel.external and case.failure
+    if of_users and judged.settings.fair:
+        claims = [FAIR_CLAIM]
+    elif kernel.external and kernel.declaration is not None:
+        asked = told.asked.removesuffix(f", {NO_WORSE[0]}") if told is not None else ""
+        claims = [claim for claim in claims if claim.expectation.name == asked]
     for claim in claims[:1]:
         expectation = claim.expectation
         # Of rows a record has the means alone, without their interval.
         rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
         met = record.met(CLAIM) if rows else expectation.met(_errors(record))
         yield Claimed(expectation.name, claim.source, met, "", expectation.waives)
-    held_to_more = judged.settings.fair or judged.settings.as_rounded
-    if kernel.external and told is not None and not claims and held_to_more:
-        yield Claimed(told.asked, told.source or "", told.met, told.why)  # what it was compared with is not recorded
+    if of_users and judged.settings.as_rounded:
+        yield Claimed(*NO_WORSE, record.met(CLAIM), "")  # the difference from what it is compared with is not recorded
 
 
 def _errors(record: Record) -> Errors:

@@ -160,6 +160,7 @@ MET, NOT_MET, NOTHING = Answer(True, "b"), Answer(False, "b"), {"shown": None, "
         ({"error_over_bound": 102.0}, {"bound": None, CLAIM: None}, {}, "is not asked bound, and its measures"),
         ({}, {CLAIM: Answer(True, "biased away from zero")}, {}, "unbiased, and that a claim is met: biased"),
         (None, {"bound": None, records.PREDICTION: None}, NOTHING, "says held, and has no result"),
+        ({}, {}, {"outcome": "skipped", "skipped": "no time"}, "says skipped, and its answers come to held"),
     ],
 )
 def test_what_its_own_numbers_refute_falls_in_a_new_cell_too_and_is_no_baseline(

@@ -62,6 +62,24 @@ def test_a_defect_falls_by_the_checks_of_its_row_and_is_named_and_its_sound_twin
     assert "slips" not in sound.evidence
 
 
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("scaled_twice", r"O is off by \d\d % of its size"),
+        ("p_in_e4m3", r"O is off by 0\.\d+ % of its size: it follows flash@fused_fp8.*"),
+        ("blind_rows_nan", "O is NaN or Inf in 4,096 of 4,096 elements"),
+        ("added_mask", None),
+        ("unscaled_dk", r"dK is off by \d{3} % of its size"),
+        ("heads_of_a_group_not_added", r"d[KV] is off by \d\d % of its size, 0\.2\d+ times the reference on the whole"),
+        ("sink_gradient_of_one_entry", r"dSink is off by \d\d % of its size"),
+    ],
+)
+def test_the_output_that_is_farthest_off_is_named_with_its_share_of_the_reference(name: str, off: str | None) -> None:
+    defect = DEFECTS[name]
+    found = _run(name, defect.case, defect.fmt.name, defect.heads).evidence.get("off", {})
+    assert [bool(re.fullmatch(off or "", text)) for text in found] == ([] if off is None else [True]), found
+
+
 @pytest.mark.parametrize(("name", "outcome"), [("tiled", HELD), ("saved_in_a_global", FELL)])
 def test_training_of_two_layers_tells_what_is_kept_in_a_global(name: str, outcome: str) -> None:
     kernel = DEFECTS[name].kernel if name in DEFECTS else twin(name)

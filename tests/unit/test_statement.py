@@ -610,6 +610,15 @@ def test_a_users_kernel_has_every_kind_of_input_and_the_suites_kernels_need_not_
     assert lines[3].startswith("NOT checked: the numbers of 3 cells, which no emulation computes: training runs, and")
 
 
+@pytest.mark.parametrize(("option", "words"), [("fair", "--fair"), ("no-worse-than", "--no-worse-than rounded")])
+def test_who_says_that_a_kernel_was_held_to_more_has_to_have_the_answers(option: str, words: str, users: Run) -> None:
+    typed = {**users.options, option: words.partition(" ")[2] or True}
+    records = tuple(replace(record, command=record.command.replace(" --cases", f" {words} --cases"))
+                    for record in users.records)  # fmt: skip
+    _, problems = judged(replace(users, options=typed, records=records), profiles.profile("small"))
+    assert [text.split(": ")[:2] for text in problems] == [["cpu-mine-tied_maxima[k=2]-bf16", "answers.claim"]]
+
+
 def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
     known, _ = judged(ran, profiles.profile("small"))
     one, again, other = ([each.record.id for each in sample(known, 4, seed)] for seed in (1, 1, 2))

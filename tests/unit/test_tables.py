@@ -137,6 +137,18 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
     ]
 
 
+def test_in_brief_a_cell_that_fell_is_a_line_and_only_the_first_have_one() -> None:
+    off = replace(record(case="off", outcome=records.FELL), evidence={"off": {"dQ is off by 700 % of its size": 7.0}})
+    alike, many = [crashed(f"case{at}", "ValueError: no") for at in range(2)], "abcdefgh"
+    lines = run_tables.brief([record(), off, *alike, *(record(case=name, outcome=records.FELL) for name in many)])
+    assert lines[:3] == [
+        "fell cpu-flash@paper-off-bf16: dQ is off by 700 % of its size",
+        "crashed cpu-mine-case0-bf16, cpu-mine-case1-bf16: ValueError: no",
+        "fell cpu-flash@paper-a-bf16: why a",
+    ]
+    assert lines[8:] == ["and 2 more"]
+
+
 def test_the_summary_counts_and_tells_why() -> None:
     run = Run(
         {},

@@ -48,7 +48,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
-_NO_WORSE = "--no-worse-than rounded"
+NO_WORSE = "no more bias than a correctly rounded O", "--no-worse-than rounded"  # what is claimed, and who claims it
 _GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
 _CAPTURED = "captured from training runs"
 _LONG = 600.0  # seconds that a call which is run on request may take
@@ -295,7 +295,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
     if sample.bench.settings.as_rounded and sample.rounded is not None:
         measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
-        yield Claimed("no more bias than a correctly rounded O", _NO_WORSE, sample.rounded_met, measured)
+        yield Claimed(*NO_WORSE, sample.rounded_met, measured)
 
 
 def _prediction(sample: Sample) -> Predicted | None:
