@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.errors import Errors, in_units
-from tiebreak.cases.gradients import GradientErrors, equation_cosines
+from tiebreak.cases.errors import Errors, by_key_head, in_units
+from tiebreak.cases.gradients import GradientErrors, delta_errors_of, equation_cosines
 from tiebreak.cases.verdicts import Interval
-from tiebreak.kernels.inputs import AttentionOutput
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 
 Value = Interval | float | None  # None: there is no such number here
@@ -58,6 +58,22 @@ class HeadErrors:
 
 
 @dataclass(frozen=True)
+class MoreGradients:
+    """What gradients of one more batch say on the whole, by key head, (heads,) each."""
+
+    delta: Tensor  # see `delta_errors_of`
+    gains: Sequence[Tensor]  # sum(error * reference) / sum(reference^2) of dQ, dK and dV
+
+    @classmethod
+    def of(cls, gradients: Gradients, batch: Batch) -> "MoreGradients":
+        """Return those of a batch."""
+        exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
+        pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
+        gains = [by_key_head((ours - x) * x, n) / by_key_head(x.square(), n) for ours, x, n in pairs]
+        return cls(delta_errors_of(gradients.dq, batch.inputs, batch.ref, exact[0]), gains)
+
+
+@dataclass(frozen=True)
 class Observed:
     """A kernel's outputs for a case's heads, batch by batch, and the prediction of them."""
 
@@ -73,7 +89,7 @@ class Observed:
     equal_gradients: float | None = None  # share of elements of dQ, dK, dV that a second run gave to the bit
     #: Of each run, by dq, dk and dv; of the first run on as many heads as it takes to tell whether they err too much.
     backward_heads: Sequence[Mapping[str, HeadErrors]] = ()
-    more_deltas: Sequence[Tensor] = ()  # errors of delta as dQ shows them (`delta_errors_of`), on heads after the first
+    more_gradients: Sequence[MoreGradients] = ()  # of batches after the first, as many as it takes
     worst_gradient: float | None = None  # see `tiebreak.cases.measures.accuracy`
 
     @cached_property

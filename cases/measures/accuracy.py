@@ -41,6 +41,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, isfinite
 
 from tiebreak.cases.errors import Errors
@@ -114,7 +115,8 @@ def _gain(at: int, observed: Observed) -> Value:
         return None
     if not observed.backward_heads:
         groups = 1 if at else batch.inputs.groups  # K and V have key heads alone; heads that share one are one sample
-        return _mean(errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1))
+        first = errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1)
+        return _mean(torch.cat([first, *(more.gains[at] for more in observed.more_gradients)]))
     heads = observed.backward_heads[0][GRADIENTS[at]]
     # Where it is the kernel's own, what is left beside the known pass is next to nothing.
     means = [mean for samples in (heads.gain, heads.gain - heads.their_gain) if (mean := _mean(samples)) is not None]

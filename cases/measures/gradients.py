@@ -42,7 +42,7 @@ def _delta(observed: Observed, _: GradientErrors) -> Value:
     if gradients is None or gradients.delta is not None:
         return None
     first = delta_errors_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
-    samples = torch.cat([first, *observed.more_deltas])
+    samples = torch.cat([first, *(more.delta for more in observed.more_gradients)])
     return interval(samples) if samples.isfinite().all() else Interval(torch.nan, torch.inf)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
@@ -19,8 +18,8 @@ from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
 from tiebreak.cases.errors import difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
-from tiebreak.cases.gradients import contains_bias, delta_errors_of
-from tiebreak.cases.measures import Observed, Value, call_measures
+from tiebreak.cases.gradients import contains_bias
+from tiebreak.cases.measures import HeadErrors, MoreGradients, Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Verdict, heads_to_tell
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
@@ -222,23 +221,24 @@ def _observed(sample: Sample, held_to: HeldTo | None) -> Observed:
 
 def _gradient_heads(observed: Observed) -> int:
     inputs = observed.batches[0].inputs
-    key_heads = [len(heads["dq"].square) for heads in observed.backward_heads]
-    return inputs.groups * key_heads[0] if key_heads else inputs.q.shape[0] * inputs.q.shape[1]
+    key_heads = inputs.k.shape[0] * inputs.k.shape[1] + sum(len(more.delta) for more in observed.more_gradients)
+    return inputs.groups * key_heads
 
 
 def _with_gradients(
     observed: Observed, sample: Sample, held_to: HeldTo | None, second_run: Gradients | None, known: KnownPlans
 ) -> tuple[Observed, BackwardHeldTo | None]:
-    """Hold a user's gradients to a known backward pass, on as many heads as it takes to tell whether they err more."""
+    """Draw heads until it is told whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, (first, *_) = sample.cell, sample.bench, sample.outputs
-    if held_to is None or first.gradients is None or not (bench.case.normal and cell.kernel.external):
+    if held_to is None or first.gradients is None or not bench.case.normal:
         return observed, None
-    whole = bench.batch(0)
-    backward = backward_held_to(first.gradients, first.o, held_to.declaration, whole, known)
-    runs = [run for run in (first.gradients, second_run) if run is not None]
-    heads = [backward.errors(run, first.o, whole) for run in runs]
-    worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
-    observed, deltas = replace(observed, backward_heads=heads, worst_gradient=worst), list[Tensor]()
+    backward, heads, worst = None, list[Mapping[str, HeadErrors]](), None
+    if cell.kernel.external:
+        whole, runs = bench.batch(0), [run for run in (first.gradients, second_run) if run is not None]
+        backward = backward_held_to(first.gradients, first.o, held_to.declaration, whole, known)
+        heads = [backward.errors(run, first.o, whole) for run in runs]
+        worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
+    observed, more = replace(observed, backward_heads=heads, worst_gradient=worst), list[MoreGradients]()
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, observed):
             break
@@ -246,12 +246,12 @@ def _with_gradients(
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
             if output.gradients is None:
                 continue
-            errors = backward.errors(output.gradients, output.o, batch)
-            heads[0] = {name: mine.joined(errors[name]) for name, mine in heads[0].items()}
-            worst = max(worst, backward.worst(errors, output.gradients, output.o, batch))
-            exact = batch.gradients.gradients[0]
-            deltas.append(delta_errors_of(output.gradients.dq, batch.inputs, batch.ref, exact))
-        observed = replace(observed, backward_heads=heads, worst_gradient=worst, more_deltas=deltas)
+            more.append(MoreGradients.of(output.gradients, batch))
+            if backward is not None and worst is not None:
+                errors = backward.errors(output.gradients, output.o, batch)
+                heads[0] = {name: mine.joined(errors[name]) for name, mine in heads[0].items()}
+                worst = max(worst, backward.worst(errors, output.gradients, output.o, batch))
+        observed = replace(observed, backward_heads=heads, worst_gradient=worst, more_gradients=more)
     return observed, backward
 
 
