@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.measures import HeadErrors
-from tiebreak.cases.measures.accuracy import LIMIT, WORSE
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
 from tiebreak.cases.slips import gradient_slips
+from tiebreak.cases.verdicts import interval
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
@@ -196,14 +198,17 @@ def _chosen(
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
     """Return the usual mistakes that explain wrong gradients: what is left is as small as of a sound backward pass.
 
-    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass.
+    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass, and
+    no gain error beyond `GAIN`.
     """
     exact = dict(zip(_NAMES, batch.gradients.gradients, strict=True))
     loosest = {name: max(each.strays[name] for each in tried.values()) for name in _NAMES}
 
     def sound(name: str, like: Tensor) -> bool:
+        sharing, error = batch.inputs.groups if name == "dq" else 1, ours[name] - like
+        gain = by_key_head(error * like, sharing) / by_key_head(like.square(), sharing)
         largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
-        return bool((ours[name] - like).square().mean() <= largest)
+        return bool(error.square().mean() <= largest) and not interval(gain).beyond(GAIN)
 
     wrong = [name for name in _NAMES if not sound(name, exact[name])]
     named: dict[str, list[str]] = {}

@@ -63,8 +63,8 @@ def gradient_off(observed: Observed, measures: Mapping[str, Value]) -> Off | Non
     worst = max(faults, key=beyond)
     if found.faults.over_bound > max(1.0, *map(beyond, faults)):
         return _told("dSink", share("dSink"))
-    times = f", {1 + gain(worst):.3g} times the reference on the whole"
-    return _told(worst, share(worst), times if abs(gain(worst)) >= _SEEN else "")
+    along = abs(gain(worst)) >= max(_SEEN, (1.0 - _SEEN) * share(worst))  # the error is one factor, by and large
+    return _told(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")
 
 
 def _told(output: str, share: float, more: str = "") -> Off:

@@ -70,7 +70,7 @@ def test_a_defect_falls_by_the_checks_of_its_row_and_is_named_and_its_sound_twin
         ("blind_rows_nan", "O is NaN or Inf in 4,096 of 4,096 elements"),
         ("added_mask", None),
         ("unscaled_dk", r"dK is off by \d{3} % of its size"),
-        ("heads_of_a_group_not_added", r"d[KV] is off by \d\d % of its size, 0\.2\d+ times the reference on the whole"),
+        ("heads_of_a_group_not_added", r"d[KV] is off by \d\d % of its size.*"),
         ("sink_gradient_of_one_entry", r"dSink is off by \d\d % of its size"),
     ],
 )
