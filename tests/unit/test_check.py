@@ -69,7 +69,7 @@ def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.
     assert check.main([*ran, "--baseline", "out/base.json"]) == 1
     assert "gate FELL" in capsys.readouterr().out
     base = json.loads((folder / "out" / "base.json").read_text())
-    base["records"][0]["measures"]["bias"]["mean"] = base["records"][0]["measures"]["max_ulps"] = 1e-9
+    base["records"][0]["case_version"] += 1
     (folder / "base.json").write_text(json.dumps(base))
     (folder / "mine.py").write_text(KERNEL)
     assert check.main([*ran, "--baseline", "base.json"]) == 1
