@@ -42,12 +42,6 @@ def damaged(run: Run) -> Iterator[tuple[str, str]]:
     yield from ((record.id, text) for record in run.records for text in contradictions(record, whole))
 
 
-def check_consistent(run: Run) -> None:
-    """Raise UsageError if a record contradicts itself: such a file is no baseline."""
-    for name, text in damaged(run):
-        raise UsageError(f"{name}: {text}: damaged, or edited: make the file anew")
-
-
 def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield where two records, or parts of them, differ, and both values, but for words; by the names of the first."""
     if isinstance(old, Struct) and isinstance(new, Struct):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.gate.consistency import check_consistent, check_described, contradictions, same_bits
+from tiebreak.reports.gate.consistency import check_described, contradictions, damaged, same_bits
 from tiebreak.reports.gate.expected import PLAN, Expected, Limits
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
@@ -83,7 +83,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     """
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
-    check_consistent(baseline)
+    for name, text in damaged(baseline):
+        raise UsageError(f"{name}: {text}: damaged, or edited: make the baseline anew")
     for name in ("seed", "heads"):
         old, new = (str(options_of.get(name)) for options_of in (baseline.options, options))
         if old != new:
@@ -311,10 +312,8 @@ def update(run: Run, path: Path) -> None:
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")
-    try:
-        check_consistent(run)
-    except UsageError as error:
-        raise UsageError(f"{path}: not updated: {error}") from error
+    for name, text in damaged(run):
+        raise UsageError(f"{path}: not updated: {name}: {text}: was the file edited?")
     if path.exists():
         check_update(store.read(path), path, run.narrowing)
     kept = ({name: part for name, part in each.evidence.items() if name not in records.DRAWN} for each in run.records)

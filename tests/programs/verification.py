@@ -199,13 +199,14 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
     yield from contradictions(record, run)
     if record.excused is not None and all(answer.met for answer in record.answers.values()):
         yield "excused: and nothing fell"
-    if record.outcome == SKIPPED and cell.kernel.composed:
+    answered = isinstance(cell.experiment, Call | TrainingRun)  # of other kinds running it alone tells
+    if record.outcome == SKIPPED and cell.kernel.composed and answered:
         here = replace(cell, backend=replace(cell.backend, device="cpu"))
         if cell.experiment.refusal(here, Workbench(Settings(settings.seed, HEADS_PER_BATCH))) != record.skipped:
             yield f"skipped: {record.skipped}, and it can be run"
     if record.shown is None:
         return
-    if record.digest is None and isinstance(cell.experiment, Call | TrainingRun):
+    if record.digest is None and answered:
         yield "digest: missing"
     if isinstance(cell.experiment, Call):
         yield from _number_faults(judged, cell.experiment.case)

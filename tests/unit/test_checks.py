@@ -108,7 +108,7 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001)), True, "^$"),
     ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001), dq_gain_error=Interval(0.0, 0.001)), False,
      r"^delta, read off dQ, is off by \+10\.00%"),
-    ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times \("),
+    ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times what"),
     ("repeatable", {"repeatable": True}, True, "^$"),
     ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
     ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers

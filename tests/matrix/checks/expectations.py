@@ -62,8 +62,9 @@ USAGE = Check(
     "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
     lambda result: result.agreement.get(comparison.USAGE),
     wrong=True,
-    limits=tuple(
-        LimitRecord(name, most, where=(name,)) for name, most in (("error_ratio", WORSE), ("lse_error_over_bound", 1.0))
+    limits=(
+        LimitRecord("error_ratio", WORSE, where=("error_ratio",)),
+        LimitRecord("lse_error_over_bound", 1.0, where=("lse_error_over_bound",)),
     ),
     more=True,
 )

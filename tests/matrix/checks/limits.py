@@ -44,7 +44,7 @@ def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: st
     return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
 
 
-def _limit(name: str, about: str, asked: str, limited: Sequence[_Limited], *, always_of_users: bool = False) -> Check:
+def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_users: bool = False) -> Check:
     """A check of the numbers of some measures; a result that does not know the first is asked nothing.
 
     A user's kernel must `always` meet it though a claim waives it.
@@ -58,11 +58,9 @@ def _limit(name: str, about: str, asked: str, limited: Sequence[_Limited], *, al
     return Check(name, about, ask, wrong=True, limits=limits)
 
 
+_TIMES_WHAT = f"{{0:.3g}} times what {{held_to}} has (+- {{1:.2g}}, {LIMIT} is allowed)"
 _OF_O = (
-    (
-        LimitRecord("square_ratio", LIMIT),
-        f"mean square {{0:.3g}} times what {{held_to}} has (+- {{1:.2g}}, {LIMIT} is allowed)",
-    ),
+    (LimitRecord("square_ratio", LIMIT), f"mean square {_TIMES_WHAT}"),
     _where_there(
         "worst_head", WORSE, f"mean square of one head {{0:.3g}} times what {{held_to}} has there, {WORSE:g} is allowed"
     ),
@@ -81,41 +79,19 @@ def _accuracy(result: Result) -> Answer | None:
     return Answer(answer.met, answer.asked, why)
 
 
-_ON_THE_WHOLE = f"{{0:+.2%}} (+- {{1:.2%}}, {GAIN:.1%} is allowed) on the whole, on normal numbers"
+_ON_THE_WHOLE = f"is off by {{0:+.2%}} (+- {{1:.2%}}, {GAIN:.1%} is allowed) on the whole, on normal numbers"
 _OF_GRADIENTS = (
-    *(
-        _where_there(
-            f"d{letter.lower()}_gain_error",
-            GAIN,
-            f"d{letter} is off by {_ON_THE_WHOLE}",
-            size=True,
-            or_within=f"d{letter.lower()}_gain_noise",
-        )
-        for letter in "QKV"
-    ),
-    _where_there(
-        "delta_bias_in_dq", GAIN, f"delta, read off dQ, is off by {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",)
-    ),
-    (
-        LimitRecord("gradients_nonfinite", 0.0),
-        "{0:.0f} elements of dQ, dK and dV are NaN or Inf, the reference's are not",
-    ),
-    (
-        LimitRecord("gradient_error_over_bound", 1.0),
-        "the largest error of dQ, dK and dV is {0:.3g} times its bound",
-    ),
-    *(
-        _where_there(
-            f"d{letter.lower()}_square_ratio",
-            LIMIT,
-            f"mean square of d{letter} {{0:.3g}} times (+- {{1:.2g}}) what {{held_to}} has, {LIMIT} is allowed",
-        )
-        for letter in "QKV"
-    ),
+    *(_where_there(f"d{letter.lower()}_gain_error", GAIN, f"d{letter} {_ON_THE_WHOLE}", size=True,
+                   or_within=f"d{letter.lower()}_gain_noise") for letter in "QKV"),
+    _where_there("delta_bias_in_dq", GAIN, f"delta, read off dQ, {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",)),
+    (LimitRecord("gradients_nonfinite", 0.0), "{0:.0f} elements of dQ, dK, dV are NaN or Inf, the reference's are not"),
+    (LimitRecord("gradient_error_over_bound", 1.0), "the largest error of dQ, dK and dV is {0:.3g} times its bound"),
+    *(_where_there(f"d{letter.lower()}_square_ratio", LIMIT, f"mean square of d{letter} {_TIMES_WHAT}")
+      for letter in "QKV"),
     _where_there(
         "worst_gradient", WORSE, f"mean square of one head {{0:.3g}} times that of {{held_to}}, {WORSE:g} is allowed"
     ),
-)
+)  # fmt: skip
 _GRADIENTS = "dQ, dK and dV finite where the reference's are, and within their rounding-error bounds"
 
 
@@ -133,41 +109,37 @@ BOUND = _limit(
     "bound",
     "the largest error of O is within its plan's rounding-error bound",
     "largest error within the bound of plan {plan}",
-    [(LimitRecord("error_over_bound", 1.0), "largest error is {0:.3g} times the bound of plan {plan}")],
+    (LimitRecord("error_over_bound", 1.0), "largest error is {0:.3g} times the bound of plan {plan}"),
 )
 RANGE = _limit(
     "range",
     "O, a weighted mean, lies within the range of the V that its row sees",
     "O within the range of V",
-    [
-        (
-            LimitRecord("outside_values", 1.0),
-            "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
-        )
-    ],
+    (
+        LimitRecord("outside_values", 1.0),
+        "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
+    ),
 )
 FINITE = _limit(
     "finite",
     "O is finite where the reference is, and nowhere else",
     "finite where the reference is, and nowhere else",
-    [
-        (LimitRecord("nonfinite", 0.0), "{0:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not"),
-        (LimitRecord("missed", 0.0), "{0:.0f} elements are finite where the reference is NaN or Inf"),
-        (LimitRecord("elements"), ""),
-    ],
+    (LimitRecord("nonfinite", 0.0), "{0:.0f} of {elements:.0f} elements are NaN or Inf, the reference is not"),
+    (LimitRecord("missed", 0.0), "{0:.0f} elements are finite where the reference is NaN or Inf"),
+    (LimitRecord("elements"), ""),
     always_of_users=True,
 )
 LOSS = _limit(
     "loss",
     "the loss of a training run stays a number",
     "a loss that is a number, to the last step",
-    [(LimitRecord("steps", "finite_steps"), "the loss is not a number after step {finite_steps:.0f} of {0:.0f}")],
+    (LimitRecord("steps", "finite_steps"), "the loss is not a number after step {finite_steps:.0f} of {0:.0f}"),
 )
 LOG_PROBABILITIES = _limit(
     "log_probabilities",
     "a language model's log-probabilities are numbers with the kernel in the place of its attention",
     "log-probabilities that are numbers",
-    [(LimitRecord("nats_rms"), "log-probabilities are infinite")],
+    (LimitRecord("nats_rms"), "log-probabilities are infinite"),
 )
 ACCURACY = Check(
     "accuracy",
