@@ -63,12 +63,12 @@ def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) 
 
 
 def brief(records: Sequence[Record]) -> list[str]:
-    """Return a line for every cell that does not pass, of the first: what failed, and the first clause of why."""
+    """Return a line for cells that do not pass, of the first: what failed, and the first clause of why."""
+    told = [(each, next(iter(each.evidence.get("off", each.reasons)), "")) for each in records if each.fails]
     lines = []
-    for alike in grouped((record for record in records if record.fails), _likeness).values():
-        why = next(iter(alike[0].evidence.get("off", alike[0].reasons)), "")
-        names = first_few([record.id for record in alike], _NAMED)
-        lines.append(shorten(f"{alike[0].outcome} {names}: {why.partition('; ')[0]}", _BRIEF, placeholder=" ..."))
+    for (outcome, why), own in grouped(told, lambda pair: (pair[0].outcome, pair[1].partition("; ")[0])).items():
+        names = first_few([record.id for record, _ in own], _NAMED)
+        lines.append(shorten(f"{outcome} {names}: {why}", _BRIEF, placeholder=" ..."))
     return lines[:_LINES] + [f"and {len(lines) - _LINES} more"] * (len(lines) > _LINES)
 
 
