@@ -22,6 +22,7 @@ SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, FAIR)
 FAILING = SEVERITIES[:3]
 NOT_ASKED = "no failure input was run, nothing is known of its bias"
 SeverityName = Annotated[str, one_of(SEVERITIES)]
+_ALL = "--budget none"
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 11
 _TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
@@ -126,7 +127,6 @@ class _Kernel:
         self.wrong = [cell for cell in self.fell if wrong & set(_unmet(cell))]
         self.untold = [cell for cell in self.fell if cell.outcome == records.INCONCLUSIVE]
         self.left_out = [cell for cell in cells if cell.skipped == records.NO_TIME]
-        self.enough = run.complete and not any(run.cases[cell.case].needed for cell in self.left_out)
         unfinished = [name for name in (*run.not_run, *run.running) if name.startswith(f"{backend}-{kernel}-")]
         self.left = len(unfinished) + len(self.left_out)
         # Of the inputs on which it is biased, those where O itself ties; None: not looked at.
@@ -154,7 +154,7 @@ class _Kernel:
             kernel=first.kernel,
             backend=backend,
             formats=formats,
-            ok=self.enough and self.severity != DID_NOT_RUN and not self.fell and not failures,
+            ok=run.complete and self.severity != DID_NOT_RUN and not self.fell and not failures,
             complete=run.complete,
             inputs=len(self.asked),
             biased=len(self.biased),
@@ -214,8 +214,8 @@ class _Kernel:
         """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
         prefix = ""
         if self.left and done:
-            word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
-            prefix = f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
+            why = "in its budget" if self.run.complete else "done"
+            prefix = f"INCOMPLETE, {done} of {counted(done + self.left, 'cell')} {why}: "
         if self.severity in FAILING or not (self.fell or failures):
             return prefix
         checks = dict.fromkeys(name for cell in self.fell for name in _unmet(cell))
@@ -258,7 +258,7 @@ class _Kernel:
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
-            Finding("left out", first_few(left_out, _LISTED), left_out),
+            Finding("left out", f"{first_few(left_out, _LISTED)}; {_ALL} runs all" if left_out else "", left_out),
         ]
         return tuple(finding for finding in found if finding.text)
 
