@@ -49,7 +49,9 @@ class Backend:
     predicts: bool = False  # whether its output is the prediction itself
     on_request: bool = False  # whether it runs only where --backend names it
     composed: bool = True  # whether the composed kernels run on it too, or its own alone
-    call_steps: int = 4  # how long one call takes, looks and all, about, in training steps with attention in one layer
+    pace: str = "native"  # how fast cells are there: a column of tests/matrix/order.csv
+    slower: float = 1.0  # how many times as much time as on a CPU a kernel may take there
+    budget: float | None = None  # seconds of CPU time for a check of a kernel by default; None: all that it takes
     bits: str = "bits on this machine"  # what a plan rests on that is told by them
 
     @property
@@ -163,6 +165,7 @@ EMULATION = Backend(
     lambda: None,
     eight_bit_kernels,
     predicts=True,
+    pace="emulated",
     bits="bits of the emulation",
 )
 CPU = Backend(

@@ -24,6 +24,7 @@ SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, MARGIN, FAIR)
 FAILING = SEVERITIES[:3]
 NOT_ASKED = "no failure input was run, nothing is known of its bias"
 SeverityName = Annotated[str, one_of(SEVERITIES)]
+_ALL = "--budget none"
 _LISTED = 8  # cases of a list that are named; the table has them all
 _WIDTH = 11
 _TIED, _OWN = "where O itself ties", "by its own rounding"  # whose doing a bias is
@@ -56,7 +57,7 @@ class Verdict(Data, frozen=True, omit_defaults=False):
     kernel: str  # its name
     backend: str  # with what was assumed of a device that was not there
     formats: tuple[str, ...]  # of q, k, v and O
-    ok: bool  # as the exit code: enough ran, and nothing fell; a bias that nobody has claimed away falls nothing
+    ok: bool  # as the exit code: the run ended, some of it ran, and nothing fell; a bias alone falls nothing
     complete: bool  # False: the run was interrupted
     inputs: Count  # failure inputs, on which rounding is known to fail, that were run
     biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
@@ -140,7 +141,6 @@ class _Kernel:
         ]
         self.untold = [cell for cell in self.fell if cell.outcome == records.INCONCLUSIVE]
         self.left_out = [cell for cell in cells if cell.skipped == records.NO_TIME]
-        self.enough = run.complete and not any(run.cases[cell.case].needed for cell in self.left_out)
         unfinished = [name for name in (*run.not_run, *run.running) if name.startswith(f"{backend}-{kernel}-")]
         self.left = len(unfinished) + len(self.left_out)
         # Of the inputs on which it is biased, those where O itself ties; None: not looked at.
@@ -153,7 +153,7 @@ class _Kernel:
         shares = [share for cell in self.predicted if (share := run.number(cell, "agreement")) is not None]
         self.agreed = sum(shares) / len(shares) if shares else None
         self.severity = self._severity()
-        self.ok = self.enough and self.severity != DID_NOT_RUN and not self.fell and not failures
+        self.ok = self.run.complete and self.severity != DID_NOT_RUN and not self.fell and not failures
         # The cell that the first line is about, if it fails: the one that is farthest off, the first of equals.
         failed = self.ran if self.severity == DID_NOT_RUN else self.wrong or self.untold
         self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_unmet(cell))), default=None)
@@ -248,8 +248,8 @@ class _Kernel:
         """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
         prefix = ""
         if self.left and done:
-            word, why = "" if self.enough else "INCOMPLETE, ", "in its budget" if self.run.complete else "done"
-            prefix = f"{word}{done} of {counted(done + self.left, 'cell')} {why}: "
+            why = "in its budget" if self.run.complete else "done"
+            prefix = f"INCOMPLETE, {done} of {counted(done + self.left, 'cell')} {why}: "
         if self.severity in FAILING or not (self.fell or self.failures):
             return prefix
         checks = dict.fromkeys(name for cell in self.fell for name in _unmet(cell))
@@ -297,7 +297,7 @@ class _Kernel:
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
-            Finding("left out", first_few(left_out, _LISTED), left_out),
+            Finding("left out", f"{first_few(left_out, _LISTED)}; {_ALL} runs all" if left_out else "", left_out),
         ]
         return tuple(finding for finding in found if finding.text)
 

@@ -60,5 +60,7 @@ INTERPRETER = _Interpreter(
     not_interpreting,
     partial(triton_kernels, interpreted=True),
     composed=False,
-    call_steps=60,
+    pace="interpreted",
+    slower=15.0,
+    budget=110.0,
 )

@@ -64,6 +64,8 @@ PTX = _Ptx(
     not_interpreting,
     partial(triton_kernels, interpreted=True),
     composed=False,
-    call_steps=60,
+    pace="executed",
+    slower=15.0,
+    budget=110.0,
     on_request=True,
 )

@@ -214,7 +214,6 @@ class CaseRecord(Data, frozen=True):
     family: str | None = None  # what varies between cases that belong together
     at: Number | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
-    needed: bool = False  # whether a verdict on a kernel of one's own says little without it
     group: str = ""  # what the cases that stand beside it are about; empty: not told
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings

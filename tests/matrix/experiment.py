@@ -32,7 +32,7 @@ def time_limit(cell: "Cell", given: float | None) -> float | None:
     """Seconds that a cell may take, given what --cell-timeout says; None: the suite's own kernels are known to end."""
     if given is not None or not cell.kernel.external:
         return given
-    return cell.experiment.time_limit * max(1.0, cell.backend.call_steps / Backend.call_steps)
+    return cell.experiment.time_limit * cell.backend.slower
 
 
 class Experiment(ABC):
@@ -73,6 +73,11 @@ class Experiment(ABC):
         """None, or why a cell can't run, in one line; by default running it tells."""
         return None
 
+    def refused(self, cell: "Cell") -> bool:
+        """Tell whether it is known before any call that the kernel takes no such input."""
+        del cell
+        return False
+
     @abstractmethod
     def run(self, cell: "Cell", bench: Workbench) -> Result:
         """Run one cell; whatever the kernel raises is raised."""
@@ -96,10 +101,6 @@ class Experiment(ABC):
     def group(self, fmt: Format) -> str | None:
         """What cells share that are best run on one worker, one after the other; None: nothing."""
         return None
-
-    def cost(self, backend: Backend) -> float:
-        """How long a cell takes, about, in steps of a training run with attention in one layer."""
-        return float(backend.call_steps)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tiebreak.reports.names import split
 from tiebreak.reports.records.record import Narrowing
 
 Values = Callable[[str], Any]  # what a command line gave an option, by its `dest`
+NO_BUDGET = "none"  # of --budget: all cells, however long they take
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ OPTIONS = {option.name: option for option in (
            form=(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]+)?", "a positive number of seconds")),
     Option("budget", "TIME",
            "time for the whole run, such as 60s or 5m: the cases that tell most come first, and what is left out is"
-           " named (docs/your-kernel.md)"),
+           f" named and fails nothing; {NO_BUDGET}: all (default: all, on a slow backend what two minutes of CPU time"
+           " do)"),
     Option("expected", "FILE",
            "TOML file of excused failures: [[expected]] with cells, check, reason and perhaps expires; one that no"
            " longer fails, or has expired, is an error (default: [tool.tiebreak] in pyproject.toml)"),
@@ -173,7 +175,7 @@ def refuse_wrong(value_of: Values) -> None:
     for option in given:
         if option.needs is not None and (needed := OPTIONS[option.needs]) not in given:
             raise UsageError(f"{option.flag} means nothing alone: it needs {needed.flag} {needed.metavar}")
-    if {"budget", "baseline"} <= {option.name for option in given}:
+    if value_of("baseline") and value_of("budget") not in (None, NO_BUDGET):
         raise UsageError("--budget leaves out other cells each time, and --baseline compares all: give one")
 
 
@@ -192,6 +194,12 @@ def stated(kept: Mapping[str, Any]) -> Values:
 def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
     """Whether a run has all cells that there are, or all of the kernels and backends that it was pointed at."""
     return not any(each.narrows and not (of_subject and each.name in _SUBJECT) for each in _given(value_of))
+
+
+def is_default(value_of: Values) -> bool:
+    """Tell whether it is a check of a user's kernel as it comes: no option says which cells are wanted, or all."""
+    said = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
+    return bool(value_of("kernel")) and not any(value_of(name) for name in said)
 
 
 def _given(value_of: Values) -> list[Option]:

@@ -21,12 +21,12 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.matrix.options import OPTIONS
+from tiebreak.matrix.options import NO_BUDGET, OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
 from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.watch import Watch
+from tiebreak.matrix.watch import Budget, Watch
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
@@ -35,7 +35,7 @@ from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.names import split
 from tiebreak.reports.records import store
 
-_WORKER_GIB = 2.0
+_WORKER_GIB, _WORKER_CPU = 2.0, 25.0  # a worker takes of memory, and is worth of seconds of a default budget
 _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
@@ -74,6 +74,15 @@ def _settings(config: pytest.Config) -> Settings:
     )
 
 
+def _budget(config: pytest.Config) -> Budget:
+    """The budget that is given."""
+    if (text := config.getoption("budget") or NO_BUDGET) == NO_BUDGET:
+        return Budget()
+    if (seconds := scheduling.seconds_of(text)) is None:
+        _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h, or {NO_BUDGET}")
+    return Budget.of(seconds)
+
+
 def _where(config: pytest.Config) -> tuple[str, ...]:
     """How pytest finds the cells: by their folder in a clone, whose pyproject.toml loads this plug-in; else by name.
 
@@ -110,13 +119,13 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_wrong(config.getoption)
-        text = config.getoption("budget")
-        if text is not None and scheduling.seconds_of(text) is None:
-            _refuse(f"--budget {text}: expected a time of a second or more, such as 60s, 1.5m or 1h")
-        settings = _settings(config)
-        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, text and scheduling.seconds_of(text))
+        settings, budget = _settings(config), _budget(config)
         config.stash[BENCH] = Workbench(settings)
         chosen, unavailable = cells(_selection(config))
+        if options.is_default(config.getoption):
+            processes = worker_input.get("workercount", max(1, len(config.getoption("tx", ()))))
+            budget = Budget.by_default(chosen, processes)
+        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, budget)
         if on_controller:
             check_usable(chosen)
         for backend in backends_of(chosen):
@@ -182,6 +191,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     except UsageError:  # which pytest_configure tells
         return None
     limits = [backend.worker_limit() for backend in chosen if backend.unavailable() is None]
+    if options.is_default(config.getoption):  # the start of a worker costs of the time that cells have
+        limits += [int(backend.budget // _WORKER_CPU) for backend in chosen if backend.budget]
     return min([worker_count(_WORKER_GIB), *(limit for limit in limits if limit is not None)])
 
 
@@ -202,7 +213,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Keep the cells of one case on one worker, unless --dist asks for another way than the default."""
     if config.getoption("dist") != "load":
         return None
-    by_rank = scheduling.rank if config.getoption("budget") is not None else None
+    by_rank = scheduling.rank if config.stash[WATCH].budget != Budget() else None
     collector = config.pluginmanager.get_plugin("tiebreak-collector")
     assert isinstance(collector, RecordCollector)
     return CaseScheduling(config, log, config.stash[_cells], by_rank, collector.another_try)
@@ -218,7 +229,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With a budget, put the cells that tell most first."""
-    if config.getoption("budget") is not None:
+    if config.stash[WATCH].budget != Budget():
         named = config.stash[_cells]
         ranks = {item: scheduling.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
         items.sort(key=lambda item: ranks.get(item, (-1, 0.0)))

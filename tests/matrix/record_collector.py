@@ -26,12 +26,11 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
-from tiebreak.matrix.scheduling import NEEDED, CaseScheduling, cell_id
+from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.names import first_few
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import decode
@@ -253,10 +252,6 @@ class RecordCollector:
             self.failure = str(error)
             session.exitstatus = USAGE
             return
-        left_out = [record.case for record in self.records.values() if record.skipped == records.NO_TIME]
-        if lacking := [case for case in dict.fromkeys(left_out) if case in NEEDED]:
-            advice = "raise --budget, or name fewer with --cases"
-            self.fallen.append(f"fell: too little was run for a verdict, without {first_few(lacking, 8)}; {advice}")
         if session.exitstatus == pytest.ExitCode.OK:
             # What a record says and the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
@@ -344,7 +339,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
         checks={name: convert(check, records.CheckRecord, from_attributes=True) for name, check in asked.items()},
-        cases={name: replace(each.described(), needed=name in NEEDED) for name, each in cases.items()},
+        cases={name: each.described() for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
         explanations=explanations,
         plans=plans(filter(None, declared), explanations),

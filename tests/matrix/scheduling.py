@@ -1,21 +1,32 @@
-"""Which worker runs which cell, and when; with a time for the whole run, the cells that tell most come first."""
+"""Which worker runs which cell, when, and for how long; with a budget, the cells that tell most come first."""
 
+import csv
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tiebreak.cases.case import JOINED
 from tiebreak.matrix.experiment import Cell
+from tiebreak.reports.records.order import grouped
 
 _QUEUED = 2  # tests that a worker has before it, at least
-#: Cases, the one that tells most in a second first: docs/power.md says what that rests on.
-_CASES = Path(__file__).with_name("order.txt").read_text(encoding="utf-8")
-ORDER = {name: place for place, name in enumerate(_CASES.split())}
-#: Those without which a verdict on a kernel says little: above the file's empty line.
-NEEDED = frozenset(_CASES.partition("\n\n")[0].split())
+#: By case: CPU seconds of its cell on backends of each pace; empty: not measured. The case that tells most in a second
+#: comes first: docs/power.md says what that rests on, and how the seconds were measured.
+TABLE = Path(__file__).with_name("order.csv")
+_ROWS = csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines())
+_COSTS = {row.pop("case"): {pace: float(seconds) for pace, seconds in row.items() if seconds} for row in _ROWS}
+ORDER = {name: place for place, name in enumerate(_COSTS)}
+_NATIVE = "native"  # the pace that every case of the table was measured at
+_USUAL = median(row[_NATIVE] for row in _COSTS.values())  # seconds of a case that the table lacks
+_LISTED = 0.8  # of the default budget, for the list of cells: other kernels and machines are slower
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -62,7 +73,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         if self.rank is not None:
             return min(map(self.rank, cells), default=())
         early = any(cell.kernel.external and "backward" in cell.experiment.tags for cell in cells)
-        return not early, -sum(cell.experiment.cost(cell.backend) for cell in cells)
+        return not early, -sum(map(cost, cells))
 
     def _assign_work_unit(self, node: Any) -> None:
         """Give a worker the next group; before the very first, put the queue that xdist has filled in order."""
@@ -120,6 +131,53 @@ def seconds_of(text: str) -> float | None:
     return seconds if seconds >= 1 else None
 
 
+def cost(cell: Cell) -> float:
+    """Return the CPU seconds that a cell takes, about; of a case that was not measured, as others do on its backend."""
+    name, pace = cell.experiment.name, cell.backend.pace
+    row = _COSTS.get(name) or _COSTS.get(name.partition(JOINED)[0]) or {_NATIVE: _USUAL}
+    return row[pace] if pace in row else row[_NATIVE] * _slower(pace)
+
+
+@cache
+def _slower(pace: str) -> float:
+    """Return how many times as long as at the native pace a cell usually takes."""
+    return median(row[pace] / row[_NATIVE] for row in _COSTS.values() if pace in row)
+
+
 def rank(cell: Cell) -> tuple[int, float]:
-    """Where a budget has a cell: the least first; behind those of the order the cheapest."""
-    return ORDER.get(cell.experiment.name, len(ORDER)), cell.experiment.cost(cell.backend)
+    """Return where a budget has a cell, the least first: behind those of the order the cheapest."""
+    return ORDER.get(cell.experiment.name, len(ORDER)), cost(cell)
+
+
+def expected(cell: Cell) -> float:
+    """Return the CPU seconds that a cell takes, about; none where it is known that the kernel takes no such input."""
+    return 0.0 if cell.experiment.refused(cell) else cost(cell)
+
+
+def beyond(cells: Iterable[Cell]) -> frozenset[str]:
+    """Return the ids of cells that a check leaves out by default: those that tell least, where there is a budget."""
+    left_out = set[str]()
+    slow = (cell for cell in cells if cell.backend.budget is not None)
+    for own in grouped(slow, lambda cell: (cell.backend.name, cell.kernel.name)).values():
+        left = _LISTED * (own[0].backend.budget or math.inf)
+        for cell in sorted(own, key=rank):
+            if (seconds := expected(cell)) > left:
+                left_out.add(cell.id)
+            else:
+                left -= seconds
+    return frozenset(left_out)
+
+
+@dataclass
+class Pace:
+    """How long the cells of a run take beside what is known of them; until some have shown it, as long."""
+
+    took: float = 1.0  # seconds, by all cells together
+    known: float = 1.0  # that they were known to take
+
+    def add(self, known: float, took: float) -> None:
+        self.known, self.took = self.known + known, self.took + took
+
+    def of(self, known: float) -> float:
+        """Return the seconds that a cell takes, about, that is known to take so many."""
+        return known * self.took / self.known

@@ -6,7 +6,8 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.plugin import ACCOUNT, BENCH, EXCUSES, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
 from tiebreak.matrix.run import ended_record, run_cell, skipped_record
-from tiebreak.matrix.watch import BudgetSpentError
+from tiebreak.matrix.scheduling import cost
+from tiebreak.matrix.watch import BudgetSpentError, cpu
 from tiebreak.reports.records.decode import encode
 from tiebreak.reports.records.record import CRASHED, IN_TIME, NO_TIME, SKIPPED
 from tiebreak.reports.terminal import runnable
@@ -17,9 +18,12 @@ def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     watch, bench = stash[WATCH], stash[BENCH]
     given_up = watch.given_up(cell)
     if given_up is None:
+        began = cpu()
         try:
             with watch.over(cell):
                 record = run_cell(cell, bench)
+            if record.skipped is None:
+                watch.pace.add(cost(cell), cpu() - began)
         except BudgetSpentError:
             record = skipped_record(cell, bench.settings, NO_TIME)
     else:

@@ -10,9 +10,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from tiebreak.kernels.external.isolation import CLOCK
 from tiebreak.kernels.external.loading import is_users
 from tiebreak.matrix.experiment import Cell, time_limit
+from tiebreak.matrix.scheduling import Pace, beyond, cost, expected
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
 _LATE = "late.json"  # beside the words of the workers
@@ -30,9 +31,12 @@ _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
 _WALL = 10  # times the limit of CPU time: what sleeps, or waits for ever, ends then
 _CALLS = str(Path("external", "call.py"))  # the module that calls a user's function
 _SHARE = 0.9  # of a budget, for cells; the rest is for the start, and for what the records come to
+# What ends a cell: by the clock, and by the CPU time of its process.
+_ALARMS = (signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _STUCK = 5.0  # seconds after which a cell that does not end with the budget hangs
 
 now = time.monotonic  # one clock for all processes of a machine
+cpu = time.process_time
 
 
 class BudgetSpentError(BaseException):
@@ -44,21 +48,78 @@ def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """How much time there is for a run."""
+
+    deadline: float = math.inf  # on the clock
+    cpu: float = math.inf  # on that of this process's CPU time
+    left_out: frozenset[str] = frozenset()  # ids of cells that are left out whatever time there is
+
+    @classmethod
+    def of(cls, seconds: float) -> "Budget":
+        """Return what is left of so much time for the whole run, which begins."""
+        return cls(now() + _SHARE * seconds)
+
+    @classmethod
+    def by_default(cls, chosen: Collection[Cell], processes: int) -> "Budget":
+        """Return the budget of checks that take as many seconds of CPU time as their backends say."""
+        pairs = {(cell.backend.name, cell.kernel.name): cell.backend.budget or math.inf for cell in chosen}
+        return cls(cpu=cpu() + _SHARE * sum(pairs.values()) / processes, left_out=beyond(chosen))
+
+    @property
+    def left(self) -> tuple[float, float]:
+        """The seconds that are left, by the clock and of CPU time."""
+        return self.deadline - now(), self.cpu - cpu()
+
+
+@dataclass
+class Progress:
+    """How far a run is, and how long it takes to its end: as the table says, at the pace that cells have shown."""
+
+    cells: Collection[Cell]
+    budget: Budget
+    processes: int
+    pace: Pace = field(default_factory=Pace)
+    begun: dict[str, float] = field(default_factory=dict)  # when
+
+    def __post_init__(self) -> None:
+        self.left = {each.id: expected(each) for each in self.cells if each.id not in self.budget.left_out}
+        self.all = len(self.left)
+
+    def end(self, name: str, seconds: float | None) -> None:
+        """Count a cell, and the seconds that it took; None: it did not run."""
+        known = self.left.pop(name)
+        if seconds is not None:
+            self.pace.add(known, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """About how long the rest takes."""
+        moment = now()
+        took = {name: moment - begun for name, begun in self.begun.items()}
+        left = [max(self.pace.of(known) - took.get(name, 0.0), 0.0) for name, known in self.left.items()]
+        return min(max(sum(left) / self.processes, max(left, default=0.0)), self.budget.deadline - moment)
+
+    def __str__(self) -> str:
+        return f"{self.all - len(self.left)} of {self.all} cells, about {max(self.seconds, 0.0):.0f} s to go"
+
+
+@dataclass(frozen=True)
 class Watch:
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
-    deadline: float | None = None  # of the whole run, on the clock of `now`; None: it takes as long as it takes
+    budget: Budget = Budget()
+    pace: Pace = field(default_factory=Pace)  # of this process
 
     @classmethod
-    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: float | None = None) -> "Watch":
-        """The watch of a worker with this input, or of the only process, with none; a budget of seconds begins then."""
-        begun = None if budget is None else now() + _SHARE * budget
-        file = worker_input.get(_FILE)
-        return cls(None if file is None else Path(file), seconds, worker_input.get(_DEADLINE, begun))
+    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watch":
+        """The watch of a worker with this input, or of the only process, with none."""
+        file, deadline = worker_input.get(_FILE), worker_input.get(_DEADLINE, budget.deadline)
+        return cls(None if file is None else Path(file), seconds, replace(budget, deadline=deadline))
 
     def worker_input(self, file: Path) -> dict[str, Any]:
         """A worker's input, which its watch is made from."""
-        return {_FILE: str(file), _DEADLINE: self.deadline}
+        return {_FILE: str(file), _DEADLINE: self.budget.deadline}
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
@@ -67,25 +128,26 @@ class Watch:
         By a signal, and a thread in C: a kernel may hold Python's lock for ever.
 
         Raises:
-            BudgetSpentError: it is not begun, or is ended, since the budget is spent.
+            BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.
         """
-        left = math.inf if self.deadline is None else self.deadline - now()
-        if left <= 0:
+        left = self.budget.left
+        if cell.id in self.budget.left_out or self.pace.of(cost(cell)) > min(left):
             raise BudgetSpentError
         limit = time_limit(cell, self.seconds)
-        wall = min(math.inf if limit is None else _WALL * limit, left + _STUCK)
+        wall = min(math.inf if limit is None else _WALL * limit, left[0] + _STUCK)
         with ExitStack() as ends:
-            if left < math.inf and threading.current_thread() is threading.main_thread():
-                ends.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, _end_the_cell))
-                ends.callback(signal.setitimer, signal.ITIMER_REAL, 0)
-                signal.setitimer(signal.ITIMER_REAL, left)
+            for (timer, word), seconds in zip(_ALARMS, left, strict=True):
+                if seconds < math.inf and threading.current_thread() is threading.main_thread():
+                    ends.callback(signal.signal, word, signal.signal(word, _end_the_cell))
+                    ends.callback(signal.setitimer, timer, 0)
+                    signal.setitimer(timer, seconds)
             if self.file is not None and wall < math.inf:
-                word = ends.enter_context(self.file.open("w"))
-                print(limit, file=word, flush=True)
-                faulthandler.dump_traceback_later(wall, exit=True, file=word)
+                file = ends.enter_context(self.file.open("w"))
+                print(limit, file=file, flush=True)
+                faulthandler.dump_traceback_later(wall, exit=True, file=file)
                 ends.callback(faulthandler.cancel_dump_traceback_later)
                 if limit is not None:
-                    ends.enter_context(CLOCK.limited(limit, word))
+                    ends.enter_context(CLOCK.limited(limit, file))
             yield
 
     def given_up(self, cell: Cell) -> str | None:

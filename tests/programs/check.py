@@ -6,7 +6,6 @@ import io
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -16,8 +15,10 @@ from tiebreak.kernels.external.adapters import ADAPTERS
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.options import FORWARDED, refuse_twice
+from tiebreak.matrix.plugin import WATCH
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
+from tiebreak.matrix.watch import Progress, now
 from tiebreak.programs.configurations import Configurations, Looks, looked_at
 from tiebreak.programs.levels import CELLS
 from tiebreak.reports import terminal
@@ -150,11 +151,11 @@ class _Follower:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.began, self.told_at = time.monotonic(), 0.0
+        self.told_at = 0.0
         self.interrupted = False
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
-        self.ended: set[str] = set()
+        self.progress: Progress | None = None
         self.configurations: Configurations | None = None
 
     @property
@@ -184,6 +185,9 @@ class _Follower:
         """Get hold of what keeps the records, and of what judges them as a whole."""
         plugins = session.config.pluginmanager
         self.collector, self.gate = plugins.get_plugin("tiebreak-collector"), plugins.get_plugin("tiebreak-gatekeeper")
+        if self.collector is not None:
+            processes = len(session.config.getoption("tx", ())) or 1
+            self.progress = Progress(self.collector.expected.values(), session.config.stash[WATCH].budget, processes)
         for line in self.collector.warnings() if self.collector is not None else ():
             print(f"tiebreak check: {line}", file=self.stream)
         self.tell("starting")
@@ -192,20 +196,26 @@ class _Follower:
         """Ctrl-C; what ends a run before its work comes this way too."""
         self.interrupted = excinfo.errisinstance(KeyboardInterrupt)
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note when a cell begins."""
+        if self.progress is not None:
+            self.progress.begun[cell_id(nodeid)] = now()
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a cell."""
-        if self.collector is None or cell_id(report.nodeid) not in self.collector.expected:
+        """Count a cell, and how long it took."""
+        name = cell_id(report.nodeid)
+        if self.collector is None or self.progress is None or name not in self.progress.left:
             return
         if report.when == "teardown" or report.failed:
-            self.ended.add(report.nodeid)
-        if time.monotonic() > self.told_at + _TELL_EVERY:
-            done, cells = len(self.ended), len(self.collector.expected)
-            left = (time.monotonic() - self.began) * (cells - done) / max(done, 1)
-            self.tell(f"{done} of {cells} cells" + (f", about {left:.0f} s to go" if done > 3 else ""))
+            record = self.collector.records.get(name)
+            ran = record is not None and record.skipped is None
+            self.progress.end(name, self.collector.seconds[name] if ran else None)
+        if now() > self.told_at + _TELL_EVERY:
+            self.tell(str(self.progress))
 
     def tell(self, text: str) -> None:
         """Write on a terminal, in the place of what was written before."""
-        self.told_at = time.monotonic()
+        self.told_at = now()
         if self.stream.isatty():
             self.stream.write(f"\r{text:60}\r")
             self.stream.flush()

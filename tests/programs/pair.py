@@ -90,7 +90,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=asked.card))}
     if len(names) > len(plans) or not found.keys() >= set(names):
         raise UsageError(f"--backend {asked.backend}: expected one name for both, or one each")
-    slow = any(each.call_steps > Backend.call_steps for each in found.values())
+    slow = any(each.slower > 1 for each in found.values())
     cases, own = _cases(asked.cases, slow), None if asked.model in (None, _GPT2, _NONE) else own_model(asked.model)
     formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=own, told=tell)

@@ -9,6 +9,7 @@ import torch
 
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
+from tiebreak.matrix.options import NO_BUDGET
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.programs.profiles import PROFILES, profile
@@ -122,7 +123,8 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
     for name in ("kernel", "declare", "plan"):
         given = dict.fromkeys(value for run in runs for value in str(run.options.get(name) or "").split())
         words += [word for value in given for word in (f"--{name}", value)]
-    words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--save", "run"]
+    words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--budget", NO_BUDGET]
+    words += ["--save", "run"]
     return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
 
 

@@ -352,7 +352,7 @@ def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest
 
 
 def test_what_takes_minutes_is_left_out_in_words_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(CPU, call_steps=100)
+    slow = replace(CPU, slower=15.0)
     monkeypatch.setattr(program, "matching_backends", lambda selection: [slow])
     monkeypatch.setattr(program, "CASES", ("no_tail", "invariance[decode]"))
     monkeypatch.setattr(program, "through_model", lambda *sides, **options: _model(1.0))

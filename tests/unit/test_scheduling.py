@@ -12,6 +12,7 @@ from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.roster import composed_kernel
+from tiebreak.matrix import scheduling
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.training import TrainingRun
@@ -31,6 +32,10 @@ TESTS = {
     "test_cell[emulation-{}-train_runaway-bf16]": 1,
     "test_cell[emulation-{}-train_large_logits-bf16]": 1,
 }
+
+
+SECONDS = {"train_lm": 30, "train_runaway": 25, "random": 1, "random_odd": 15, "train_drift": 12,
+           "train_large_logits": 5, "no_tail": 1}  # fmt: skip
 
 
 class Worker:
@@ -78,8 +83,9 @@ def cases(tests: list[str]) -> list[str]:
     return list(dict.fromkeys(test.split("-")[2] if "-" in test else test for test in tests))
 
 
-def test_the_longest_groups_come_first(pytester: pytest.Pytester) -> None:
-    """By what their cells take, in the interpreter as much as 15 others, not by how many they are."""
+def test_the_longest_groups_come_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what their cells take together, not by how many they are."""
+    monkeypatch.setattr(scheduling, "cost", lambda cell: SECONDS[cell.experiment.name])
     tests = [f"a.py::{test.format(f'k{i}')}" for test, count in TESTS.items() for i in range(count)]
     ordered = order(pytester, tests)
     assert sorted(ordered) == sorted(tests)
@@ -90,7 +96,7 @@ def test_the_longest_groups_come_first(pytester: pytest.Pytester) -> None:
 def test_a_users_kernel_shows_whether_it_ends_before_its_long_cells(pytester: pytest.Pytester) -> None:
     names = ("no_tail", "train_drift", "tied_maxima[k=2]", "random")
     tests = [f"a.py::test_cell[cpu-mine-{name}-bf16]" for name in names]
-    assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "no_tail", "train_drift"]
+    assert cases(order(pytester, tests)) == ["tied_maxima[k=2]", "random", "train_drift", "no_tail"]
 
 
 def test_what_is_run_again_is_run_alone_and_last(pytester: pytest.Pytester) -> None:

@@ -145,6 +145,10 @@ class Call(Experiment):
             cell.backend, cell.kernel, inputs
         )
 
+    def refused(self, cell: Cell) -> bool:
+        case = self.case
+        return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
+
     def run(self, cell: Cell, bench: Workbench) -> Result:
         case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
         known = bench.known(cell.backend, kernel, cell.fmt)

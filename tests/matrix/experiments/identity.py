@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiebreak.backends.backend import Backend
 from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.kernel import CannotRunError, Kernel
@@ -31,10 +30,6 @@ class Identification(Experiment):
 
     def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
         return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, asked)
-
-    def cost(self, backend: Backend) -> float:
-        """Two dozen calls, and a search through a thousand plans."""
-        return 20.0 + 2.0 * backend.call_steps
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:

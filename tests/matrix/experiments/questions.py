@@ -4,7 +4,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiebreak.backends.backend import Backend
 from tiebreak.cases.verdicts import LOOKS
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
@@ -22,7 +21,6 @@ from tiebreak.reports.records import record as records
 class _Asked(Experiment):
     question: Question
     heading: ClassVar[str]  # of their group, in words
-    calls: ClassVar[float]  # what its calls cost, as a share of those of a call's cell
 
     @property
     def name(self) -> str:
@@ -34,9 +32,6 @@ class _Asked(Experiment):
 
     def described(self) -> records.CaseRecord:
         return records.CaseRecord(self.question.about, self.question.source, group=self.heading)
-
-    def cost(self, backend: Backend) -> float:
-        return self.calls * backend.call_steps
 
     @abstractmethod
     def comparing(self, session: Session) -> WithinError | WithoutBias:
@@ -56,7 +51,7 @@ class _Asked(Experiment):
 
 
 class _Usage(_Asked):
-    kind, heading, calls = comparison.USAGE, usage.GROUP, 0.25
+    kind, heading = comparison.USAGE, usage.GROUP
     tags = frozenset({comparison.USAGE})
 
     def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
@@ -69,7 +64,7 @@ class _Usage(_Asked):
 
 
 class _Invariance(_Asked):
-    kind, heading, calls = comparison.INVARIANCE, invariance.GROUP, 2.0
+    kind, heading = comparison.INVARIANCE, invariance.GROUP
 
     def comparing(self, session: Session) -> WithoutBias:
         """A kernel perhaps declares that this change alters no bit."""

@@ -79,11 +79,6 @@ class TrainingRun(Experiment):
         """None where S is in a format that no device has."""
         return None if self.snippet.amplified else "training runs"
 
-    def cost(self, backend: Backend) -> float:
-        """A layer that writes nothing is free, and without emulation it is 16 times as fast."""
-        layers = 1 if self.snippet.silent_before else 2
-        return self.snippet.steps * layers * (1.0 if backend.predicts else 1 / 16)
-
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """Its roster, or what of it is named; any kernel where the snippet is named too."""
         if asked.fmt != BF16:
