@@ -632,8 +632,6 @@ LEAVES = 4  # of an example
 #: Paths of leaves that may be edited, and why that does not matter, or nobody can tell.
 FREE = {
     **{pattern: why for pattern, why in mutations.FREE.items() if pattern != "explanations*"},
-    "narrowing[[]*.given*": "words",
-    "narrowing[[][0-9]].names[[]*": "a name that no record has",
     "platform.*": "which machine it was, who hands the records in says; the summary shows it",
     "records[[]10]": "a training run, for which this profile does not ask",
     "records*.why": "words",
@@ -645,6 +643,7 @@ FREE = {
 UNKNOWN = {
     "records*.measures.*": "a number that fits its verdict and its answers",
     "records*.digest": "bits",
+    "records*.shown.*": "of a kernel that is called in other ways: how a number is written that is no bias of O",
     "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
 }
 #: Answers of a user's kernel of which no number is recorded, or not all that they rest on.
@@ -729,6 +728,8 @@ def allowed(plain: Mapping[str, Any], path: Sequence[str | int], value: Any) -> 
     if path[0] != "records" or not any(fnmatchcase(name, pattern) for pattern in UNKNOWN):
         return False
     record = plain["records"][path[1]]
+    if path[2] == "shown":
+        return bool(record["experiment"] == "usage")
     if path[2] == "answers" and record["kernel"] != "mine":
         return False
     bits = record["measures"].get("equal_bits") == 1.0 and record["kernel"] != "mine"
