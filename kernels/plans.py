@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8, Format, Formats, Rounding, hashed_once
@@ -36,7 +36,7 @@ class Cast:
     every: int = 0  # of a product's: after how many terms its sum is rounded, and the next ones' added; 0: after all
     steps: Steps = Steps.EVERY  # of a running sum's
 
-    @property
+    @cached_property
     def narrows(self) -> bool:
         """Whether the cast drops bits of fp32."""
         return self.fmt != FP32

@@ -14,11 +14,11 @@ _AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
 
 
 def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
-    if a.dim() < 3 or a.shape[:-2] != b.shape[:-2] or a.device.type != "cpu":
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    at_once, heads = max(1, _AT_ONCE // max(1, m * k, k * n, m * n)), a.shape[:-2].numel()
+    if heads <= at_once or a.shape[:-2] != b.shape[:-2] or a.device.type != "cpu":
         return (a.double() @ b.double()).float()
     # A few heads at a time: what is in fp64 stays in a core's cache.
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    at_once = max(1, _AT_ONCE // max(1, m * k, k * n, m * n))
     pieces = zip(*(torch.split(tensor.flatten(0, -3), at_once) for tensor in (a, b)), strict=True)
     product = torch.cat([(ours.double() @ theirs.double()).float() for ours, theirs in pieces])
     return product.reshape(*a.shape[:-2], m, n)

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.accumulators import MATMULS, row_total
 from tiebreak.backends.emulation.rounding import fma, round_to
-from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.operands import LOG2_E
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
@@ -21,7 +20,7 @@ class EmulatedArithmetic:
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """`x` rounded by `round_to`; fp32 to fp32 is the identity."""
-        if cast.fmt == FP32:
+        if not cast.narrows:
             return x
         if cast.saturates:
             x = x.clamp(-cast.fmt.largest, cast.fmt.largest)

@@ -33,7 +33,7 @@ def source(name: str, **changes: Cast) -> Compilation:
     signature = dict(compilation.signature)
     if "o" in changes:
         signature["O"] = {"bf16": "*bf16", "fp32": "*fp32"}[changes["o"].fmt.name]
-    return replace(compilation, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(64, 32))})
+    return replace(compilation, signature=signature, constexprs={"C": replace(config, plan=plan, block=Block(32, 16))})
 
 
 def audit(target: str, compilation: Compilation) -> Audit:

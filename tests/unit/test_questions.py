@@ -319,7 +319,7 @@ def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
         cells(Selection(backends="emulation,cpu", experiments=USAGE.name))
     named, _ = cells(Selection(backends="emulation,cpu", cases=",".join(NAMES)))
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
-    outcomes = {cell.id: run_cell(cell, Workbench(Settings())).outcome for cell in named}
+    outcomes = {cell.id: run_cell(cell, Workbench(Settings(heads=16))).outcome for cell in named}
     assert {name for name, outcome in outcomes.items() if outcome != records.MEASURED} == {
         f"cpu-{kernel.name}-{name}-bf16" for kernel in CPU.vendor_kernels() for name in ("log_sum_exp", "defaults")
     }

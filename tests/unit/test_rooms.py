@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +101,10 @@ def _room(name: str) -> str:
     return name.split(".")[1]
 
 
-GRAPH = graph(modules())
+@cache
+def drawn() -> dict[str, set[str]]:
+    """The graph of the sources: not as this file is imported, for every worker collects every test."""
+    return graph(modules())
 
 
 def test_the_table_names_every_room_where_it_is_installed_from() -> None:
@@ -118,12 +122,12 @@ def test_the_table_names_every_room_where_it_is_installed_from() -> None:
 
 
 def test_every_import_goes_along_an_arrow() -> None:
-    assert sum(map(len, GRAPH.values())) > 300, "the graph was not drawn"
-    assert broken_arrows(GRAPH) == []
+    assert sum(map(len, drawn().values())) > 300, "the graph was not drawn"
+    assert broken_arrows(drawn()) == []
 
 
 def test_no_modules_import_one_another() -> None:
-    assert circle(GRAPH) == []
+    assert circle(drawn()) == []
 
 
 @pytest.mark.parametrize(
