@@ -90,6 +90,7 @@ class Observed:
     #: Of each run, by dq, dk and dv; of the first run on as many heads as it takes to tell whether they err too much.
     backward_heads: Sequence[Mapping[str, HeadErrors]] = ()
     more_gradients: Sequence[MoreGradients] = ()  # of batches after the first, as many as it takes
+    predicted_gradients: MoreGradients | None = None  # of the first batch, emulated as a kernel of the suite declares
     worst_gradient: float | None = None  # see `tiebreak.cases.measures.accuracy`
 
     @cached_property

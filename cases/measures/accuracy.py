@@ -116,18 +116,26 @@ def _gain(at: int, observed: Observed) -> Value:
     if not observed.backward_heads:
         groups = 1 if at else batch.inputs.groups  # K and V have key heads alone; heads that share one are one sample
         first = errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1)
-        return _mean(torch.cat([first, *(more.gains[at] for more in observed.more_gradients)]))
-    heads = observed.backward_heads[0][GRADIENTS[at]]
+        plain = torch.cat([first, *(more.gains[at] for more in observed.more_gradients)])
+        predicted = observed.predicted_gradients
+        beside = None if predicted is None else first - predicted.gains[at]
+    else:
+        heads = observed.backward_heads[0][GRADIENTS[at]]
+        plain, beside = heads.gain, heads.gain - heads.their_gain
     # Where it is the kernel's own, what is left beside the known pass is next to nothing.
-    means = [mean for samples in (heads.gain, heads.gain - heads.their_gain) if (mean := _mean(samples)) is not None]
+    means = [mean for samples in (plain, beside) if samples is not None and (mean := _mean(samples)) is not None]
     return min(means, key=lambda mean: mean.half_width, default=None)
 
 
-def _gain_noise(name: str, observed: Observed) -> Value:
-    if not observed.backward_heads:
-        return None
+def _gain_noise(at: int, observed: Observed) -> Value:
     inputs = observed.batches[0].inputs
-    noise = _mean(observed.backward_heads[0][name].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]])
+    if observed.backward_heads:
+        gains = observed.backward_heads[0][GRADIENTS[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]
+    elif observed.predicted_gradients is not None and observed.normal:
+        gains = observed.predicted_gradients.gains[at]
+    else:
+        return None
+    noise = _mean(gains)
     return None if noise is None else noise.half_width * math.sqrt(inputs.q.shape[0] * inputs.q.shape[1] / _USUAL_HEADS)
 
 
@@ -176,8 +184,8 @@ MEASURES = (
         CallMeasure(
             f"{name}_gain_noise",
             f"half the width of the interval that {_USUAL_HEADS} heads of the known backward pass give the same number",
-            of=partial(_gain_noise, name),
+            of=partial(_gain_noise, at),
         )
-        for name in GRADIENTS
+        for at, name in enumerate(GRADIENTS)
     ),
 )

@@ -242,6 +242,10 @@ def _with_gradients(
         backward = backward_held_to(first.gradients, first.o, held_to.declaration, whole, known)
         heads = [backward.errors(run, first.o, whole) for run in runs]
         worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
+    elif sample.prediction is not None:
+        emulated = bench.emulated(0, sample.declaration)[0].gradients
+        predicted = None if emulated is None else MoreGradients.of(emulated, bench.batch(0))
+        observed = replace(observed, predicted_gradients=predicted)
     observed, more = replace(observed, backward_heads=heads, worst_gradient=worst), list[MoreGradients]()
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, observed):
