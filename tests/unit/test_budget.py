@@ -23,7 +23,7 @@ MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
 
 KERNEL = """
-def mine(q, k, v, *, scale=None):
+def mine(q, k, v, *, scale):
     return (q.float() @ k.float().mT * scale).softmax(-1).matmul(v.float()).to(q.dtype)
 """
 
