@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from tiebreak.kernels.external.isolation import CLOCK
 from tiebreak.kernels.external.loading import is_users
 from tiebreak.matrix.experiment import Cell, time_limit
-from tiebreak.matrix.scheduling import Pace, beyond, cost, expected
+from tiebreak.matrix.scheduling import Pace, beyond, expected
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
 _LATE = "late.json"  # beside the words of the workers
@@ -131,7 +131,7 @@ class Watch:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.
         """
         left = self.budget.left
-        if cell.id in self.budget.left_out or self.pace.of(cost(cell)) > min(left):
+        if cell.id in self.budget.left_out or (min(left) < math.inf and self.pace.of(expected(cell)) > min(left)):
             raise BudgetSpentError
         limit = time_limit(cell, self.seconds)
         wall = min(math.inf if limit is None else _WALL * limit, left[0] + _STUCK)
