@@ -27,7 +27,8 @@ or within what 256 heads of the looser pass leave open (`*_gain_noise`), whichev
 Where some heads alone are wrong, means over heads tell little: their interval is as wide as heads are apart. So no
 head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
 derives it. In a gradient the errors of one pass in one head are a single draw: with a gradient through the maximum one
-number of a row decides, and may be near 0. There the known pass that errs most in that head counts. Beside one pass
+number of a row decides, and may be near 0. There the known pass that errs most in that head counts, and dQ and dK of a
+kernel that follows none may err `WAYS` times as much, as one sound pass may beside another. Beside one pass
 autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 2.4 (tests/defects/loops.py).
 
 A cell falls where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
@@ -50,6 +51,7 @@ from tiebreak.cases.verdicts import Interval, quantile
 
 LIMIT = 1.1  # ratio of mean squared errors
 WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
+WAYS = 4.0  # larger than another's the mean squared error of one sound backward pass may be, beside `WORSE`
 GAIN = 1e-3  # gain error of dQ, dK and dV, and relative error of delta
 _FALSE_ALARMS = 1e-4  # a run, at most
 _USUAL_HEADS = 256

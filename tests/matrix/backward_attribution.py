@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.measures import HeadErrors
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WORSE
+from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WAYS, WORSE
 from tiebreak.cases.slips import gradient_slips
 from tiebreak.cases.verdicts import interval
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
@@ -63,7 +63,7 @@ class BackwardHeldTo:
         What one pass errs by in one head is a single draw, and may be near 0. So a head in which the kernel errs
         `WORSE` times as much is held against all passes that compute delta alike.
         """
-        ratios = torch.stack([each.square / each.their_square for each in errors.values()])
+        ratios = torch.stack([each.square / each.their_square / self._ways(name) for name, each in errors.items()])
         ratios = ratios.nan_to_num(nan=0.0, posinf=0.0).amax(0)  # NaN and Inf are told elsewhere
         found = 0.0
         for head in ratios.argsort(descending=True).tolist():
@@ -84,7 +84,12 @@ class BackwardHeldTo:
         ours, exact = emulation.parts(alone), emulation.exact(self.like)
         tried = [_errors(ours, emulation.after(each), exact, groups) for each in self.alike]
         largest = {name: max(errors[name].their_square.item() for errors in tried) for name in _NAMES}
-        return max(tried[0][name].square.item() / largest[name] for name in _NAMES if largest[name])
+        squares = {name: tried[0][name].square.item() / self._ways(name) for name in _NAMES}
+        return max(squares[name] / largest[name] for name in _NAMES if largest[name])
+
+    def _ways(self, name: str) -> float:
+        """Return how much more another sound pass may err: where none is followed, but in dV, which has no delta."""
+        return WAYS if self.name == _LOOSEST and name != "dv" else 1.0
 
 
 def backward_held_to(

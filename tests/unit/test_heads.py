@@ -76,4 +76,4 @@ def test_a_sound_loop_whose_largest_head_is_far_out_passes(kernel: str, case: st
     """One known pass errs a fourth to an eleventh as much in one head; the others, as sound, do not."""
     record = judged(external_kernel(f"{LOOPS}:{kernel}"), case, 256, seed)
     assert record.passes, record.reasons
-    assert 1.0 < (record.number("worst_gradient") or 0.0) <= 4.0
+    assert 0.5 < (record.number("worst_gradient") or 0.0) <= 4.0

@@ -13,6 +13,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION, Backend, to_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
+from tiebreak.cases.measures.accuracy import WAYS
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
@@ -24,7 +25,6 @@ from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O
 from tiebreak.matrix.trial import failed_trial
 
 SHARE = 2  # of the heads of a batch, 1 in so many, where each is called dozens of times
-_WAYS = 4.0  # larger than another's the mean squared error of one sound backward pass may be, beside `WORSE`
 _DO = 4.0  # of this size P dP leaves fp16 where dO is a thousand times as large
 Material = Callable[[Draw, Shape], AttentionInputs]  # what is put into large calls
 
@@ -250,7 +250,7 @@ class Session:
     def levels(self) -> Mapping[str, float]:
         """Return how much of an emulation's mean squared error counts: what the kernel had of it in its first call.
 
-        By part. O is held to no more than all of it. Gradients are held to `_WAYS` times as much, or more: autograd's,
+        By part. O is held to no more than all of it. Gradients are held to `WAYS` times as much, or more: autograd's,
         with P in 16 bits, had 5.3 times what FlashAttention-2's have where scores are large, another parameter's 1,000.
         """
         inputs, ours = self.inputs(), self.plain
@@ -258,7 +258,7 @@ class Session:
         for part, x in ours.items():
             ours_squared, theirs_squared = (worst_head(each, exact(inputs, part)) for each in (x, theirs[part]))
             ratio = ours_squared / theirs_squared if theirs_squared else 1.0
-            levels[part] = min(1.0, ratio) if part == O else max(1.0, ratio) * _WAYS
+            levels[part] = min(1.0, ratio) if part == O else max(1.0, ratio) * WAYS
         return levels
 
     def multiple(self, size: int) -> int:
