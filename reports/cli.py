@@ -1,6 +1,7 @@
 """The command `tiebreak`: a table of verbs, each imported when it is called."""
 
 import argparse
+import ast
 import contextlib
 import gc
 import io
@@ -9,8 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, NoReturn, TextIO
 
+from tiebreak import plugins
 from tiebreak.reports.errors import UsageError
 
 HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -39,47 +42,31 @@ class Parser(argparse.ArgumentParser):
 class Verb(NamedTuple):
     """One verb of the command."""
 
-    module: str  # of tiebreak, has function(arguments) -> exit code
+    target: str  # module:function, of the arguments, that returns the exit code
     help: str
-    function: str = "main"  # of the module
+    origin: str = "tiebreak"  # the distribution that brings it, with its version
 
 
 class Group(NamedTuple):
     """A verb that has verbs of its own."""
 
     help: str
-    verbs: Mapping[str, Verb]
+    verbs: Mapping[str, "Verb"]
 
 
 VERBS: Mapping[str, Verb | Group] = {
-    "check": Verb("programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "identify": Verb("programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
-    "pair": Verb("programs.pair", "two kernels: the same bits, two roundings of one thing, or apart"),
-    "show": Verb("reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
-    "compare": Verb("reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"),
-    "gate": Verb("reports.gate.report", "fail if a run is worse than a baseline"),
-    "page": Verb("reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
-    "audit": Verb("programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
-    "statement": Verb("programs.statement",
-                      "a folder of records to hand in, held to a profile; --verify: whether one holds"),
-    "schema": Verb("reports.schemas", "the JSON Schema of a kind of file that the others write"),
-    "rules": Verb("programs.listing", "acceptance rules of other projects, and what they say of kept records", "rules"),
-    "findings": Verb("programs.findings", "which known findings in other people's software are in what is installed"),
-    "levels": Verb("programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"),
-    "shrink": Verb("programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"),
-    "list": Group("what there is: cases, kernels, plans, vendors' plans", {
-        "cases": Verb("programs.listing", "inputs and training runs, a line each; all of one", "cases"),
-        "kernels": Verb("programs.listing", "of every backend, and adapters of packages", "kernels"),
-        "plans": Verb("programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
-        "vendors": Verb("programs.listing", "plans of kernels that vendors ship, with their sources", "vendors"),
-    }),
-    "lab": Group("the training laboratory: train, sweep, sharpness, fleet", {
-        "train": Verb("laboratory.train", "a GPT-2 with any attention kernel, watched by monitors"),
-        "sweep": Verb("laboratory.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
-        "sharpness": Verb("laboratory.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
-        "fleet": Verb("laboratory.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
+    "check": Verb("tiebreak.programs.check:main", "a kernel of your own: the verdict, and what it rests on"),
+    "show": Verb("tiebreak.reports.tables.show:main", "the table of one run, or of another file; training over seeds"),
+    "compare": Verb("tiebreak.reports.tables.compare:main", "several runs side by side: what agrees to the bit"),
+    "gate": Verb("tiebreak.reports.gate.report:main", "fail if a run is worse than a baseline"),
+    "list": Group("what there is: backends, cases, kernels, plans and what plug-ins list", {
+        "backends": Verb("tiebreak.programs.listing:backends", "where kernels run, whether here, and who brings each"),
+        "cases": Verb("tiebreak.programs.listing:cases", "inputs and training runs, a line each; all of one"),
+        "kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
+        "plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
     }),
 }  # fmt: skip
+_PLUGGED = "tiebreak.verbs"
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
@@ -118,12 +105,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
         with contextlib.redirect_stdout(_Output(sys.stdout)):
-            code = _choose("tiebreak", VERBS, arguments)
+            core = isinstance(VERBS.get(arguments[0] if arguments else ""), Verb)  # no plug-in has to be looked for
+            code = _choose("tiebreak", VERBS if core else verbs(), arguments)
             sys.stdout.flush()
         return code
+    except plugins.PluginError as error:
+        print(error, file=sys.stderr)
+        return USAGE
     finally:
         if collecting:
             gc.enable()
+
+
+def verbs() -> dict[str, Verb | Group]:
+    """Return the core's verbs, then those of plug-ins; a name with a dot is a verb of a group. None is imported."""
+    found = dict(VERBS)
+    for name, entry in plugins.registered(_PLUGGED).items():
+        group, _, own = name.rpartition(".")
+        verb = Verb(entry.value, "", plugins.origin(_PLUGGED, name))
+        known = found.get(group or own)
+        if group and not isinstance(known, Verb):
+            known = known or Group("", {})
+            found[group] = known._replace(verbs={**known.verbs, own: known.verbs.get(own, verb)})
+        elif not group and known is None:
+            found[name] = verb
+    return found
+
+
+def _help(verb: Verb | Group) -> str:
+    """Return what a verb is for: a plug-in's by the first line of its module's docstring, which is not imported."""
+    if isinstance(verb, Group):
+        return verb.help or ", ".join(verb.verbs)
+    if verb.help:
+        return verb.help
+    try:
+        loader = find_spec(verb.target.partition(":")[0]).loader  # type: ignore[union-attr]
+        text = ast.get_docstring(ast.parse(loader.get_source(loader.name))) or ""  # type: ignore[union-attr]
+    except Exception as error:  # whatever somebody's package raises as it is looked for
+        return f"of {verb.origin}, not to be read ({type(error).__name__})"
+    line = text.partition("\n")[0]
+    return (line.partition("`: ")[2] or line).removesuffix(".")
 
 
 def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence[str]) -> int:
@@ -131,7 +152,7 @@ def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         width = max(map(len, verbs)) + 2
-        lines = [f"  {name:{width}}{verb.help}" for name, verb in verbs.items()]
+        lines = [f"  {name:{width}}{_help(verb)}" for name, verb in verbs.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return HELD
     if name not in verbs:
@@ -145,18 +166,22 @@ def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence
 
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
+    module, _, name = verb.target.partition(":")
     try:
-        function = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package == "tiebreak":
+        function = getattr(import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever somebody's plug-in raises as it is imported
+        package = str(getattr(error, "name", "")).partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and package != "tiebreak"
+        if not missing and verb.origin == "tiebreak":
             raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         called = {"torch": "PyTorch"}.get(package, package)
-        print(f"{command}: needs {called}, which is not installed: pip install {package}", file=sys.stderr)
+        needs = f"needs {called}, which is not installed: pip install {package}"
+        print(f"{command}: {needs if missing else f'{verb.origin} is broken, {reason}: update it'}", file=sys.stderr)
         return USAGE
     try:
         code: int = function(arguments)
-    except UsageError as error:
+    except (UsageError, plugins.PluginError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.files import FileKind
 from tiebreak.reports.gate.expected import Excuses, Expected, of_file
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, Schema
@@ -264,3 +265,6 @@ def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[st
         failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
         texts = [f"{record.case} {plain_text(record)}" for record in failing]
         yield backend, kernel, f"{len(failing)} of {len(asked)}", first_few(texts, _NAMED)
+
+
+KIND = FileKind(Statement)

@@ -60,6 +60,10 @@ class Experiment(ABC):
     def described(self) -> CaseRecord:
         """What it is, for the file of records."""
 
+    def told(self) -> Sequence[tuple[str, str]]:
+        """What `tiebreak list cases NAME` says of it beside what is `described`: rows of a word and a text."""
+        return ()
+
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
         formats = self.formats()

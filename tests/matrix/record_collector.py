@@ -29,6 +29,7 @@ from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
+from tiebreak.plugins import problems
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records import record as records
@@ -140,10 +141,11 @@ class RecordCollector:
         ]
 
     def warnings(self) -> list[str]:
-        """What was asked for and has no effect, one line each."""
+        """What was asked for and has no effect, and plug-ins that can't be used, one line each."""
         if self.config.getoption("cell_timeout") is None or self.config.getoption("dist", "no") != "no":
-            return []
-        return ["--cell-timeout has no effect without workers: it would end the only process that there is; give -n 1"]
+            return problems()
+        why = "it would end the only process that there is; give -n 1"
+        return [*problems(), f"--cell-timeout has no effect without workers: {why}"]
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.registry import BACKENDS, COMMONLY
+from tiebreak.backends.registry import BACKENDS, COMMONLY, resolved
 from tiebreak.cases.case import JOINED
 from tiebreak.cases.feature_cases import ADDED, added_features
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
@@ -126,6 +126,10 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 def matching_backends(selection: Selection) -> list[Backend]:
     """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
     names = "cpu" if selection.backends is None and selection.kernel else selection.backends
+    try:
+        names = names and resolved(names)
+    except LoadError as error:
+        raise UsageError(f"--backend {error}") from error
     backends = _pick("--backend", "backend", names, BACKENDS)
     if names is None:
         backends = [backend for backend in backends if not backend.on_request]

@@ -73,7 +73,8 @@ def check(
 
 def _backend_on(device: str) -> str:
     """The backend that computes on a device itself."""
-    backends = {each.device: each.name for each in BACKENDS.values() if each.composed and not each.predicts}
+    known = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
+    backends = {each.device: each.name for each in known if each.composed and not each.predicts}
     if (kind := device.partition(":")[0]) not in backends:
         raise UsageError(f"device {device}: no backend computes there; they do on {', '.join(backends)}")
     return backends[kind]

@@ -62,7 +62,7 @@ def profile(name: str) -> Profile:
         settings.seed,
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
-        {backend.name: _suite_cases(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
+        {name: _suite_cases(BACKENDS[name], experiments, asks.kernels) for name in BACKENDS.ours()},
         {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,

@@ -154,4 +154,4 @@ def test_show_and_page_take_a_folder(tmp_path: Path, tiebreak: Call) -> None:
     assert "a<b" not in page
     refused = tiebreak("page", ".", "-o", "page")
     assert refused.code == 2
-    assert "no sweep's folder?" in refused.err
+    assert "settings.json (a sweep)" in refused.err

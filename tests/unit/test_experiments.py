@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tiebreak.matrix import experiments
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.programs import profiles
 from tiebreak.programs.profiles import PROFILES, Selector, profile
@@ -83,16 +83,12 @@ KIND = Kind(
 
 
 @pytest.fixture
-def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one file more, beside those of the folder."""
-    folder = tmp_path_factory.mktemp("experiments")
-    (folder / "alone.py").write_text(ALONE, encoding="utf-8")
-    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
-    experiments.kinds.cache_clear()
+def alone(plugged: Callable[..., Path]) -> Iterator[None]:
+    """The one file more, of a package that registers it."""
+    plugged("heads-alone", "[tiebreak.experiments]\nalone = alone_kind:KIND\n", alone_kind=ALONE)
     yield
-    experiments.kinds.cache_clear()
     profile.cache_clear()
-    sys.modules.pop(f"{experiments.__name__}.alone", None)
+    sys.modules.pop("alone_kind", None)
 
 
 def hashes() -> dict[str, str]:

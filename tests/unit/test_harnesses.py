@@ -182,7 +182,7 @@ def test_backend_bench_judges_attention_operators_once_each(
 
 
 def test_tensors_on_a_device_without_a_backend_are_one_line() -> None:
-    with pytest.raises(UsageError, match=r"^device mps:0: no backend computes there; they do on cpu, cuda, npu$"):
+    with pytest.raises(UsageError, match=r"^device mps:0: no backend computes there; they do on cuda, npu, cpu$"):
         tiebreak.check(attention, device="mps:0")
 
 

@@ -12,7 +12,7 @@ from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current
 from tiebreak.backends.platform import cpu_features
 from tiebreak.programs import levels, sysroot
 from tiebreak.programs.levels import main
-from tiebreak.programs.processes import finished
+from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 
@@ -204,9 +204,9 @@ def test_list_shows_names_and_environments_the_highest_first(
 
 def test_what_goes_to_pytest_runs_the_cells_with_workers_unless_it_says_otherwise(runner: Runner) -> None:
     assert main(["--level", "b", "--cases", "tied*", "--heads", "64"]) == 0
-    assert runner.calls[0][0][5:] == ["-n", "auto", *levels.CELLS, "--cases", "tied*", "--heads", "64"]
+    assert runner.calls[0][0][5:] == ["-n", "auto", *CELLS, "--cases", "tied*", "--heads", "64"]
     main(["--level", "b", "-n0"])
-    assert runner.calls[1][0][5:] == [*levels.CELLS, "-n0"]
+    assert runner.calls[1][0][5:] == [*CELLS, "-n0"]
 
 
 def test_an_emulated_level_runs_the_python_prepared_for_it(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

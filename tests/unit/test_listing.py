@@ -1,18 +1,27 @@
 """`tiebreak list` lists what there is, and what they list can be run."""
 
+from importlib.metadata import version
+
 import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.questions import invariance, usage
 from tiebreak.reports import cli
 
-ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(each.name for each in (*usage.QUESTIONS, *invariance.QUESTIONS))]
+ALL = [
+    *(case.name for case in SCRIPTED),
+    "identity",
+    *(each.name for each in invariance.QUESTIONS),
+    "log_probabilities",
+    *SNIPPETS,
+    *(each.name for each in usage.QUESTIONS),
+]
 
 
 def names(lines: list[str]) -> list[str]:
@@ -56,6 +65,13 @@ def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pyte
     assert names(lines[at : lines.index("", at)]) == [kernel.name for kernel in CPU.kernels()]
     assert any(line.startswith("ascend: ") and "; can't run here: " in line for line in lines)
     assert set(ADAPTERS) < set(names(lines))
+
+
+def test_backends_are_listed_by_the_package_that_brings_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, "list", "backends")
+    at = lines.index(f"tiebreak {version('tiebreak')}")
+    assert names(lines[:at]) == ["emulation", "cpu"]
+    assert {"interpreter", "cuda"} < set(names(lines[at:]))
 
 
 def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.CaptureFixture[str]) -> None:

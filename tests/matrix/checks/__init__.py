@@ -1,4 +1,4 @@
-"""Checks: each one question asked of a result. A check is found by being in a module of this folder."""
+"""Checks: each one question asked of a result. One is found by being in a module here, or plugged in."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 
 from tiebreak.matrix.result import Result
+from tiebreak.plugins import Door
 from tiebreak.reports.records.record import IN_TIME, RUNS, Answer, LimitRecord
 
 
@@ -32,7 +33,8 @@ _ALWAYS = (
 def checks() -> Mapping[str, Check]:
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     asked = [value for module in modules for value in vars(module).values() if isinstance(value, Check)]
-    return {check.name: check for check in (*_ALWAYS, *sorted(asked, key=lambda check: check.name))}
+    own = {check.name: check for check in (*_ALWAYS, *sorted(asked, key=lambda check: check.name))}
+    return Door("tiebreak.checks", Check, own).usable()
 
 
 def judging() -> frozenset[str]:

@@ -72,6 +72,11 @@ class TrainingRun(Experiment):
             figure=_FIGURES.get(snippet.headline),
         )
 
+    def told(self) -> Sequence[tuple[str, str]]:
+        claims = ((", ".join(sorted(claim.variants)), claim) for claim in self.snippet.claims)
+        rows = [("claim", f"{variants}: {claim.text} ({claim.source})") for variants, claim in claims]
+        return [("steps", str(self.snippet.steps)), *rows]
+
     def formats(self) -> Sequence[Format]:
         return (BF16,)
 
