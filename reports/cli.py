@@ -66,7 +66,6 @@ VERBS: Mapping[str, Verb | Group] = {
         "plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
     }),
 }  # fmt: skip
-_PLUGGED = "tiebreak.verbs"
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
@@ -120,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def verbs() -> dict[str, Verb | Group]:
     """Return the core's verbs, then those of plug-ins; a name with a dot is a verb of a group. None is imported."""
     found = dict(VERBS)
-    for name, entry in plugins.registered(_PLUGGED).items():
+    for name, (entry, origin) in plugins.registered("tiebreak.verbs").items():
         group, _, own = name.rpartition(".")
-        verb = Verb(entry.value, "", plugins.origin(_PLUGGED, name))
+        verb = Verb(entry.value, "", origin)
         known = found.get(group or own)
         if group and not isinstance(known, Verb):
             known = known or Group("", {})

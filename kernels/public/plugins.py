@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -27,6 +27,18 @@ _problems: dict[str, None] = {}  # each said once, in their order
 
 class PluginError(Exception):
     """A plug-in can't be used: one line that names it and says what to do."""
+
+
+class PlugIn(NamedTuple):
+    """What a package registers."""
+
+    entry: "EntryPoint"
+    origin: str  # the package, with its version; of the suite's own its name alone
+
+    def broken(self, why: str) -> PluginError:
+        """Return the error that this can't be used."""
+        cure = f"install {self.origin.partition(' ')[0]} again, or uninstall it"
+        return PluginError(f"{self.entry.group}: {self.entry.name} of {self.origin} {why}: {cure}")
 
 
 class Door(Mapping[str, _T]):
@@ -43,7 +55,7 @@ class Door(Mapping[str, _T]):
         return iter({**self.own, **registered(self.group)})
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:  # a Mapping's own would import it
         return name in self.own or name in registered(self.group)
@@ -53,7 +65,7 @@ class Door(Mapping[str, _T]):
             return self.own[name]
         value: _T = loaded(self.group, name)
         if not isinstance(value, self.kind):
-            raise PluginError(f"{_place(self.group, name)} is no {self.kind.__name__}: {_cure(self.group, name)}")
+            raise registered(self.group)[name].broken(f"is no {self.kind.__name__}")
         return value
 
     def usable(self) -> dict[str, _T]:
@@ -65,67 +77,52 @@ class Door(Mapping[str, _T]):
             except PluginError as error:
                 _problems[str(error)] = None
         for name in self.own.keys() & registered(self.group).keys():
-            _problems[f"{_place(self.group, name)} is left out: the core has one of that name"] = None
+            _problems[str(registered(self.group)[name].broken("is left out, the core has one of that name"))] = None
         return found
 
+    def origin(self, name: str) -> str:
+        """Return which package brings a name, with its version; of the suite's own its name alone."""
+        return _OWN if name in self.own or name not in self else registered(self.group)[name].origin
+
     def ours(self) -> list[str]:
-        """Return the names that this suite brings: the core's, and those of its own plug-ins."""
-        return [name for name in self if origin(self.group, name) == _OWN]
+        """Return the names that the suite itself brings: the core's, and those of its own plug-ins."""
+        return [name for name in self if self.origin(name) == _OWN]
 
 
 @cache
-def registered(group: str) -> "Mapping[str, EntryPoint]":
-    """Return a group's entry points by name, the suite's own first; of two of one name the first.
+def registered(group: str) -> Mapping[str, PlugIn]:
+    """Return what a group has, by name, the suite's own first; of two of one name the first.
 
     Raises:
         PluginError: the suite's own are not registered: cells would be missing without a word.
     """
     from importlib.metadata import EntryPoint, entry_points  # slow to import, and most commands don't ask
 
-    found = {each.name: each for each in entry_points(group=group) if _owner(each) == _OWN}
+    every = [(each, each.dist.name, each.dist.version) for each in entry_points(group=group) if each.dist is not None]
+    own = [each for each, package, _ in every if package == _OWN]
     if _PROJECT.is_file():  # of a clone, which its installation may be older than
         known = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]["entry-points"].get(group, {})
-        found = {name: EntryPoint(name, value, group) for name, value in known.items()}
-    elif not entry_points(group=_EVERYWHERE):
+        own = [EntryPoint(name, value, group) for name, value in known.items()]
+    elif not (own if group == _EVERYWHERE else registered(_EVERYWHERE)):
         raise PluginError("tiebreak: its plug-ins are not registered: install it again")
-    for each in sorted(entry_points(group=group), key=lambda each: each.name):
-        if _owner(each) != _OWN and (first := found.setdefault(each.name, each)) is not each:
-            left = f"{group}: {each.name} of {_owner(each)} is left out"
-            _problems[f"{left}: {_owner(first)} has one of that name"] = None
+    found = {each.name: PlugIn(each, _OWN) for each in own}
+    for each, package, version in sorted(every, key=lambda each: (each[0].name, each[1])):
+        plug_in = PlugIn(each, f"{package} {version}")
+        if package != _OWN and (first := found.setdefault(each.name, plug_in)) is not plug_in:
+            _problems[str(plug_in.broken(f"is left out, {first.origin} has one of that name"))] = None
     return found
 
 
 @cache
 def loaded(group: str, name: str) -> Any:
-    """Import an entry point's object; PluginError: that fails; KeyError: there is none of that name."""
-    entry = registered(group)[name]
+    """Import what is registered; PluginError: that fails; KeyError: there is none of that name."""
+    plug_in = registered(group)[name]
     try:
-        return entry.load()
+        return plug_in.entry.load()
     except (Exception, SystemExit) as error:  # whatever somebody's module raises as it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PluginError(f"{_place(group, name)} can't be loaded, {reason}: {_cure(group, name)}") from error
-
-
-def origin(group: str, name: str) -> str:
-    """Return the distribution that brings a name of a group, with its version; of the suite's own the name alone."""
-    entry = registered(group).get(name)
-    if entry is None or entry.dist is None or entry.dist.name == _OWN:
-        return _OWN
-    return f"{entry.dist.name} {entry.dist.version}"
+        raise plug_in.broken(" ".join(f"can't be loaded, {type(error).__name__}: {error}".split())) from error
 
 
 def problems() -> list[str]:
     """Return a line for each plug-in that was asked for and can't be used."""
     return list(_problems)
-
-
-def _owner(entry: "EntryPoint") -> str:
-    return _OWN if entry.dist is None else entry.dist.name
-
-
-def _place(group: str, name: str) -> str:
-    return f"{group}: {name} of {origin(group, name)}"
-
-
-def _cure(group: str, name: str) -> str:
-    return f"install {_owner(registered(group)[name])} again, or uninstall it"

@@ -51,10 +51,10 @@ def backends(arguments: Sequence[str]) -> int:
     about = "Where kernels run: what --backend takes, beside path/to/file.py:NAME."
     Parser(prog="tiebreak list backends", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
-    for name, backend in BACKENDS.items():
+    for name, backend in BACKENDS.usable().items():
         reason = backend.unavailable()
         line = f"{backend.about}; can't run here: {reason}" if reason else backend.about
-        groups.setdefault(plugins.origin(BACKENDS.group, name), {})[name] = line
+        groups.setdefault(BACKENDS.origin(name), {})[name] = line
     _print(groups, "\n".join(["By the package that brings them.", *plugins.problems()]))
     return HELD
 

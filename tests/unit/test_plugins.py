@@ -98,7 +98,7 @@ def test_a_name_that_is_taken_or_an_object_of_another_kind_is_left_out(plugged: 
     assert str(BACKENDS["number"].unavailable()).startswith("tiebreak.backends: number of taken 1.0 is no Backend")
     assert checks()["claim"].name == "claim"
     left = [line.partition(" is left out")[0] for line in plugins.problems()]
-    assert left == ["tiebreak.backends: ptx of taken", "tiebreak.checks: claim of taken 1.0"]
+    assert left == ["tiebreak.backends: ptx of taken 1.0", "tiebreak.checks: claim of taken 1.0"]
 
 
 VERB = (
@@ -160,14 +160,14 @@ def test_a_backend_of_a_file(
 def test_an_installation_that_registers_nothing_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    in_clone = {group: plugins.registered(f"tiebreak.{group}") for group in GROUPS}
+    def targets() -> dict[str, dict[str, str]]:
+        plugins.registered.cache_clear()
+        known = {group: plugins.registered(f"tiebreak.{group}") for group in GROUPS}
+        return {group: {name: it.entry.value for name, it in own.items()} for group, own in known.items()}
+
+    in_clone = targets()
     monkeypatch.setattr(plugins, "_PROJECT", Path("nowhere"))
-    plugins.registered.cache_clear()
-    for group, named in in_clone.items():
-        own = plugins.registered(f"tiebreak.{group}")
-        assert {name: each.value for name, each in own.items()} == {name: each.value for name, each in named.items()}, (
-            "what is installed is older than pyproject.toml: pip install -e ."
-        )
+    assert targets() == in_clone, "what is installed is older than pyproject.toml: pip install -e ."
     plugins.registered.cache_clear()
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
     assert cli.main(["audit"]) == 2

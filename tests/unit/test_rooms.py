@@ -181,7 +181,7 @@ def test_what_is_plugged_in_is_a_plug_in_s_and_loads() -> None:
     for group, entries in registered.items():
         assert set(entries) <= set(plugins.registered(group))
         for name, target in entries.items():
-            assert plugins.registered(group)[name].value == target
+            assert plugins.registered(group)[name].entry.value == target
             assert not is_core(target.partition(":")[0])
             assert plugins.loaded(group, name) is not None
 
