@@ -29,12 +29,8 @@ class FileKind(Generic[_D]):
     parts: Callable[[_D], Sequence[Part]] = lambda data: ()  # what `show` prints
     grid: Callable[[_D], Grid] = lambda data: Grid((), ())  # its CSV
     kernels: Callable[[_D], Sequence[str]] = lambda data: ()  # that --kernels chooses from
-    only: Callable[[_D, Collection[str]], _D] | None = (
-        None  # the same with these kernels alone; None: it is shown whole
-    )
-    page: Callable[[Mapping[Path, _D]], str] = lambda files: (
-        ""
-    )  # HTML of those that a page is made of, by where they lie
+    only: Callable[[_D, Collection[str]], _D] | None = None  # the same of these alone; None: it is shown whole
+    page: Callable[[Mapping[Path, _D]], str] = lambda files: ""  # HTML of those of a page, by where they lie
 
 
 FILES = Door[FileKind[Any]]("tiebreak.files", FileKind, {"records": FileKind(Run), "verdicts": FileKind(Verdicts)})
@@ -42,28 +38,20 @@ FILES = Door[FileKind[Any]]("tiebreak.files", FileKind, {"records": FileKind(Run
 
 def read(path: Path) -> Any:
     """Read records or another kind of file or folder; UnreadableRecordsError says what is wrong with it."""
-    content, parts = None, dict[str, Any]()
-    if not path.is_dir():
-        content = store.content_of(path)
-        try:
-            parts = decode(content, dict[str, msgspec.Raw])
-        except FieldError:
-            return store.decoded(content, path, Run)
-        if "records" in parts:
-            return store.decoded(content, path, Run)
-    shown = [kind for kind in FILES.usable().values() if kind.told_by]
-    for kind in shown:
-        if content is None and kind.folder is not None and (path / kind.told_by).exists():
-            return kind.folder(path)
-        if content is not None and kind.told_by in parts:
-            return store.decoded(content, path, kind.type)
+    content = None if path.is_dir() else store.content_of(path)
+    try:
+        parts = {each.name for each in path.iterdir()} if content is None else decode(content, dict[str, msgspec.Raw])
+    except FieldError:
+        parts = {}
+    if content is not None and ("records" in parts or not parts):
+        return store.decoded(content, path, Run)
+    known = [kind for kind in FILES.usable().values() if kind.told_by and (kind.folder is None) == bool(content)]
+    for kind in known:
+        if kind.told_by in parts:
+            return kind.folder(path) if kind.folder else store.decoded(content or b"", path, kind.type)
     broken = "".join(f"; {line}" for line in problems() if line.startswith(FILES.group))
-    if content is None:
-        known = " or ".join(f"{kind.told_by} ({kind.about})" for kind in shown if kind.folder)
-        raise UnreadableRecordsError(f"{path}: a folder without {known}{broken}")
-    if broken:
-        raise UnreadableRecordsError(f"{path}: no kind of file that can be read{broken}")
-    return store.decoded(content, path, Run)
+    names = ", ".join(f"{kind.told_by} ({kind.about})" for kind in known)
+    raise UnreadableRecordsError(f"{path}: neither records nor anything else with one of {names}{broken}")
 
 
 def read_all(paths: Sequence[Path]) -> dict[Path, Any]:

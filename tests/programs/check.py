@@ -215,6 +215,4 @@ class _Follower:
     def tell(self, text: str) -> None:
         """Write on a terminal, in the place of what was written before."""
         self.told_at = now()
-        if self.stream.isatty():
-            self.stream.write(f"\r{text:60}\r")
-            self.stream.flush()
+        terminal.say(text, self.stream)

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from tiebreak.backends.backend import Backend
 from tiebreak.kernels.external.kernels import external_kernel
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
     for backend in backends:
         for kernel in kernels:
-            tell = partial(progress, kernel.name)
+            tell = lambda line, name=kernel.name: terminal.say(f"{name}: {line}")  # noqa: E731
             try:
                 identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
             except Exception as error:  # whatever the kernel raises
@@ -82,10 +81,3 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
             raise UsageError(f"--backend {backend.name}: {why}")
         backend.set_up()
     return backends
-
-
-def progress(kernel: str, line: str) -> None:
-    """Say on a terminal how far it is, in the place of what was said before."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{kernel}: {line:80.80}\r")
-        sys.stderr.flush()

@@ -24,7 +24,7 @@ from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
-from tiebreak.programs.identify import FORMATS, progress
+from tiebreak.programs.identify import FORMATS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     terminal.check_folders(**files)
     if files["figure"] is not None and options["model"] == _NONE:
         raise UsageError("--figure: it is of the model's log-probabilities, and --model none leaves them out")
-    verdict = pair(**options, tell=lambda line: progress("pair", line))
+    verdict = pair(**options, tell=lambda line: terminal.say(f"pair: {line}"))
     verdict = replace(verdict, command=shlex.join(["tiebreak", "pair", *arguments]))
     if files["json"] != terminal.STDOUT:
         grids.show(verdict.parts())

@@ -79,7 +79,7 @@ def test_a_package_that_is_broken_is_one_line_where_it_is_asked_for_and_else_cha
         cells(Selection(backends="broken"))
     with pytest.raises(LoadError, match="no licence"):
         load("broken")
-    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "a.json").write_text('{"x": 1}', encoding="utf-8")
     for words in (["broken"], ["show", str(tmp_path / "a.json")]):
         assert cli.main(words) == 2
         told = capsys.readouterr()
