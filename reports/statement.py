@@ -2,7 +2,7 @@
 
 A folder with `statement.json` (digests, a profile, waivers), copies of the files of records, and a summary of one page
 that follows from them (docs/ci.md). The model is Khronos' submission package: logs, statement, waivers. What takes
-cases or kernels to tell is in `tiebreak.programs.verification`.
+cases or kernels to tell is in `tiebreak.programs.statement.verification`.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ _NO_DAY = "missing: a waiver of a statement has a last day"
 
 @dataclass(frozen=True)
 class Profile:
-    """Cells that must be there. Plain data: `tiebreak.programs.profiles` knows cases and kernels."""
+    """Cells that must be there. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
 
     name: str
     about: str  # one line

@@ -12,7 +12,7 @@ from typing import Any
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
-from tiebreak.programs.levels import environment
+from tiebreak.programs.levels.command import environment
 from tiebreak.programs.processes import CELLS, finished
 from tiebreak.programs.resumable import show_progress
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.programs import profiles
-from tiebreak.programs.profiles import PROFILES, Selector, profile
+from tiebreak.programs.statement import profiles
+from tiebreak.programs.statement.profiles import PROFILES, Selector, profile
 from tiebreak.reports import cli
 from tiebreak.reports.records.record import CLAIM, FELL, HELD, Run
 

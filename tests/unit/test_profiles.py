@@ -8,7 +8,7 @@ import pytest
 from tiebreak.matrix.run import blank_record
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
-from tiebreak.programs.profiles import PROFILES, profile
+from tiebreak.programs.statement.profiles import PROFILES, profile
 from tiebreak.reports.records.record import CRASHED, Record, Run
 from tiebreak.reports.statement import faults_of_runs
 

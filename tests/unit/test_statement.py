@@ -38,9 +38,9 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import CaseBench, Workbench
-from tiebreak.programs import profiles, verification
-from tiebreak.programs import statement as program
-from tiebreak.programs.verification import judged, recomputed, sample
+from tiebreak.programs.statement import command as program
+from tiebreak.programs.statement import profiles, verification
+from tiebreak.programs.statement.verification import judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import main
 from tiebreak.reports.gate.consistency import differing

@@ -26,7 +26,7 @@ from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
-from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker
+from tiebreak.programs.shrink.search import BOUND, FINITE, Finding, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

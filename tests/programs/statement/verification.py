@@ -40,7 +40,7 @@ from tiebreak.matrix.run import blank_record, run_cell
 from tiebreak.matrix.sampling import FAIR_CLAIM
 from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.profiles import ABSENT
+from tiebreak.programs.statement.profiles import ABSENT
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import contradictions, differing
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
