@@ -43,29 +43,21 @@ class Verb(NamedTuple):
     """One verb of the command."""
 
     target: str  # module:function, of the arguments, that returns the exit code
-    help: str
-    origin: str = "tiebreak"  # the distribution that brings it, with its version
+    help: str = ""  # what it is for; "": its module's first line says it
+    origin: str = "tiebreak"  # the package that brings it, with its version
 
 
-class Group(NamedTuple):
-    """A verb that has verbs of its own."""
-
-    help: str
-    verbs: Mapping[str, "Verb"]
-
-
-VERBS: Mapping[str, Verb | Group] = {
+#: The core's, by their words: `list.cases` is `tiebreak list cases`.
+VERBS: Mapping[str, Verb] = {
     "check": Verb("tiebreak.programs.check:main", "a kernel of your own: the verdict, and what it rests on"),
     "show": Verb("tiebreak.reports.tables.show:main", "the table of one run, or of another file; training over seeds"),
     "compare": Verb("tiebreak.reports.tables.compare:main", "several runs side by side: what agrees to the bit"),
     "gate": Verb("tiebreak.reports.gate.report:main", "fail if a run is worse than a baseline"),
-    "list": Group("what there is: backends, cases, kernels, plans and what plug-ins list", {
-        "backends": Verb("tiebreak.programs.listing:backends", "where kernels run, whether here, and who brings each"),
-        "cases": Verb("tiebreak.programs.listing:cases", "inputs and training runs, a line each; all of one"),
-        "kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
-        "plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
-    }),
-}  # fmt: skip
+    "list.backends": Verb("tiebreak.programs.listing:backends", "where kernels run, and which package brings each"),
+    "list.cases": Verb("tiebreak.programs.listing:cases", "inputs and training runs, a line each; all of one"),
+    "list.kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
+    "list.plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
+}
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
@@ -104,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
         with contextlib.redirect_stdout(_Output(sys.stdout)):
-            core = isinstance(VERBS.get(arguments[0] if arguments else ""), Verb)  # no plug-in has to be looked for
-            code = _choose("tiebreak", VERBS if core else verbs(), arguments)
+            # Of a verb of the core no plug-in has to be looked for.
+            code = _choose("tiebreak", VERBS if arguments and arguments[0] in VERBS else verbs(), arguments)
             sys.stdout.flush()
         return code
     except plugins.PluginError as error:
@@ -116,25 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.enable()
 
 
-def verbs() -> dict[str, Verb | Group]:
-    """Return the core's verbs, then those of plug-ins; a name with a dot is a verb of a group. None is imported."""
-    found = dict(VERBS)
-    for name, (entry, origin) in plugins.registered("tiebreak.verbs").items():
-        group, _, own = name.rpartition(".")
-        verb = Verb(entry.value, "", origin)
-        known = found.get(group or own)
-        if group and not isinstance(known, Verb):
-            known = known or Group("", {})
-            found[group] = known._replace(verbs={**known.verbs, own: known.verbs.get(own, verb)})
-        elif not group and known is None:
-            found[name] = verb
-    return found
+def verbs() -> dict[str, Verb]:
+    """Return the core's verbs, then those of plug-ins; none is imported."""
+    brought = plugins.registered("tiebreak.verbs").items()
+    return {**VERBS, **{name: Verb(entry.value, "", origin) for name, (entry, origin) in brought}, **VERBS}
 
 
-def _help(verb: Verb | Group) -> str:
+def _help(verb: Verb) -> str:
     """Return what a verb is for: a plug-in's by the first line of its module's docstring, which is not imported."""
-    if isinstance(verb, Group):
-        return verb.help or ", ".join(verb.verbs)
     if verb.help:
         return verb.help
     try:
@@ -146,22 +127,24 @@ def _help(verb: Verb | Group) -> str:
     return (line.partition("`: ")[2] or line).removesuffix(".")
 
 
-def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence[str]) -> int:
-    """Call the verb that the first argument names."""
-    name = arguments[0] if arguments else ""
+def _choose(command: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> int:
+    """Call the verb that the first argument names, or the first ones."""
+    known, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
+    for words, verb in verbs.items():
+        first, _, more = words.partition(".")
+        known.setdefault(first, {})[more] = verb
     if name in ("-h", "--help"):
-        width = max(map(len, verbs)) + 2
-        lines = [f"  {name:{width}}{_help(verb)}" for name, verb in verbs.items()]
+        width = max(map(len, known)) + 2
+        helps = {word: _help(own[""]) if "" in own else ", ".join(own) for word, own in known.items()}
+        lines = [f"  {word:{width}}{text}" for word, text in helps.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return HELD
-    if name not in verbs:
+    if name not in known:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
-        print(f"{command}: {problem}: known are {', '.join(verbs)}; --help says more", file=sys.stderr)
+        print(f"{command}: {problem}: known are {', '.join(known)}; --help says more", file=sys.stderr)
         return USAGE
-    verb, rest = verbs[name], arguments[1:]
-    if isinstance(verb, Group):
-        return _choose(f"{command} {name}", verb.verbs, rest or ["--help"])
-    return _call(f"{command} {name}", verb, rest)
+    command, own, rest = f"{command} {name}", known[name], arguments[1:]
+    return _call(command, own[""], rest) if "" in own else _choose(command, own, rest or ["--help"])
 
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:

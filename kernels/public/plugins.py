@@ -84,10 +84,6 @@ class Door(Mapping[str, _T]):
         """Return which package brings a name, with its version; of the suite's own its name alone."""
         return _OWN if name in self.own or name not in self else registered(self.group)[name].origin
 
-    def ours(self) -> list[str]:
-        """Return the names that the suite itself brings: the core's, and those of its own plug-ins."""
-        return [name for name in self if self.origin(name) == _OWN]
-
 
 @cache
 def registered(group: str) -> Mapping[str, PlugIn]:

@@ -20,6 +20,7 @@ from tiebreak.kernels.external.loading import load
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.selection import Selection, cells
+from tiebreak.programs.statement.profiles import profile
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
@@ -99,6 +100,16 @@ def test_a_name_that_is_taken_or_an_object_of_another_kind_is_left_out(plugged: 
     assert checks()["claim"].name == "claim"
     left = [line.partition(" is left out")[0] for line in plugins.problems()]
     assert left == ["tiebreak.backends: ptx of taken 1.0", "tiebreak.checks: claim of taken 1.0"]
+
+
+def test_a_profile_asks_for_the_same_whatever_is_installed_beside(plugged: Plug) -> None:
+    profile.cache_clear()
+    before = profile("quick").hash
+    text = "[tiebreak.backends]\nmy_device = my_device:DEVICE\n"
+    plugged("my-device", text, my_device=(EXAMPLE / "my_device.py").read_text(encoding="utf-8"))
+    profile.cache_clear()
+    assert BACKENDS["my_device"].unavailable() is None
+    assert profile("quick").hash == before
 
 
 VERB = (

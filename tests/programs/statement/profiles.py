@@ -55,6 +55,7 @@ def profile(name: str) -> Profile:
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
     users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
+    suites = [name for name in BACKENDS if BACKENDS.origin(name) == "tiebreak"]  # the same wherever it is asked for
     return Profile(
         name,
         asks.about,
@@ -62,7 +63,7 @@ def profile(name: str) -> Profile:
         settings.seed,
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
-        {name: _suite_cases(BACKENDS[name], experiments, asks.kernels) for name in BACKENDS.ours()},
+        {name: _suite_cases(BACKENDS[name], experiments, asks.kernels) for name in suites},
         {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,
