@@ -101,7 +101,7 @@ def registered(group: str) -> Mapping[str, PlugIn]:
         own = [EntryPoint(name, value, group) for name, value in known.items()]
     elif not (own if group == _EVERYWHERE else registered(_EVERYWHERE)):
         raise PluginError("tiebreak: its plug-ins are not registered: install it again")
-    found = {each.name: PlugIn(each, _OWN) for each in own}
+    found = {each.name: PlugIn(each, _OWN) for each in sorted(own, key=lambda each: each.name)}
     for each, package, version in sorted(every, key=lambda each: (each[0].name, each[1])):
         plug_in = PlugIn(each, f"{package} {version}")
         if package != _OWN and (first := found.setdefault(each.name, plug_in)) is not plug_in:

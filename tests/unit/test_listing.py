@@ -1,6 +1,7 @@
 """`tiebreak list` lists what there is, and what they list can be run."""
 
-from importlib.metadata import version
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -67,11 +68,17 @@ def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pyte
     assert set(ADAPTERS) < set(names(lines))
 
 
-def test_backends_are_listed_by_the_package_that_brings_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_backends_are_listed_by_the_package_that_brings_them(
+    plugged: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = (
+        "from dataclasses import replace\nfrom tiebreak.backends.backend import CPU\nOTHER = replace(CPU, name='other')"
+    )
+    plugged("others", "[tiebreak.backends]\nother = other_device:OTHER\n", other_device=module)
     lines = told(capsys, "list", "backends")
-    at = lines.index(f"tiebreak {version('tiebreak')}")
-    assert names(lines[:at]) == ["emulation", "cpu"]
-    assert {"interpreter", "cuda"} < set(names(lines[at:]))
+    at = lines.index("others 1.0")
+    assert {"emulation", "cpu", "interpreter", "cuda"} < set(names(lines[lines.index("tiebreak") : at]))
+    assert names(lines[at:]) == ["other"]
 
 
 def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
