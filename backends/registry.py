@@ -8,12 +8,14 @@ from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS
 from tiebreak.backends.ptx import PTX
+from tiebreak.backends.torch_device import PREFIX, torch_device, torch_devices
 
-__all__ = ["BACKENDS", "CARDS", "COMMONLY"]
+__all__ = ["BACKENDS", "CARDS", "COMMONLY", "PREFIX", "torch_device", "torch_devices"]
 
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, PTX, CUDA, ASCEND)
 }
 #: What people also call a backend.
 COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
-            "triton": "interpreter", "emulator": "emulation"}  # fmt: skip
+            "triton": "interpreter", "emulator": "emulation",
+            **{PREFIX + backend.device: backend.name for backend in (CPU, CUDA, ASCEND)}}  # fmt: skip

@@ -81,7 +81,8 @@ class Implementation:
         arguments = self._arguments(inputs)
         with sdpa_kernel([self.backend]), Operators() as ran:
             out = scaled_dot_product_attention(q, k, v, **arguments)
-        fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
+        fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS)}
+        fused -= {name for name in fused if name.startswith(_COMPOSED_OPERATOR)}  # also MPS's own writing of it
         if fused != {self.operator} - {None}:
             names = ", ".join(sorted(fused)) or "the composed implementation"
             raise RuntimeError(f"{self.backend.name} was forced, but PyTorch ran {names}")
@@ -120,6 +121,12 @@ CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_produ
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
+# What devices that PyTorch knows nothing of put their own in, and Intel's GPUs.
+OVERRIDEABLE = Implementation(
+    getattr(SDPBackend, "OVERRIDEABLE", SDPBackend.ERROR),  # older releases don't name it
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    causal_flag=True,
+)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -148,7 +155,7 @@ def measure_exp_at_zero(scores: int = 64) -> float:
     return math.exp(lse[0, 0, 0].item()) / scores
 
 
-def _kernel(name: str, implementation: Implementation, declaration: Declaration) -> Kernel:
+def _kernel(name: str, implementation: Implementation, declaration: Declaration | None) -> Kernel:
     takes, lacking = implementation.takes, implementation.missing_requirement
     return Kernel(name, implementation, declaration, takes=takes, missing_requirement=lacking)
 
@@ -167,6 +174,20 @@ def cpu_sdpa_flash() -> Kernel:
 def sdpa_math() -> Kernel:
     """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
+
+
+def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
+    """PyTorch's implementations that have code for a device, none of which says where it rounds, and the composed one.
+
+    The composed one declares nothing either where a device puts code of its own in its place, as MPS does.
+    """
+    key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
+    names = {"sdpa_flash": CUDA_FLASH, "sdpa_cudnn": CUDA_CUDNN, "sdpa_efficient": CUDA_EFFICIENT,
+             "sdpa_overrideable": OVERRIDEABLE}  # fmt: skip
+    own = [_kernel(name, each, None) for name, each in names.items() if each.operator and has(each.operator, key)]
+    places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
+    replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
+    return (*own, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NoReturn
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.registry import BACKENDS, PREFIX, torch_device
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Experiment, SelectionContext
@@ -55,6 +55,7 @@ def profile(name: str) -> Profile:
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
     users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
+    backends = {**BACKENDS, PREFIX[:-1]: torch_device(PREFIX)}  # each torch:DEVICE has the same
     return Profile(
         name,
         asks.about,
@@ -62,7 +63,7 @@ def profile(name: str) -> Profile:
         settings.seed,
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
-        {backend.name: _suite_cases(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
+        {name: _suite_cases(backend, experiments, asks.kernels) for name, backend in backends.items()},
         {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,

@@ -13,7 +13,7 @@ from typing import cast
 from msgspec import structs
 
 from tiebreak.backends.backend import BITS_OF_INSTRUCTIONS, EMULATION, Backend
-from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.registry import BACKENDS, PREFIX, torch_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
@@ -107,7 +107,9 @@ def _settings(run: Run, asked: Profile) -> Settings:
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
     """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
     formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
-    for field, known in (("backend", BACKENDS), ("experiment", kinds()), ("format", formats)):
+    of_torch = {record.backend: torch_device(record.backend)} if record.backend.startswith(PREFIX) else {}
+    backends = {**BACKENDS, **of_torch}
+    for field, known in (("backend", backends), ("experiment", kinds()), ("format", formats)):
         if (said := getattr(record, field)) not in known:
             raise ValueError(f"{field}: {said}: the suite has no such {field}")
     name, *features = record.case.split(JOINED)
@@ -116,7 +118,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
         experiment = experiment.with_features(features)
     if experiment is None:
         raise ValueError(f"case: {record.case}: not one of the suite's, so nobody else can verify it")
-    backend, card = BACKENDS[record.backend], run.options.get("as")
+    backend, card = backends[record.backend], run.options.get("as")
     backend = backend.assuming(str(card)) if card else backend
     key = record.backend, record.kernel
     kernels[key] = kernels.get(key) or _kernel(record, backend)

@@ -45,9 +45,9 @@ def test_a_users_kernel_has_each_case_of_a_profile(tmp_path: Path) -> None:
 
 
 def test_profiles_need_no_device_and_ask_the_same_of_every_one() -> None:
-    asked = profile("full").suite
-    assert asked["cuda"] == asked["ascend"] == asked["cpu"]
-    assert asked["interpreter"] == {}
+    asked = profile("full").kernels_on
+    assert asked("cuda") == asked("ascend") == asked("torch:mps") == asked("cpu")
+    assert asked("interpreter") == {}
 
 
 def test_the_hash_is_of_what_is_asked_for() -> None:

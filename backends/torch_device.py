@@ -1,0 +1,211 @@
+"""Any device of torch as it is, `torch:DEVICE`; the backends `cuda` and `ascend` add what only they have.
+
+Written after PyTorch's documentation. The only such device that has run here is written in Python, for a test.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from tiebreak.backends.backend import Backend, unusable
+from tiebreak.backends.platform import GIB
+from tiebreak.backends.probes import arithmetic_probes, fingerprint
+from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.kernels.flex import undeclared_flex
+from tiebreak.kernels.kernel import Kernel, first_line
+from tiebreak.kernels.sdpa import registered_sdpa_kernels
+
+PREFIX = "torch:"
+WORKER_GIB = 4.0  # of a device's memory, for one worker: an estimate, its libraries and the widest case's scores
+_TORCH_NPU = "torch_npu"  # which changes torch in many places, and has a backend of its own
+Probe = Callable[[], Mapping[str, str | float]]
+
+
+class DeviceError(RuntimeError):
+    """The device can't run the kernel; the message has the remedy, in one line."""
+
+
+@contextmanager
+def remedies(device: str) -> Iterator[None]:
+    """Turn the errors of a device that have a remedy into one line with it.
+
+    Raises:
+        DeviceError: the device is out of memory, or has no float64.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:  # the latter is MPS's
+        text = str(error).lower()
+        if "out of memory" in text:
+            reason = f"{device} out of memory: fewer workers (-n) or --heads; {first_line(error)}"
+        elif "dt_double" in text or "float64" in text:
+            reason = f"{device} has no float64, and the kernel asks for it: compute in float32"
+        else:
+            raise
+        raise DeviceError(reason) from error
+
+
+def answers(probes: Mapping[str, Probe]) -> dict[str, str | float]:
+    """Return what all probes answer, and in the place of one that fails its error under the probe's name."""
+    told: dict[str, str | float] = {}
+    for name, probe in probes.items():
+        try:
+            told |= probe()
+        except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
+            told[name] = f"{type(error).__name__}: {first_line(error)}"
+    return told
+
+
+class TorchDevice(Backend):
+    """A device, by what torch and the package that brings it have functions for."""
+
+    def module(self) -> Any:
+        """Return the module of those functions."""
+        return _module(self.device)
+
+    def count(self) -> int:
+        """Return how many such devices this process sees."""
+        return int(self.module().device_count())
+
+    def synchronize(self) -> None:
+        """Wait for all work of this process; its errors are raised here."""
+        # Not by torch.accelerator, which raises where a device can't wait. What is read has been computed.
+        wait = getattr(self.module(), "synchronize", None)
+        wait() if wait else torch.zeros(1, device=self.device).cpu()
+
+    def worker_limit(self) -> int:
+        """Return how many workers the free memory holds where they are spread evenly; one a device if it is unknown."""
+        count = self.count()
+        try:
+            of_any: Any = torch.accelerator  # from 2.9 on
+            ask = getattr(self.module(), "mem_get_info", lambda at: of_any.get_memory_info(f"{self.device}:{at}"))
+            free = [ask(index)[0] for index in range(count)]
+        except Exception:  # whatever a device raises that does not know
+            return max(1, count)
+        return max(1, count * int(min(free, default=0) / (WORKER_GIB * GIB)))
+
+    def set_up(self) -> None:
+        """Take a device by the worker's number, where there are several; a process without workers has torch's."""
+        worker, count = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", "")), self.count()
+        if worker and count > 1:
+            self.module().set_device(int(worker[1]) % count)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the devices' names, each once, and their driver's version where torch tells it."""
+        return answers({"device": self._names})
+
+    def _names(self) -> Mapping[str, str]:
+        module, of_mps = self.module(), getattr(torch.backends, self.device, None)
+        alone = getattr(of_mps, "get_name", lambda: self.device)
+        name = getattr(module, "get_device_name", lambda index: alone())
+        properties = getattr(module, "get_device_properties", lambda index: None)
+        drivers = {str(getattr(properties(index), "driver_version", "")) for index in range(self.count())} - {""}
+        names = {"device": ", ".join(dict.fromkeys(str(name(index)) for index in range(self.count())))}
+        return names | ({"driver": ", ".join(sorted(drivers))} if drivers else {})
+
+    def poisoned(self) -> bool:
+        """Return whether waiting for the device fails again and again."""
+        in_use = getattr(self.module(), "is_initialized", lambda: True)
+        return bool(in_use()) and unusable(self.synchronize)
+
+    def fingerprint(self) -> Mapping[str, str | float]:
+        """Return the answers of all probes, one of which that the device can't run is answered by its error."""
+        return answers({f"{name} failed": probe for name, probe in self.probes().items()})
+
+    def probes(self) -> dict[str, Probe]:
+        """Return the probes, by what messages call each."""
+        return {
+            "fingerprint": partial(fingerprint, self.arithmetic, self.device),
+            "probes of arithmetic": partial(arithmetic_probes, self.arithmetic, self.device),
+        }
+
+    @contextmanager
+    def in_use(self) -> Iterator[Collection[str]]:
+        """Run a kernel to its end: work is queued, and an error of it shall be this kernel's."""
+        with remedies(self.device):
+            yield ()
+            self.synchronize()
+
+
+def torch_device(name: str) -> TorchDevice:
+    """Return the backend called torch:DEVICE, whether or not there is such a device."""
+    device = name.removeprefix(PREFIX)
+    return TorchDevice(
+        name,
+        f"torch's device {device} as it is: eager torch, and what PyTorch has for it",
+        device,
+        TorchArithmetic(has_fp64=False),  # nothing tells of every device that it has
+        partial(_unavailable, device),
+        partial(_kernels, device),
+        bits=f"bits on this {device}",
+    )
+
+
+def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
+    """Return the backends that a list names as torch:DEVICE; a glob stands for the accelerator that torch has here.
+
+    Raises:
+        ValueError: torch knows no such device, and no installed package brings one; one line.
+    """
+    try:
+        names = [_full_name(word) for word in words if word.startswith(PREFIX)]
+    except RuntimeError as error:
+        raise ValueError(f"unknown backend: {first_line(error)}") from error
+    return {name: torch_device(name) for name in names if name is not None}
+
+
+def _full_name(word: str) -> str | None:
+    """The name that a word with the prefix stands for; None: it is a glob, and there is no accelerator."""
+    device = word.removeprefix(PREFIX)
+    if {*"*?"} & {*device}:
+        _load_packages()
+        current = torch.accelerator.current_accelerator()
+        return None if current is None else PREFIX + current.type
+    try:
+        known = torch.device(device).type
+    except RuntimeError:
+        _load_packages()
+        known = torch.device(device).type
+    if known != device:
+        raise RuntimeError(f"{word!r}: workers take turns with all that there are: name it {PREFIX}{known}")
+    return word
+
+
+def _module(device: str) -> Any:
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        _load_packages()
+        return torch.get_device_module(device)
+
+
+@cache
+def _load_packages() -> None:
+    """Load the packages that bring devices, as torch itself would if the suite did not keep it from that."""
+    for package in entry_points(group="torch.backends"):
+        if package.name == _TORCH_NPU:
+            continue
+        try:
+            package.load()()
+        except Exception as error:  # whatever a package raises
+            raise RuntimeError(f"{package.value} can't be loaded: {first_line(error)}") from error
+
+
+def _unavailable(device: str) -> str | None:
+    """None, or why no such device can be used here, in one line."""
+    try:
+        count = _module(device).device_count()
+    except Exception as error:  # whatever a device raises that is not there
+        return f"PyTorch {torch.__version__} can't use {device}: {first_line(error)}"
+    return None if count else f"PyTorch {torch.__version__} finds no {device}"
+
+
+def _kernels(device: str) -> tuple[Kernel, ...]:
+    """PyTorch's implementations that are registered for a device, and FlexAttention where it compiles."""
+    return () if _unavailable(device) else (*registered_sdpa_kernels(device), undeclared_flex())
