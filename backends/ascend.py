@@ -62,9 +62,14 @@ class Ascend(TorchDevice):
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:
-        """Run a kernel deterministically where torch-npu can."""
-        with super().in_use() as assumed, deterministic():
-            yield assumed
+        """Run a kernel by deterministic algorithms where torch-npu has any; other backends keep torch's setting."""
+        before = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            with super().in_use() as assumed:
+                yield assumed
+        finally:
+            torch.set_deterministic_debug_mode(before)
 
     def set_up(self) -> None:
         """Take the NPU of this worker, and ask for deterministic collectives."""
@@ -185,18 +190,6 @@ def _none_visible() -> str | None:
 
 def _module() -> Any:
     return importlib.import_module("torch_npu")
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """torch's deterministic algorithms where there are any, within the block alone: other backends keep theirs."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def ascend(root: Path = Path("/"), operators: Operators = torch_npu_operators) -> Ascend:

@@ -8,9 +8,9 @@ from tiebreak.backends.cuda import CUDA
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.interpreter.assumptions import CARDS
 from tiebreak.backends.ptx import PTX
-from tiebreak.backends.torch_device import PREFIX, torch_device, torch_devices
+from tiebreak.backends.torch_device import PREFIX
 
-__all__ = ["BACKENDS", "CARDS", "COMMONLY", "PREFIX", "torch_device", "torch_devices"]
+__all__ = ["BACKENDS", "CARDS", "COMMONLY"]
 
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend for backend in (EMULATION, CPU, INTERPRETER, PTX, CUDA, ASCEND)

@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from tiebreak.backends.backend import Backend, unusable
+from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import GIB
 from tiebreak.backends.probes import arithmetic_probes, fingerprint
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.kernels.flex import undeclared_flex
-from tiebreak.kernels.kernel import Kernel, first_line
+from tiebreak.kernels.flex import flex_elsewhere
+from tiebreak.kernels.kernel import first_line
 from tiebreak.kernels.sdpa import registered_sdpa_kernels
 
 PREFIX = "torch:"
 WORKER_GIB = 4.0  # of a device's memory, for one worker: an estimate, its libraries and the widest case's scores
-_TORCH_NPU = "torch_npu"  # which changes torch in many places, and has a backend of its own
 Probe = Callable[[], Mapping[str, str | float]]
 
 
@@ -32,7 +31,7 @@ class DeviceError(RuntimeError):
 
 
 @contextmanager
-def remedies(device: str) -> Iterator[None]:
+def remedies(device: str, has_fp64: bool) -> Iterator[None]:
     """Turn the errors of a device that have a remedy into one line with it.
 
     Raises:
@@ -44,7 +43,7 @@ def remedies(device: str) -> Iterator[None]:
         text = str(error).lower()
         if "out of memory" in text:
             reason = f"{device} out of memory: fewer workers (-n) or --heads; {first_line(error)}"
-        elif "dt_double" in text or "float64" in text:
+        elif not has_fp64 and ("dt_double" in text or "float64" in text):
             reason = f"{device} has no float64, and the kernel asks for it: compute in float32"
         else:
             raise
@@ -67,7 +66,7 @@ class TorchDevice(Backend):
 
     def module(self) -> Any:
         """Return the module of those functions."""
-        return _module(self.device)
+        return torch.get_device_module(self.device)
 
     def count(self) -> int:
         """Return how many such devices this process sees."""
@@ -81,38 +80,46 @@ class TorchDevice(Backend):
 
     def worker_limit(self) -> int:
         """Return how many workers the free memory holds where they are spread evenly; one a device if it is unknown."""
-        count = self.count()
+        of_any: Any = torch.accelerator  # from 2.9 on
+        ask = getattr(self.module(), "mem_get_info", lambda at: of_any.get_memory_info(f"{self.device}:{at}"))
         try:
-            of_any: Any = torch.accelerator  # from 2.9 on
-            ask = getattr(self.module(), "mem_get_info", lambda at: of_any.get_memory_info(f"{self.device}:{at}"))
-            free = [ask(index)[0] for index in range(count)]
+            free = [ask(at)[0] for at in range(self.count())]
         except Exception:  # whatever a device raises that does not know
-            return max(1, count)
-        return max(1, count * int(min(free, default=0) / (WORKER_GIB * GIB)))
+            return max(1, self.count())
+        return max(1, len(free) * int(min(free, default=0) / (WORKER_GIB * GIB)))
 
     def set_up(self) -> None:
         """Take a device by the worker's number, where there are several; a process without workers has torch's."""
-        worker, count = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", "")), self.count()
-        if worker and count > 1:
-            self.module().set_device(int(worker[1]) % count)
+        worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+        if worker and self.count() > 1:
+            self.module().set_device(int(worker[1]) % self.count())
 
     def describe(self) -> dict[str, Any]:
         """Return the devices' names, each once, and their driver's version where torch tells it."""
         return answers({"device": self._names})
 
     def _names(self) -> Mapping[str, str]:
-        module, of_mps = self.module(), getattr(torch.backends, self.device, None)
-        alone = getattr(of_mps, "get_name", lambda: self.device)
-        name = getattr(module, "get_device_name", lambda index: alone())
-        properties = getattr(module, "get_device_properties", lambda index: None)
-        drivers = {str(getattr(properties(index), "driver_version", "")) for index in range(self.count())} - {""}
-        names = {"device": ", ".join(dict.fromkeys(str(name(index)) for index in range(self.count())))}
-        return names | ({"driver": ", ".join(sorted(drivers))} if drivers else {})
+        module, devices = self.module(), range(self.count())
+        alone = getattr(getattr(torch.backends, self.device, None), "get_name", lambda: self.device)  # as MPS is
+        names = map(module.get_device_name, devices) if hasattr(module, "get_device_name") else [alone()]
+        properties = map(getattr(module, "get_device_properties", lambda at: None), devices)
+        drivers = sorted({str(each.driver_version) for each in properties if hasattr(each, "driver_version")})
+        return {"device": ", ".join(dict.fromkeys(names)), **({"driver": ", ".join(drivers)} if drivers else {})}
 
     def poisoned(self) -> bool:
-        """Return whether waiting for the device fails again and again."""
-        in_use = getattr(self.module(), "is_initialized", lambda: True)
-        return bool(in_use()) and unusable(self.synchronize)
+        """Return whether waiting for the device fails twice.
+
+        An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
+        pending, or a lack of memory, does not.
+        """
+        in_use = getattr(self.module(), "is_initialized", lambda: True)()
+        for _ in range(2 if in_use else 0):
+            try:
+                self.synchronize()
+            except RuntimeError:
+                continue
+            return False
+        return bool(in_use)
 
     def fingerprint(self) -> Mapping[str, str | float]:
         """Return the answers of all probes, one of which that the device can't run is answered by its error."""
@@ -120,15 +127,13 @@ class TorchDevice(Backend):
 
     def probes(self) -> dict[str, Probe]:
         """Return the probes, by what messages call each."""
-        return {
-            "fingerprint": partial(fingerprint, self.arithmetic, self.device),
-            "probes of arithmetic": partial(arithmetic_probes, self.arithmetic, self.device),
-        }
+        asked = {"fingerprint": fingerprint, "probes of arithmetic": arithmetic_probes}
+        return {name: partial(probe, self.arithmetic, self.device) for name, probe in asked.items()}
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:
         """Run a kernel to its end: work is queued, and an error of it shall be this kernel's."""
-        with remedies(self.device):
+        with remedies(self.device, self.arithmetic.has_fp64):
             yield ()
             self.synchronize()
 
@@ -142,7 +147,7 @@ def torch_device(name: str) -> TorchDevice:
         device,
         TorchArithmetic(has_fp64=False),  # nothing tells of every device that it has
         partial(_unavailable, device),
-        partial(_kernels, device),
+        lambda: () if _unavailable(device) else (*registered_sdpa_kernels(device), flex_elsewhere()),
         bits=f"bits on this {device}",
     )
 
@@ -153,46 +158,28 @@ def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
     Raises:
         ValueError: torch knows no such device, and no installed package brings one; one line.
     """
-    try:
-        names = [_full_name(word) for word in words if word.startswith(PREFIX)]
-    except RuntimeError as error:
-        raise ValueError(f"unknown backend: {first_line(error)}") from error
-    return {name: torch_device(name) for name in names if name is not None}
-
-
-def _full_name(word: str) -> str | None:
-    """The name that a word with the prefix stands for; None: it is a glob, and there is no accelerator."""
-    device = word.removeprefix(PREFIX)
-    if {*"*?"} & {*device}:
-        _load_packages()
-        current = torch.accelerator.current_accelerator()
-        return None if current is None else PREFIX + current.type
-    try:
-        known = torch.device(device).type
-    except RuntimeError:
-        _load_packages()
-        known = torch.device(device).type
-    if known != device:
-        raise RuntimeError(f"{word!r}: workers take turns with all that there are: name it {PREFIX}{known}")
-    return word
-
-
-def _module(device: str) -> Any:
-    try:
-        return torch.get_device_module(device)
-    except RuntimeError:
-        _load_packages()
-        return torch.get_device_module(device)
+    devices: dict[str, Backend] = {}
+    for word in (word for word in words if word.startswith(PREFIX)):
+        device = word.removeprefix(PREFIX)
+        try:
+            _load_packages()
+            found = torch.accelerator.current_accelerator() if {*"*?"} & {*device} else torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"unknown backend {word!r}: {first_line(error)}") from error
+        if found is not None and found.index is not None:
+            raise ValueError(f"unknown backend {word!r}: workers take turns: name it {PREFIX}{found.type}")
+        if found is not None:
+            devices[PREFIX + found.type] = torch_device(PREFIX + found.type)
+    return devices
 
 
 @cache
 def _load_packages() -> None:
     """Load the packages that bring devices, as torch itself would if the suite did not keep it from that."""
     for package in entry_points(group="torch.backends"):
-        if package.name == _TORCH_NPU:
-            continue
         try:
-            package.load()()
+            if package.name != "torch_npu":  # of the backend ascend; it changes torch in many places
+                package.load()()
         except Exception as error:  # whatever a package raises
             raise RuntimeError(f"{package.value} can't be loaded: {first_line(error)}") from error
 
@@ -200,12 +187,7 @@ def _load_packages() -> None:
 def _unavailable(device: str) -> str | None:
     """None, or why no such device can be used here, in one line."""
     try:
-        count = _module(device).device_count()
+        count = torch.get_device_module(device).device_count()
     except Exception as error:  # whatever a device raises that is not there
         return f"PyTorch {torch.__version__} can't use {device}: {first_line(error)}"
     return None if count else f"PyTorch {torch.__version__} finds no {device}"
-
-
-def _kernels(device: str) -> tuple[Kernel, ...]:
-    """PyTorch's implementations that are registered for a device, and FlexAttention where it compiles."""
-    return () if _unavailable(device) else (*registered_sdpa_kernels(device), undeclared_flex())

@@ -15,7 +15,7 @@ from torch import Tensor
 from tiebreak.kernels.features import BIAS, CAUSAL, COMMON, LENGTHS, MASKS, SINK, SOFTCAP, VALUE_DIM, WINDOW
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Kernel, first_line
+from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.plans import SinkEntry
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.vendor import empty, fused_on_gpu, through_autograd
@@ -26,8 +26,6 @@ _BLOCK = Block(queries=128, keys=128)
 # The kernel for long rows for short ones too, whose own kernel splits the keys.
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 _SHAPES = 256  # that one process may compile for; PyTorch's own limit is 8
-
-_BY_TRITON = ("cuda", "cpu")  # devices for which it is known to be compiled; others are tried
 
 _TAKES = COMMON | MASKS | {VALUE_DIM, SOFTCAP, SINK, BIAS}
 _OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two places, in one sequence
@@ -45,9 +43,9 @@ def flex() -> Kernel:
     )
 
 
-def undeclared_flex() -> Kernel:
-    """FlexAttention on a device of which nobody knows what torch.compile makes for it, or whether it does."""
-    return replace(flex(), declaration=None)
+def flex_elsewhere() -> Kernel:
+    """FlexAttention on a device of which nobody knows what torch.compile makes for it: tried first on a small call."""
+    return replace(flex(), declaration=None, undeclared=lambda inputs: "torch.compile")
 
 
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
@@ -60,19 +58,7 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
         return reason
     if config.disable:  # without compiling it, torch.compile would run another implementation
         return "torch.compile is switched off: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
-    device = inputs.q.device.type
-    return missing() if device in _BY_TRITON else _not_compiling(device)
-
-
-@cache
-def _not_compiling(device: str) -> str | None:
-    """None, or why a small call can't be compiled for a device and run there, in one line."""
-    x = torch.ones(1, 1, _BLOCK.queries, _BLOCK.queries, dtype=torch.bfloat16, device=device)
-    try:
-        _compiled()(x, x, x, kernel_options=_OPTIONS)
-    except Exception as error:  # whatever torch.compile raises
-        return f"FlexAttention does not compile for {device}: {first_line(error)}"
-    return None
+    return missing() if inputs.q.device.type in ("cuda", "cpu") else None
 
 
 @cache

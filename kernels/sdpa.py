@@ -129,6 +129,13 @@ OVERRIDEABLE = Implementation(
 )
 
 
+_ON_GPUS = {
+    "sdpa_flash": (CUDA_FLASH, FLASH_2_BLOCK),
+    "sdpa_cudnn": (CUDA_CUDNN, BLOCK),
+    "sdpa_efficient": (CUDA_EFFICIENT, _EFFICIENT_BLOCK),
+}
+
+
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
 
@@ -182,9 +189,8 @@ def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
     The composed one declares nothing either where a device puts code of its own in its place, as MPS does.
     """
     key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
-    names = {"sdpa_flash": CUDA_FLASH, "sdpa_cudnn": CUDA_CUDNN, "sdpa_efficient": CUDA_EFFICIENT,
-             "sdpa_overrideable": OVERRIDEABLE}  # fmt: skip
-    own = [_kernel(name, each, None) for name, each in names.items() if each.operator and has(each.operator, key)]
+    implementations = {name: each for name, (each, _) in _ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
+    own = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
     places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
     replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
     return (*own, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
@@ -192,9 +198,5 @@ def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    return (
-        _kernel("sdpa_flash", CUDA_FLASH, fused_on_gpu(FLASH_2_BLOCK)),
-        _kernel("sdpa_cudnn", CUDA_CUDNN, fused_on_gpu(BLOCK)),
-        _kernel("sdpa_efficient", CUDA_EFFICIENT, fused_on_gpu(_EFFICIENT_BLOCK)),
-        sdpa_math(),
-    )
+    own = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
+    return (*own, sdpa_math())

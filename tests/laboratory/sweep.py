@@ -253,5 +253,6 @@ def run(task: Task) -> SweepRun:
 @cache
 def _platform(device: str) -> Mapping[str, str | None]:
     """Return what of a machine can change the bits of a run."""
-    platform = {name: getattr(describe(), name) for name in ("cpu", "level", "torch", "commit")}
-    return {**platform, "gpu": torch.cuda.get_device_name() if device == "cuda" else None}
+    platform = describe()
+    told = {name: platform[name] for name in ("cpu", "level", "torch", "commit")}
+    return {**told, "gpu": torch.cuda.get_device_name() if device == "cuda" else None}

@@ -67,7 +67,7 @@ class Option:
 _POSITIVE = ("0*[1-9][0-9]{0,17}", "a positive integer")
 OPTIONS = {option.name: option for option in (
     Option("backend", "NAMES",
-           f"backends to run, of {', '.join(BACKENDS)} (default: all that can; with --kernel: cpu)",
+           f"backends to run, of {', '.join(BACKENDS)} and torch:DEVICE (default: all that can; with --kernel: cpu)",
            narrows=("backend",)),
     Option("allow-missing", "NAMES",
            "backends that may be missing although --backend names them; without it the run falls", needs="backend"),

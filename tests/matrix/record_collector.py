@@ -124,7 +124,7 @@ class RecordCollector:
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
-        described = describe().as_dict()
+        described = describe()
         for backend in self.backends:
             described |= backend.describe()
         return described | {"evidence": {backend.name: backend.evidence for backend in self.backends}}
@@ -133,7 +133,7 @@ class RecordCollector:
         platform = describe()
         return [
             f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}",
-            f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}",
+            f"platform: {platform['cpu']}, level {platform['level']}, torch {platform['torch']}",
             *(f"backend {each.name}: {notice}" for each in self.backends if (notice := each.notice()) is not None),
             *(f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()),
             *self.warnings(),

@@ -7,7 +7,8 @@ from itertools import product
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.registry import BACKENDS, COMMONLY, torch_devices
+from tiebreak.backends.registry import BACKENDS, COMMONLY
+from tiebreak.backends.torch_device import torch_devices
 from tiebreak.cases.case import JOINED
 from tiebreak.cases.feature_cases import ADDED, added_features
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tiebreak.backends.registry import BACKENDS, PREFIX
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX
 from tiebreak.matrix.options import FORWARDED
 from tiebreak.programs import check as command
 from tiebreak.programs.processes import finished

@@ -6,7 +6,8 @@ from functools import cache
 from typing import NoReturn
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.backends.registry import BACKENDS, PREFIX, torch_device
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Experiment, SelectionContext

@@ -13,7 +13,8 @@ from typing import cast
 from msgspec import structs
 
 from tiebreak.backends.backend import BITS_OF_INSTRUCTIONS, EMULATION, Backend
-from tiebreak.backends.registry import BACKENDS, PREFIX, torch_device
+from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted

@@ -86,7 +86,7 @@ def made(kernels: Sequence[tuple[Backend, Kernel]], kernel: str | None, name: st
     asked = [*(offered[case] for case in CASES), *(kinds()["usage"].experiments[:1] if kernel else ())]
     cells = [Cell(*pair, each, BF16) for each in asked for pair in kernels]
     bench = Workbench(Settings())
-    platform = describe().as_dict() | {"commit": COMMIT, "fingerprint": {"cpu": {"matmul_subnormals": "kept"}}}
+    platform = describe() | {"commit": COMMIT, "fingerprint": {"cpu": {"matmul_subnormals": "kept"}}}
     platform |= {"evidence": {cell.backend.name: cell.backend.evidence for cell in cells}}
     typed = {"seed": "1", "heads": "256", "kernel": kernel, "dtype": "bf16",
              "cases": ",".join(each.name for each in asked)}  # fmt: skip
@@ -223,7 +223,7 @@ def changing(name: str, change: Callable[[Record], Record]) -> Callable[[Run], R
 def test_a_statement_of_a_run_verifies_and_says_what_nobody_can_check(stated: Path, verified: Calls) -> None:
     assert sorted(path.name for path in stated.iterdir()) == ["records-1.json", "statement.json", "summary.md"]
     summary = (stated / "summary.md").read_text(encoding="utf-8")
-    for told in (describe().cpu, COMMIT, "10 cells: ", "two cases", "sdpa_math", "flash@paper", "1 of 1"):
+    for told in (describe()["cpu"], COMMIT, "10 cells: ", "two cases", "sdpa_math", "flash@paper", "1 of 1"):
         assert told in summary
     code, (told, *unchecked) = verified(stated, "--sample", "99")
     assert code == 0
