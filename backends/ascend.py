@@ -20,7 +20,7 @@ from tiebreak.backends.backend import to_device
 from tiebreak.backends.platform import read
 from tiebreak.backends.probes import p_cast, softmax_errors
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
-from tiebreak.backends.torch_device import Probe, TorchDevice, answers
+from tiebreak.backends.torch_device import TorchDevice, answers
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel, first_line
 from tiebreak.kernels.npu import (
@@ -77,7 +77,7 @@ class Ascend(TorchDevice):
         super().set_up()
 
     def describe(self) -> dict[str, Any]:
-        """Return SoC, torch-npu, CANN and driver; empty what is unknown, an error what can't be queried."""
+        """Return the SoC and the versions of its software: empty what is unknown, an error what can't be queried."""
         return super().describe() | answers({"torch_npu": self._versions})
 
     def _versions(self) -> Mapping[str, str]:
@@ -92,9 +92,10 @@ class Ascend(TorchDevice):
             "driver": str(told("DRIVER")) or _version(self.root / _DRIVER),
         }
 
-    def probes(self) -> dict[str, Probe]:
-        """Return those of any device, those of its settings, and those about a kernel, which ask the vendor's."""
-        return super().probes() | {"settings": self._settings, "vendor's kernel": self._vendor_probes}
+    def fingerprint(self) -> dict[str, str | float]:
+        """Return what any device answers, its settings, and how the vendor's kernel answers what is asked of one."""
+        own = {"settings failed": self._settings, "probes of the vendor's kernel failed": self._vendor_probes}
+        return {**super().fingerprint(), **answers(own)}
 
     def _settings(self) -> Mapping[str, str | float]:
         npu = self.module()
@@ -105,7 +106,6 @@ class Ascend(TorchDevice):
         }
 
     def _vendor_probes(self) -> Mapping[str, str | float]:
-        """The answers of probes of a kernel, as npu_fusion_attention gives them."""
         attention = FusionAttention(LAYOUTS[0], INNER_PRECISE[0], self.operators)
 
         def output(inputs: AttentionInputs) -> Tensor:

@@ -6,7 +6,7 @@ Written after PyTorch's documentation. The only such device that has run here is
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
@@ -23,7 +23,6 @@ from tiebreak.kernels.sdpa import registered_sdpa_kernels
 
 PREFIX = "torch:"
 WORKER_GIB = 4.0  # of a device's memory, for one worker: an estimate, its libraries and the widest case's scores
-Probe = Callable[[], Mapping[str, str | float]]
 
 
 class DeviceError(RuntimeError):
@@ -50,7 +49,7 @@ def remedies(device: str, has_fp64: bool) -> Iterator[None]:
         raise DeviceError(reason) from error
 
 
-def answers(probes: Mapping[str, Probe]) -> dict[str, str | float]:
+def answers(probes: Mapping[str, Callable[[], Mapping[str, str | float]]]) -> dict[str, str | float]:
     """Return what all probes answer, and in the place of one that fails its error under the probe's name."""
     told: dict[str, str | float] = {}
     for name, probe in probes.items():
@@ -80,9 +79,8 @@ class TorchDevice(Backend):
 
     def worker_limit(self) -> int:
         """Return how many workers the free memory holds where they are spread evenly; one a device if it is unknown."""
-        of_any: Any = torch.accelerator  # from 2.9 on
-        ask = getattr(self.module(), "mem_get_info", lambda at: of_any.get_memory_info(f"{self.device}:{at}"))
         try:
+            ask = getattr(self.module(), "mem_get_info", None) or torch.accelerator.get_memory_info  # from 2.9 on
             free = [ask(at)[0] for at in range(self.count())]
         except Exception:  # whatever a device raises that does not know
             return max(1, self.count())
@@ -112,23 +110,18 @@ class TorchDevice(Backend):
         An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
         pending, or a lack of memory, does not.
         """
-        in_use = getattr(self.module(), "is_initialized", lambda: True)()
-        for _ in range(2 if in_use else 0):
-            try:
-                self.synchronize()
-            except RuntimeError:
-                continue
+        if not getattr(self.module(), "is_initialized", lambda: True)():
             return False
-        return bool(in_use)
+        for _ in range(2):
+            with suppress(RuntimeError):
+                self.synchronize()
+                return False
+        return True
 
     def fingerprint(self) -> Mapping[str, str | float]:
-        """Return the answers of all probes, one of which that the device can't run is answered by its error."""
-        return answers({f"{name} failed": probe for name, probe in self.probes().items()})
-
-    def probes(self) -> dict[str, Probe]:
-        """Return the probes, by what messages call each."""
-        asked = {"fingerprint": fingerprint, "probes of arithmetic": arithmetic_probes}
-        return {name: partial(probe, self.arithmetic, self.device) for name, probe in asked.items()}
+        """Return the answers of all probes; a probe that the device can't run is answered by its error."""
+        asked = {"fingerprint failed": fingerprint, "probes of arithmetic failed": arithmetic_probes}
+        return answers({name: partial(probe, self.arithmetic, self.device) for name, probe in asked.items()})
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:
@@ -168,7 +161,7 @@ def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
             raise ValueError(f"unknown backend {word!r}: {first_line(error)}") from error
         if found is not None and found.index is not None:
             raise ValueError(f"unknown backend {word!r}: workers take turns: name it {PREFIX}{found.type}")
-        if found is not None:
+        if found is not None and found.type not in ("cuda", "npu"):  # which have backends of their own
             devices[PREFIX + found.type] = torch_device(PREFIX + found.type)
     return devices
 

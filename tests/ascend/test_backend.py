@@ -78,7 +78,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
             values: dict[str, Any] = {"reason": reason}
             if reason is None:
                 backend.set_up()
-                values |= {"settings": backend.probes()["settings"](), "described": backend.describe()}
+                values |= {"settings": backend._settings(), "described": backend.describe()}
                 values["hccl"] = os.environ["HCCL_DETERMINISTIC"]
             return values
 
@@ -227,6 +227,6 @@ def test_the_fingerprint_has_facts_probes_and_statistics(backend: Ascend) -> Non
     assert float(values["softmax_max_error"]) < 1e-5
     assert float(values["softmax_sum_error"]) < 1e-5
     without = replace(backend, operators=lambda name: None).fingerprint()
-    failed = str(without["vendor's kernel failed"])
+    failed = str(without["probes of the vendor's kernel failed"])
     assert failed.startswith("NotImplementedError: this torch-npu has no npu_fusion_attention"), "its own answer alone"
     assert without["cast"] == "even"
