@@ -19,6 +19,7 @@ from torch.utils import backend_registration
 
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.backends.torch_device import DeviceError, torch_device, torch_devices
+from tiebreak.kernels import sdpa
 from tiebreak.reports import cli
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import HELD, SKIPPED, Record, Run
@@ -198,6 +199,16 @@ class TestWhatADeviceTells:
         with pytest.raises(DeviceError if isinstance(error, TypeError) else RuntimeError) as caught, FROB.in_use():
             raise error
         assert ("compute in float32" in str(caught.value)) == isinstance(error, TypeError)
+
+
+def test_of_pytorch_s_implementations_a_device_has_those_registered_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {(sdpa.OVERRIDEABLE.operator, "XPU"), ("aten::_scaled_dot_product_attention_math_for_mps", "MPS")}
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *asked: asked in there)
+    of_intel, of_apple, of_none = map(sdpa.registered_sdpa_kernels, ("xpu", "mps", "hpu"))
+    declared = {kernel.name: kernel.declaration is not None for kernel in of_intel}
+    assert declared == {"sdpa_overrideable": False, "sdpa_math": True}
+    assert [kernel.declaration for kernel in of_apple] == [None], "Apple's writing of it rounds where nobody says"
+    assert [kernel.name for kernel in of_none] == ["sdpa_math"]
 
 
 def test_other_words_of_a_list_are_left_to_others() -> None:
