@@ -201,7 +201,7 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
         targets: the tokens that follow, int64 (sequences,).
         epsilon: size of the box, above 0.
     """
-    y = logits.detach().double().cpu()
+    y = logits.detach().cpu().double()
     if not bool(torch.isfinite(y).all()):
         raise ValueError("the logits have NaN or Inf: there is no loss to rise")
     optimize = import_module("scipy.optimize")  # an extra, and slow to import

@@ -13,6 +13,7 @@ from msgspec import to_builtins
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, Backend
+from tiebreak.cases.gpt2.fixture import chosen
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.scripted import SCRIPTED
@@ -37,10 +38,12 @@ def experiments(backend: Backend) -> dict[str, Any]:
     training = run_cell(Cell(backend, kernel, TrainingRun(snippet), BF16), bench)
     assert call.measures, call.reasons
     assert training.measures, training.reasons
+    logits = torch.linspace(-3.0, 3.0, 24).view(1, 4, 6).to(backend.device)  # of a model that would take long to train
     return {
         "call": [call.outcome, call.digest, to_builtins(call.measures)],
         "losses": training.digest,
         "monitors": dict(training.measures),
+        "log_probabilities": chosen(logits, torch.arange(4)[None]).tolist(),
         "fingerprint": dict(backend.fingerprint()),
     }
 

@@ -75,7 +75,7 @@ class OwnModel:
                 q, k, v, q, Formats.of(fmt), given.causal, noise_seed=noise, softmax_scale=given.scale
             )
             o.copy_(_attention(side, inputs))
-            outputs.append(o.double().cpu())
+            outputs.append(o.cpu().double())
 
         watch = Watch(self.module, {}, put)
         try:
