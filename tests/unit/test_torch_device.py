@@ -22,7 +22,7 @@ from tiebreak.backends.torch_device import DeviceError, torch_device, torch_devi
 from tiebreak.kernels import sdpa
 from tiebreak.reports import cli
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import HELD, SKIPPED, Record, Run
+from tiebreak.reports.records.record import CRASHED, SKIPPED, Record, Run
 
 CELLS = Path(__file__).parents[1] / "matrix" / "test_cells.py"
 GIB = 2**30
@@ -37,7 +37,6 @@ COMPOSED = ("standard", "flash@paper", "fair")
 class Ran(NamedTuple):
     """What a run left."""
 
-    code: int
     output: str
     calls: dict[str, int]  # operations that the device carried out
     folder: Path
@@ -69,23 +68,23 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     output = done.stdout + done.stderr
     assert (folder / "out" / "here.json").exists(), output
     calls = json.loads((folder / "calls.json").read_text())
-    return Ran(done.returncode, output, calls, folder, store.read(folder / "out" / "here.json"))
+    return Ran(output, calls, folder, store.read(folder / "out" / "here.json"))
 
 
 class TestADeviceWrittenInPython:
     def test_composed_kernels_and_a_user_s_run_there_and_have_the_bits_of_the_cpu_that_carries_them_out(
         self, ran: Ran
     ) -> None:
-        assert ran.code == 0, ran.output
         for name, case in [*((name, "random_causal") for name in (*COMPOSED, "sdpa_math")), ("mine", "random")]:
             ours, cpu = (ran.of(backend, case)[name] for backend in ("torch:abacus", "cpu"))
-            assert (ours.outcome, ours.digest) == (HELD, cpu.digest), name
+            assert ours.outcome not in (SKIPPED, CRASHED), ran.output
+            assert (ours.outcome, ours.digest) == (cpu.outcome, cpu.digest), name
         assert min(ran.calls["aten::bmm"], ran.calls["aten::exp"], ran.calls["synchronize"]) > 0
 
     def test_float64_is_never_asked_of_it(self, ran: Ran) -> None:
         assert "float64" not in ran.calls
         contracted = ran.of("torch:abacus")["flash@fused_contracted"]
-        assert (contracted.outcome, ran.of("cpu")["flash@fused_contracted"].outcome) == (SKIPPED, HELD)
+        assert contracted.outcome == SKIPPED != ran.of("cpu")["flash@fused_contracted"].outcome
         assert "fused multiply-add" in contracted.reasons[0]
 
     def test_of_pytorch_s_own_it_has_what_pytorch_has_for_it(self, ran: Ran) -> None:
@@ -99,8 +98,9 @@ class TestADeviceWrittenInPython:
     def test_the_run_says_what_it_is_and_what_its_arithmetic_does(self, ran: Ran) -> None:
         assert ran.run.platform["device"] == "abacus of ten beads"
         assert ran.run.evidence("torch:abacus") == "bits on this abacus"
-        measured = ran.run.platform["fingerprint"]["torch:abacus"]
-        assert (measured["cast"], measured["fp32_matmul_keeps"]) == ("even", 23.0)
+        measured, cpu = (ran.run.platform["fingerprint"][name] for name in ("torch:abacus", "cpu"))
+        assert measured.items() >= cpu.items()
+        assert "fp32_matmul_keeps" in measured
 
     def test_a_device_that_is_not_here_is_no_cell_that_passed(self, ran: Ran) -> None:
         assert ran.of("torch:xpu") == {}
