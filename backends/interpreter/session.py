@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -18,9 +18,10 @@ from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.builder import FaithfulBuilder
+from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
-from tiebreak.backends.interpreter.numbers import numpy_type
+from tiebreak.backends.interpreter.numbers import Array, numpy_type
+from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -70,6 +71,10 @@ class _Session:
         self.put(semantic, "broadcast_impl_value", partial(_met, semantic.broadcast_impl_value))
         self.put(upstream, "interpreter_builder", self._builder)
         self.put(upstream, "_get_np_dtype", numpy_type)
+        self.put(upstream.TensorDescHandle, "validate", _validate)
+        self.put(upstream.TensorDescHandle, "materialize_pointers", _of_descriptor)
+        if blocks := getattr(upstream, "BlockPointerHandle", None):  # up to Triton 3.8
+            self.put(blocks, "materialize_pointers", lambda of, checked: addresses(of, of.offsets, checked))
         own = set(vars(tl.tensor))
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
@@ -81,6 +86,12 @@ class _Session:
         self.put(tl.block_type, "__init__", _blocks(tl.block_type.__init__))
         self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
+        self.put(tl, "static_print", lambda *args, **kwargs: self._builder.apart() or print(*args, **kwargs))
+        self.put(tl.tensor, "__bool__", partialmethod(_decision, self._builder.agreed))
+        self.put(tl.tensor, "__index__", lambda tensor: int(self._builder.agreed(_of_each(tensor))))
+        for name in ("__str__", "__repr__"):
+            self.put(tl.tensor, name, lambda tensor: self._builder.apart() or str(plain(tensor.handle)))
+        self.put(tl.tensor, "T", property(tl.trans))
         self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
@@ -96,7 +107,7 @@ class _Session:
     def launch(
         self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
     ) -> None:
-        """Run every program of a grid, one after the other: in the place of a function's `run`."""
+        """Run every program of a grid, as one after the other would: in the place of a function's `run`."""
         if warmup:
             return
         if getattr(function, "is_gluon", bool)():
@@ -110,7 +121,6 @@ class _Session:
         contracts, how = self._assumed.contraction(options.get("enable_fp_fusion"))
         if self._assumed.contracts:
             self.told.add(f"contraction {how}")
-        self._builder.begin(Memory(function.fn.__name__, tuple(arguments_of(arguments))), contracts=contracts)
         converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)
@@ -118,9 +128,17 @@ class _Session:
         sizes = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
-        for place in np.ndindex(*sizes):
-            self._builder.set_grid_idx(*place)
+        places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
+        memory = Memory(function.fn.__name__, tuple(arguments_of(arguments)))
+        self._builder.begin(memory, places, contracts=contracts)
+
+        def run(group: Array, together: Together | None = None) -> None:
+            self._builder.take(group, together)
             rewritten(**converted)
+
+        if len(places) == 1 or not Together().run(run, len(places)):
+            for place in range(len(places)):
+                run(np.array([place]))
 
     def rewritten(self, function: Function) -> Callable[..., Any]:
         """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
@@ -142,6 +160,33 @@ class _Session:
             elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
                 changed[name] = _at_hand(value)
         self._stack.enter_context(patch.dict(names, changed))
+
+
+def _of_each(tensor: Any) -> Any:
+    """Return the numbers that programs have."""
+    return tensor.handle.data.reshape(len(tensor.handle.data))
+
+
+def _decision(tensor: Any, agreed: Callable[[Any], Any]) -> bool:
+    """Return what a condition makes of a number; a tile is true."""
+    data = tensor.handle.data
+    return bool(data.size != len(data) or agreed(_of_each(tensor)))
+
+
+def _validate(descriptor: Any) -> None:
+    """As upstream, of many programs' bases and strides."""
+    size = descriptor.base.get_element_ty().primitive_bitwidth // 8
+    *strides, last = (stride.data for stride in descriptor.strides)
+    assert not (descriptor.base.data % 16).any(), "base must be 16-byte aligned"
+    assert len(descriptor.strides) == len(descriptor.block_shape) == descriptor.ndim
+    assert not any((stride * size % 16).any() for stride in strides), "stride must be 16-byte aligned"
+    assert (last == 1).all(), "last dim must be contiguous"
+
+
+def _of_descriptor(descriptor: Any, offsets: Sequence[Any]) -> tuple[Any, Any]:
+    size = descriptor.base.get_element_ty().primitive_bitwidth // 8
+    assert not (offsets[-1].data * size % 16).any(), "block offset start must be 16-byte aligned"
+    return addresses(descriptor, offsets, range(descriptor.ndim))
 
 
 def _met(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
