@@ -88,15 +88,15 @@ class FaithfulBuilder(InterpreterBuilder):
         if self.together is not None:
             raise ApartError
 
-    def agreed(self, values: Array) -> Any:
+    def agreed(self, number: Handle) -> Any:
         """Return the value that programs have; those with another one leave the group."""
-        return values[0] if len(values) == 1 or self.together is None else self.together.agreed(values)
+        values = number.data.reshape(len(number.data))
+        return (values[0] if len(values) == 1 or self.together is None else self.together.agreed(values)).item()
 
-    def _tile(self, data: Array) -> Array:
-        """Return data that isn't too large."""
+    def _tile(self, shape: Shape) -> None:
+        """Let none become too large."""
         if self.together is not None:
-            self.together.tile(data.shape)
-        return data
+            self.together.tile(shape)
 
     def in_pairs(self) -> tuple[int, ...]:
         """The assumed order of a row where tiles lie as a product's sums do: from a program's first product on."""
@@ -161,66 +161,55 @@ class FaithfulBuilder(InterpreterBuilder):
         """
         if is_volatile or True in rest:
             self.apart()  # it may wait for another program
-        element, shown, shape = ptrs.get_element_ty(), _mask(mask), _shape(ptrs)
+        element, shape = ptrs.get_element_ty(), _shape(ptrs)
         dtype = numpy_type(element)
         fill = bits(np.zeros((1,) * len(shape), dtype) if other is None else other.data)
-        if (found := self._boxes(ptrs, shown, dtype.itemsize)) and len(fill) <= len(found[1]):
-            boxes, whole, index = found
-            self._note(boxes, whole, writes=False)
-            self._tile(np.broadcast_to(fill, (len(whole), *shape[1:])))
-            picked = boxes.of(boxes.holder.elements(dtype.itemsize))[boxes.starts]
-            if picked.size == len(whole) * math.prod(shape[1:]):
-                return TensorHandle(picked.reshape(len(whole), *shape[1:]).view(dtype), element)
-            tile = np.array(np.broadcast_to(fill, (len(whole), *shape[1:])))
-            tile[index] = picked
-            return TensorHandle(tile.view(dtype), element)
-        addresses, shown, fill = np.broadcast_arrays(ptrs.data, shown, fill)
-        self._tile(addresses)
-        self._touch(addresses, shown, dtype.itemsize, ptrs.attr.get("argument"), writes=False)
-        return TensorHandle(native.load(addresses, shown, fill, fill.dtype).view(dtype), element)
+        if (found := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
+            return TensorHandle(np.broadcast_to(fill, (len(fill), *shape[1:])).view(dtype), element)
+        boxes, whole, index = found
+        shape = len(whole), *shape[1:]
+        self._tile(shape)
+        picked = boxes.read(boxes.holder.elements(dtype.itemsize))
+        if picked.size == math.prod(shape):
+            return TensorHandle(picked.reshape(shape).view(dtype), element)
+        tile = np.array(np.broadcast_to(fill, shape))
+        tile[index] = picked
+        return TensorHandle(tile.view(dtype), element)
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> None:
-        shown, data = _mask(mask), bits(value.data)
-        found = self._boxes(ptrs, shown, data.itemsize)
-        if found and len(data) <= len(found[1]) and 0 not in found[0].strides:
+        data = bits(value.data)
+        if (found := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
             boxes, whole, index = found
-            self._note(boxes, whole, writes=True)
-            data = np.broadcast_to(data, (len(whole), *ptrs.shape[1:]))
-            boxes.of(boxes.holder.elements(data.itemsize))[boxes.starts] = data[index]
-            return
-        addresses, shown, data = np.broadcast_arrays(ptrs.data, shown, data)
-        self._touch(addresses, shown, data.itemsize, ptrs.attr.get("argument"), writes=True)
-        native.store(addresses, np.ascontiguousarray(data), shown)
+            data = np.broadcast_to(data, (len(whole), *_shape(ptrs)[1:]))
+            boxes.write(boxes.holder.elements(data.itemsize), data[index])
 
-    def _boxes(self, ptrs: Handle, shown: Array, size: int) -> tuple[Boxes, Array, tuple[Any, ...]] | None:
-        """Return what is shown as boxes, of tiles or of their rows; None where it is none."""
-        if not isinstance(ptrs, _Pointers) or not shown.any():
+    def _access(
+        self, ptrs: Handle, mask: Any, size: int, programs: int, *, writes: bool = False, atomic: bool = False
+    ) -> tuple[Boxes, Array, tuple[Any, ...]] | None:
+        """Return what is shown as boxes, which they are, and its index in the tile; None: nothing is.
+
+        Boxes are tiles, or their rows, or elements. That they are touched, by so many programs, is taken note of.
+        """
+        shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # bare before Triton 3.9, of a descriptor
+        if not shown.any():
             return None
-        each = (
-            self.memory.boxes(ptrs.terms, _compact(shown), ptrs.shape, axis, size, ptrs.attr.get("argument"))
-            for axis in dict.fromkeys((1, max(1, len(ptrs.shape) - 1)))
-        )
-        return next(filter(None, each), None)
-
-    def _touch(
-        self, addresses: Array, shown: Array, size: int, name: str | None, *, writes: bool, atomic: bool = False
-    ) -> None:
-        """Check an access to elements of any addresses, and take note of it."""
-        self.memory.check(addresses, shown, size, name, "writes" if writes else "reads")
-        if self.together is not None and shown.any():
-            places = addresses[shown].view(np.int64)
-            holder = self.memory.holder(int(places.min()), int(places.max()) + size, name)
-            if holder is None or ((places - holder.start) % size).any():
-                raise ApartError
-            self._note(Boxes(holder, size, (places - holder.start) // size), shown, writes=writes, atomic=atomic)
-
-    def _note(self, boxes: Boxes, shown: Array, **how: bool) -> None:
-        if self.together is not None:
-            first, last = self._group[:1], self._group[-1:]
-            if len(shown) == len(self._group):
-                each = self._group.reshape(-1, *(1,) * (shown.ndim - 1))
-                first = last = np.broadcast_to(each, shown.shape)[shown]
-            self.together.touch(boxes, (first, last), **how)
+        shape, name = _shape(ptrs), ptrs.attr.get("argument")
+        terms = [*ptrs.terms] if isinstance(ptrs, _Pointers) else [_compact(ptrs.data).view(np.int64)]
+        terms.append(np.zeros((programs, *(1,) * (len(shape) - 1)), np.int64))
+        rows = max(1, len(shape) - 1)
+        for axis in (len(shape),) if atomic else dict.fromkeys((1, rows, len(shape))):
+            found = self.memory.boxes(terms, shown, shape, axis, size, name)
+            if found is not None and not (writes and found[0].overlap):
+                boxes, whole, _ = found
+                if self.together is not None:
+                    first, last = self._group[:1], self._group[-1:]
+                    if len(whole) == len(self._group):
+                        each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
+                        first = last = np.broadcast_to(each, whole.shape)[whole]
+                    self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
+                return found
+        self.memory.check(ptrs.data, shown, size, name, "writes" if writes else "reads")
+        raise CannotRunError(f"{self.memory.kernel} touches {size} bytes that are not at a multiple of {size}")
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """Nothing is added up yet."""
@@ -235,7 +224,7 @@ class FaithfulBuilder(InterpreterBuilder):
         programs = np.zeros((len(self._group), *(1,) * (val.data.ndim - 1)), bool)
         addresses, terms, shown, _ = np.broadcast_arrays(ptr.data, val.data, mask.data, programs)
         dtype = terms.dtype
-        self._touch(addresses, shown, dtype.itemsize, ptr.attr.get("argument"), writes=True, atomic=True)
+        self._access(ptr, mask, dtype.itemsize, len(self._group), writes=True, atomic=True)
         if dtype.isbuiltin == 1:
             handles = zip((addresses, terms, shown), (ptr, val, mask), strict=True)
             return super().create_atomic_rmw(
@@ -386,9 +375,9 @@ class FaithfulBuilder(InterpreterBuilder):
         how = input_precision, max_num_imprecise_acc
         self._multiplied = True
         left, right, addend = alike(a.data, b.data, d.data) if len(d.data) > 1 else (a.data, b.data, d.data)
-        self._tile(np.broadcast_to(np.False_, (max(len(left), len(right)), *addend.shape[1:])))
+        self._tile((max(len(left), len(right)), *addend.shape[1:]))
         result = TensorHandle(product(left, right, addend, self.assumed, *how), d.dtype.scalar)
-        if not self.assumed.exact and self.agreed(~d.data.any(tuple(range(1, d.data.ndim)))):
+        if not self.assumed.exact and self.agreed(TensorHandle(~d.data.any(tuple(range(1, d.data.ndim))), tl.int1)):
             result.attr["dot"] = (a.data, b.data, *how)  # Triton adds a sum that it goes into on the tensor cores
         return result
 
@@ -434,12 +423,6 @@ class FaithfulBuilder(InterpreterBuilder):
 def _compact(x: Array) -> Array:
     """An array without what broadcasting has repeated: those dimensions are 1 long."""
     return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
-
-
-def _mask(mask: Handle) -> Array:
-    """Which elements are shown; before Triton 3.9 those of a descriptor come as a bare array."""
-    shown: Array = mask if isinstance(mask, np.ndarray) else mask.data
-    return shown
 
 
 def _in_fp64(function: Callable[[Array], Array], x: Array) -> Array:

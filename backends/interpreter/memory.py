@@ -1,6 +1,7 @@
 """The memory that a launch may touch: that of its arguments."""
 
 import ctypes
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +44,48 @@ class Boxes:
     shape: Shape = ()
     strides: Shape = ()  # in elements
 
-    def of(self, elements: Array) -> Array:
-        """Return the boxes that begin at each element: `starts` are those that are meant."""
-        reach = sum(stride * (length - 1) for stride, length in zip(self.strides, self.shape, strict=True))
+    def read(self, elements: Array) -> Array:
+        """Return the boxes, (boxes, *shape), of what the storage holds."""
+        boxes: Array = self._window(elements)[self.starts - self.starts.min()]
+        return boxes
+
+    def write(self, elements: Array, values: Array) -> None:
+        """Fill the boxes, one after the other."""
+        self._window(elements)[self.starts - self.starts.min()] = values
+
+    def _window(self, elements: Array) -> Array:
+        """Return a box that begins at each element between the first box and the last."""
+        low, high = int(self.starts.min()), int(self.starts.max())
         strides = tuple(stride * elements.itemsize for stride in (1, *self.strides))
-        return np.ndarray((len(elements) - reach, *self.shape), elements.dtype, elements, 0, strides)
+        return np.ndarray((high - low + 1, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a box has one element more than once."""
+        return any(length > 1 and stride == 0 for length, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def unit(self) -> int:
+        """So many elements lie together in every box, from a multiple of as many on."""
+        run, apart = self._run()
+        return math.gcd(run, *(stride for _, stride in apart), int(np.gcd.reduce(self.starts)))
+
+    def coarse(self, unit: int) -> "Boxes":
+        """Return the boxes, in units of so many elements."""
+        run, apart = self._run()
+        shape, strides = zip(*((length, stride // unit) for length, stride in apart), (run // unit, 1), strict=True)
+        return Boxes(self.holder, self.size * unit, self.starts // unit, shape, strides)
+
+    def _run(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how many elements follow each other, and the lengths and strides of the other axes."""
+        run, apart = 1, [axis for axis in zip(self.shape, self.strides, strict=True) if axis[0] > 1]
+        while apart and apart[-1][1] == run:
+            run *= apart.pop()[0]
+        return run, apart
+
+
+#: Where pointers may point to that a kernel has read from memory.
+_EVERYWHERE = Argument(ANYWHERE, 2**12, 2**62, 2**12)
 
 
 @dataclass(frozen=True)
@@ -58,18 +96,18 @@ class Memory:
     arguments: tuple[Argument, ...]
 
     def holder(self, low: int, high: int, name: str | None) -> Argument | None:
-        """Return the argument of this name, or of any, in whose storage all bytes from `low` to `high` lie."""
-        return next(
-            (each for each in self.arguments if name in (None, each.name) and each.start <= low and high <= each.end),
-            None,
-        )
+        """Return the argument of this name, None: any, in whose storage all bytes from `low` to `high` lie."""
+        allowed = [each for each in self.arguments if name in (None, each.name)]
+        if name == ANYWHERE or not allowed:
+            return _EVERYWHERE
+        return next((each for each in allowed if each.start <= low and high <= each.end), None)
 
     def boxes(
         self, terms: Iterable[Array], shown: Array, shape: Shape, axis: int, size: int, name: str | None
     ) -> tuple["Boxes", Array, tuple[Any, ...]] | None:
         """Return the shown part of a tile as boxes of its axes from `axis` on; which of them are shown; its index.
 
-        None where it is no boxes of one argument.
+        None where it is no such boxes, all of one argument.
 
         Args:
             terms: of addresses, their sums; int64, they broadcast to the tile.
@@ -92,7 +130,7 @@ class Memory:
         lengths = tuple(p.stop - p.start for p in part)
         reach = sum(stride * (length - 1) for stride, length in zip(strides, lengths, strict=True))
         holder = self.holder(int(starts.min()), int(starts.max()) + reach + size, name)
-        if holder is None or any(stride < 0 or stride % size for stride in strides):
+        if holder is None or any(stride % size for stride in strides) or min(strides, default=0) < 0:
             return None
         starts -= holder.start
         if (starts % size).any():
@@ -112,7 +150,8 @@ class Memory:
         """
         if name == ANYWHERE or not mask.any():
             return
-        touched = addresses if mask.all() else np.broadcast_to(addresses, mask.shape)[mask]
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        touched = addresses[mask]
         low, high = int(touched.min()), int(touched.max()) + size
         allowed = [argument for argument in self.arguments if name in (None, argument.name)]
         if not allowed or self.holder(low, high, name):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import Boxes, Shape
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Shape
 from tiebreak.backends.interpreter.numbers import Array
 
 _MOST_AT_ONCE = 2**20  # elements of a tile, of all programs that run together
@@ -40,7 +40,8 @@ class Together:
     followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address
     fit: int = 2**62  # programs of which tiles are not too large
     _read: set[int] = field(default_factory=set)
-    _last: dict[int, Array] = field(default_factory=dict)  # of each element the last program that touched it
+    #: Of storages, how many bytes lie together, and the last program that touched such a unit.
+    _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
     _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
     _once: bool = False  # whether something was done that doing it anew would change
     _atomics: bool = False
@@ -84,7 +85,7 @@ class Together:
             self.fit = max(1, _MOST_AT_ONCE // size)
             raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
 
-    def touch(self, boxes: Boxes, programs: tuple[Any, Any], *, writes: bool, atomic: bool = False) -> None:
+    def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
         """Take note of an access.
 
         Args:
@@ -94,22 +95,28 @@ class Together:
             atomic: whether it is read at once with that.
         """
         address, (first, last) = boxes.holder.start, programs
+        if boxes.holder.name == ANYWHERE:
+            raise ApartError("it isn't known what is touched")
         if not writes and address not in self.followed:
             self._read.add(address)
             return
         if address in self._read:
             self.followed.add(address)
             raise ApartError("it was read before: from the start on, it is followed who does")
-        length = (boxes.holder.end - address) // boxes.size
-        touched = self._last.setdefault(address, np.full(length, -1, np.int32))
-        if len(touched) != length:
-            raise ApartError("its elements have two sizes")
         self._once |= atomic or (writes and address in self.followed)
         self._atomics |= atomic
         if writes and address not in self._before:
             self._before[address] = ctypes.string_at(address, boxes.holder.end - address)
-        before = boxes.of(touched)
-        across = (...,) + (None,) * len(boxes.shape)
-        if (before[boxes.starts] > np.asarray(first)[across]).any():
+        each, (unit, touched) = boxes.size * boxes.unit, self._last.get(address, (0, np.full(1, -1, np.int32)))
+        common = math.gcd(each, unit)  # bytes
+        if common % boxes.size:
+            raise ApartError("its elements have two sizes")
+        if common != unit:
+            length = -(-(boxes.holder.end - address) // common)
+            touched = np.repeat(touched, unit // common if unit else length)[:length]
+            self._last[address] = common, touched
+        boxes = boxes.coarse(common // boxes.size)
+        across = (..., *(None,) * len(boxes.shape))
+        if (boxes.read(touched) > first[across]).any():
             raise ApartError("a later program was first")
-        before[boxes.starts] = np.asarray(last)[across]
+        boxes.write(touched, last[across])

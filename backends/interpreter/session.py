@@ -1,5 +1,6 @@
 """A stretch of time in which Triton's functions are interpreted; before and after it Triton is as it was."""
 
+import functools
 import inspect
 import os
 import warnings
@@ -23,6 +24,7 @@ from tiebreak.backends.interpreter.memory import Memory, arguments_of
 from tiebreak.backends.interpreter.numbers import Array, numpy_type
 from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
+from tiebreak.backends.interpreter.tape import Recorder, Tape, leaves
 from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
@@ -63,13 +65,13 @@ class _Session:
     def __init__(self, assumed: Assumptions, stack: ExitStack) -> None:
         self._stack = stack
         self._seen: set[int] = set()  # namespaces that were looked through
-        self._assumed, self._builder = assumed, FaithfulBuilder(assumed)
+        self._assumed, (self._builder, self._recorder) = assumed, _builder_of(assumed)
         self.told: set[str] = set()
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
         semantic = upstream.interpreter_semantic
-        self.put(semantic, "builder", self._builder)
+        self.put(semantic, "builder", self._recorder)
         self.put(semantic, "broadcast_impl_value", partial(_met, semantic.broadcast_impl_value))
-        self.put(upstream, "interpreter_builder", self._builder)
+        self.put(upstream, "interpreter_builder", self._recorder)
         self.put(upstream, "_get_np_dtype", numpy_type)
         self.put(upstream.TensorDescHandle, "validate", _validate)
         self.put(upstream.TensorDescHandle, "materialize_pointers", _of_descriptor)
@@ -83,22 +85,21 @@ class _Session:
         # Triton before 3.9 knows none of AMD's own types.
         fnuz = (tl.float8e4b8, tl.float8e5b16)
         self.put(tl.dtype, "to_ir", lambda dtype, builder: dtype if dtype in fnuz else to_ir(dtype, builder))
-        self.put(tl.block_type, "__init__", _blocks(tl.block_type.__init__))
-        self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
-        self.put(tl, "static_print", lambda *args, **kwargs: self._builder.apart() or print(*args, **kwargs))
-        self.put(tl.tensor, "__bool__", partialmethod(_decision, self._builder.agreed))
-        self.put(tl.tensor, "__index__", lambda tensor: int(self._builder.agreed(_of_each(tensor))))
+        self.put(tl, "static_print", lambda *args, **kwargs: self._alone() or print(*args, **kwargs))
+        agreed = self._recorder.noted(self._builder.agreed)
+        self.put(tl.tensor, "__bool__", partialmethod(_decision, agreed))
+        self.put(tl.tensor, "__index__", lambda tensor: int(agreed(tensor.handle)))
         for name in ("__str__", "__repr__"):
-            self.put(tl.tensor, name, lambda tensor: self._builder.apart() or str(plain(tensor.handle)))
+            self.put(tl.tensor, name, lambda tensor: self._alone() or str(plain(tensor.handle)))
         self.put(tl.tensor, "T", property(tl.trans))
         self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
                 self.put(tl.tensor, name, partialmethod(member))
         for module in (tl, tl.core):
-            self.put(module, "reduce", reducing(assumed, self._builder.in_pairs))
-            self.put(module, "associative_scan", scan)
+            self.put(module, "reduce", self._recorder.noted(reducing(assumed, self._builder.in_pairs)))
+            self.put(module, "associative_scan", self._recorder.noted(scan))
 
     def put(self, owner: object, name: str, replacement: object) -> None:
         """Put something in the place of a part of Triton's, until the session ends."""
@@ -132,13 +133,27 @@ class _Session:
         memory = Memory(function.fn.__name__, tuple(arguments_of(arguments)))
         self._builder.begin(memory, places, contracts=contracts)
 
+        given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
+        try:
+            tapes = _tapes_of((self._assumed, contracts, function.fn, *map(_kind, converted.values())))
+        except TypeError:  # a constant that can't be looked up
+            tapes = []
+
         def run(group: Array, together: Together | None = None) -> None:
+            for tape in tapes:
+                self._builder.take(group, together)
+                if tape.play(given):
+                    return
             self._builder.take(group, together)
-            rewritten(**converted)
+            tapes.extend(self._recorder.record(lambda: rewritten(**converted), given))
 
         if len(places) == 1 or not Together().run(run, len(places)):
             for place in range(len(places)):
                 run(np.array([place]))
+
+    def _alone(self) -> Any:
+        self._recorder.spoil()
+        return self._builder.apart()
 
     def rewritten(self, function: Function) -> Callable[..., Any]:
         """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
@@ -162,15 +177,30 @@ class _Session:
         self._stack.enter_context(patch.dict(names, changed))
 
 
-def _of_each(tensor: Any) -> Any:
-    """Return the numbers that programs have."""
-    return tensor.handle.data.reshape(len(tensor.handle.data))
+@functools.cache
+def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, Recorder]:
+    """Return one builder for all sessions, which tapes ask."""
+    builder = FaithfulBuilder(assumed)
+    return builder, Recorder(builder)
+
+
+@functools.lru_cache(512)
+def _tapes_of(way: tuple[Any, ...]) -> list[Tape]:
+    """Return the tapes of programs that are alike but for numbers: of what their way depends on besides."""
+    return []
+
+
+def _kind(value: Any) -> Any:
+    """What a program may ask of an argument while it is written down."""
+    if isinstance(value, tl.core.tensor):
+        return str(value.type)
+    return tuple(map(_kind, value)) if isinstance(value, tuple) else (type(value), value)
 
 
 def _decision(tensor: Any, agreed: Callable[[Any], Any]) -> bool:
     """Return what a condition makes of a number; a tile is true."""
     data = tensor.handle.data
-    return bool(data.size != len(data) or agreed(_of_each(tensor)))
+    return bool(data.size != len(data) or agreed(tensor.handle))
 
 
 def _validate(descriptor: Any) -> None:
@@ -193,42 +223,6 @@ def _met(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
     """Two operands in one shape: most have one already, and upstream makes their types anew."""
     same = x.type.is_block() and y.type.is_block() and x.type.shape == y.type.shape
     return (x, y) if same else broadcast(x, y)
-
-
-def _blocks(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of types of tiles that works out each once: upstream does for every operand, a sixth of all.
-
-    What it remembers keeps the type of an element, whose id thus stays its own. Parts that upstream adds are not known
-    here: then nothing is remembered.
-    """
-    made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def construct(self: Any, element: Any, shape: Any) -> None:
-        if (known := made.get((id(element), *shape))) is not None:
-            self.element_ty, self.shape, self.numel, self.name = known
-            return
-        init(self, element, shape)
-        if vars(self).keys() == {"element_ty", "shape", "numel", "name"}:
-            made[id(element), *shape] = self.element_ty, self.shape, self.numel, self.name
-
-    return construct
-
-
-def _tensors(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of values that works out once what a type says of them."""
-    made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-    def construct(self: Any, handle: object, kind: Any) -> None:
-        key = id(kind.scalar), kind.is_block() and kind.shape
-        if (known := made.get(key)) is not None:
-            self.handle, self.type = handle, kind
-            self.dtype, self.shape, self.numel = known
-            return
-        init(self, handle, kind)
-        if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:
-            made[key] = self.dtype, self.shape, self.numel
-
-    return construct
 
 
 def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:

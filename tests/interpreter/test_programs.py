@@ -13,6 +13,7 @@ from tiebreak.backends.interpreter.assumptions import CARDS, EXACT
 from tiebreak.backends.interpreter.memory import OutOfBoundsError
 from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.session import interpreting
+from tiebreak.backends.interpreter.tape import Tape
 
 N, PROGRAMS = 16, 24
 
@@ -132,21 +133,25 @@ TOGETHER = [_rows, _loops, _pages, _tiles, _described, _in_place, _same_place, _
 APART = [_passed_on, _crossing, _locked, _counted, _printing]
 
 
-def _launched(function: Function, monkeypatch: pytest.MonkeyPatch, *, together: bool, **how: Any) -> list[Any]:
-    """What memory holds then, and whether programs ran together."""
-    x, y = _numbers(PROGRAMS * 4, N), _numbers(PROGRAMS * 4, N, seed=2)
-    table = torch.arange(PROGRAMS, dtype=torch.int32) * 7 % PROGRAMS
+def _launched(
+    function: Function, monkeypatch: pytest.MonkeyPatch, card: str, *, seed: int, plain: bool = False
+) -> list[Any]:
+    """What memory holds then, and whether programs ran together; `plain`: each by its source, one after the other."""
+    x, y = _numbers(PROGRAMS * 4, N, seed=seed), _numbers(PROGRAMS * 4, N, seed=seed + 1)
+    table = torch.arange(PROGRAMS, dtype=torch.int32) * (7 if seed == 1 else 11) % PROGRAMS
     table[-1] = 5
     ran: list[bool] = []
     run = Together.run
 
     def counting(self: Together, *args: Any) -> bool:
-        ran.append(together and run(self, *args))
+        ran.append(not plain and run(self, *args))
         return ran[-1]
 
-    with monkeypatch.context() as patch, interpreting(how.pop("card", EXACT)):
+    with monkeypatch.context() as patch, interpreting(CARDS[card]):
         patch.setattr(Together, "run", counting)
-        triton.jit(function)[(PROGRAMS,)](x, y, table, PROGRAMS * 4 - 3, N=N, **how)
+        if plain:
+            patch.setattr(Tape, "play", lambda *_: False)
+        triton.jit(function)[(PROGRAMS,)](x, y, table, PROGRAMS * 4 - 3, N=N)
     return [y, table, ran[0]]
 
 
@@ -155,14 +160,34 @@ def _launched(function: Function, monkeypatch: pytest.MonkeyPatch, *, together: 
 def test_programs_leave_what_they_leave_one_after_the_other(
     function: Function, card: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *alone, _ = _launched(function, monkeypatch, together=False, card=CARDS[card])
-    printed = capsys.readouterr().out
-    for most in (2**20, 1000):
+    for seed, most in ((1, 2**20), (2, 2**20), (1, 1000)):  # the second time as the first was written down
+        *alone, _ = _launched(function, monkeypatch, card, seed=seed, plain=True)
+        printed = capsys.readouterr().out
         monkeypatch.setattr("tiebreak.backends.interpreter.programs._MOST_AT_ONCE", most)
-        *memory, ran = _launched(function, monkeypatch, together=True, card=CARDS[card])
+        *memory, ran = _launched(function, monkeypatch, card, seed=seed)
         assert all(map(torch.equal, memory, alone))
         assert ran == (function in TOGETHER)
         assert capsys.readouterr().out == printed
+
+
+READ: list[int] = []
+
+
+def _scaled(X: Any, Y: Any, n: Any, N: tl.constexpr) -> None:
+    READ.append(1)
+    x = tl.load(X + tl.arange(0, N))
+    for _ in range(n):
+        x *= 2.0
+    tl.store(Y + tl.arange(0, N), x)
+
+
+def test_a_way_is_written_down_once_and_asked_for_each_time() -> None:
+    x, y = torch.ones(N), torch.zeros(N)
+    with interpreting(EXACT):
+        for n, times in ((1, 1), (3, 2), (1, 2), (3, 2), (0, 3)):
+            triton.jit(_scaled)[(1,)](n * x, y, n, N=N)
+            assert torch.equal(y, n * x * 2**n)
+            assert len(READ) == times
 
 
 def _beyond(X: Any, Y: Any, P: Any, n: Any, N: tl.constexpr) -> None:

@@ -25,20 +25,28 @@ def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def load(base, head, row, length, C: tl.constexpr):
     """Rows, indices `down`, of a head of a (heads, length, d) tensor as a tile; zeros beyond its end."""
-    column = across(0, C.block_d)
-    pointers = base + head * (length * C.d) + row * C.d + column
-    if C.block_d == C.d:
-        return tl.load(pointers, mask=row < length, other=0.0)
-    else:
-        return tl.load(pointers, mask=(row < length) & (column < C.d), other=0.0)
+    return tl.load(places(base, head, row, length, C), mask=inside(row, length, C), other=0.0)
 
 
 @triton.jit
 def store(base, head, row, length, tile, C: tl.constexpr):
     """Write a tile to rows of a (heads, length, d) tensor. Arguments as for `load`."""
-    column = across(0, C.block_d)
-    pointers = base + head * (length * C.d) + row * C.d + column
-    tl.store(pointers, tile, mask=(row < length) & (column < C.d))
+    tl.store(places(base, head, row, length, C), tile, mask=inside(row, length, C))
+
+
+@triton.jit
+def places(base, head, row, length, C: tl.constexpr):
+    """Pointers to such rows."""
+    return base + head * (length * C.d) + row * C.d + across(0, C.block_d)
+
+
+@triton.jit
+def inside(row, length, C: tl.constexpr):
+    """Whether they lie in the tensor."""
+    if C.block_d == C.d:
+        return row < length
+    else:
+        return (row < length) & (across(0, C.block_d) < C.d)
 
 
 @triton.jit
