@@ -44,7 +44,6 @@ class Together:
     _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
     _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
     _once: bool = False  # whether something was done that doing it anew would change
-    _atomics: bool = False
 
     def run(self, program: Callable[[Array, "Together"], None], count: int) -> bool:
         """Run programs 0 to `count` - 1; False, and memory is as it was, where it takes one after the other."""
@@ -72,8 +71,6 @@ class Together:
         """Return the one value that all programs of a group have, (programs,)."""
         if (values == values[0]).all():
             return values[0]
-        if self._atomics:
-            raise ApartError("one may wait for another")
         _, first, kinds, counts = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
         parts = np.split(np.argsort(kinds, kind="stable"), np.cumsum(counts)[:-1])
         raise PartingError([parts[kind] for kind in np.argsort(first)])
@@ -104,7 +101,6 @@ class Together:
             self.followed.add(address)
             raise ApartError("it was read before: from the start on, it is followed who does")
         self._once |= atomic or (writes and address in self.followed)
-        self._atomics |= atomic
         if writes and address not in self._before:
             self._before[address] = ctypes.string_at(address, boxes.holder.end - address)
         each, (unit, touched) = boxes.size * boxes.unit, self._last.get(address, (0, np.full(1, -1, np.int32)))
