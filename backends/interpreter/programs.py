@@ -14,7 +14,7 @@ import numpy as np
 from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Shape
 from tiebreak.backends.interpreter.numbers import Array
 
-_MOST_AT_ONCE = 2**20  # elements of a tile, of all programs that run together
+_MOST_AT_ONCE = 2**21  # elements of a tile, of all programs that run together
 _PARTINGS = 8  # after which the programs of a group run alone: each has begun anew as often
 
 

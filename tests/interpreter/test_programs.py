@@ -176,7 +176,7 @@ def _launched(
 def test_programs_leave_what_they_leave_one_after_the_other(
     function: Function, card: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for seed, most in ((1, 2**20), (2, 2**20), (1, 1000)):  # the second time as the first was written down
+    for seed, most in ((1, 2**20), (2, 2**20), (1, 1000)):  # the first is written down, as its plain one was the first
         *alone, _ = _launched(function, monkeypatch, card, seed=seed, plain=True)
         printed = capsys.readouterr().out
         monkeypatch.setattr("tiebreak.backends.interpreter.programs._MOST_AT_ONCE", most)
@@ -200,7 +200,7 @@ def _scaled(X: Any, Y: Any, n: Any, N: tl.constexpr) -> None:
 def test_a_way_is_written_down_once_and_asked_for_each_time() -> None:
     x, y = torch.ones(N), torch.zeros(N)
     with interpreting(EXACT):
-        for n, times in ((1, 1), (3, 2), (1, 2), (3, 2), (0, 3)):
+        for n, times in ((1, 1), (1, 2), (3, 3), (1, 3), (3, 3), (0, 4)):  # the first time nothing is written down
             triton.jit(_scaled)[(1,)](n * x, y, n, N=N)
             assert torch.equal(y, n * x * 2**n)
             assert len(READ) == times

@@ -64,6 +64,33 @@ def test_triton_is_as_it_was_before_also_after_an_error() -> None:
     assert np.geterr()["invalid"] == "warn"
 
 
+def test_what_a_type_says_is_worked_out_once_and_is_what_upstream_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (tl.float32, tl.float16, tl.pointer_type(tl.float32), tl.pointer_type(tl.float32, const=True))
+    shapes = ([4], [4, 2], [tl.constexpr(4), 2])
+    made: list[object] = []
+    init = tl.block_type.__init__
+
+    def counting(self: object, *args: object) -> None:
+        made.append(args)
+        init(self, *args)
+
+    monkeypatch.setattr(tl.block_type, "__init__", counting)
+    upstreams = [vars(tl.tensor(None, tl.block_type(kind, shape))) for kind in kinds for shape in shapes]
+    made.clear()
+    with interpreting(EXACT):
+        for time in range(2):
+            handles = [object() for _ in upstreams]
+            types = [tl.block_type(kind, shape) for kind in kinds for shape in shapes]
+            values = [vars(tl.tensor(handle, kind)) for handle, kind in zip(handles, types, strict=True)]
+            assert len(made) == len(types), time
+            for value, theirs, handle in zip(values, upstreams, handles, strict=True):
+                assert value["handle"] is handle
+                same = ("shape", "numel", "dtype", "type")
+                assert [str(value[name]) for name in same] == [str(theirs[name]) for name in same]
+                assert value.keys() == theirs.keys()
+                assert vars(value["type"]) == vars(theirs["type"])
+
+
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_functions_made_to_be_compiled_or_interpreted_both_are(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", switch)
