@@ -76,8 +76,9 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 	  $(PY) -m pytest -n auto tests/matrix/test_cells.py --cases 'train_*' --seed $$seed --save training-$$seed $(ARGS) \
 	    || status=$$?; \
 	done; \
-	$(VENV)/bin/tiebreak show out/training-1.json out/training-2.json out/training-3.json \
-	  --figure out/training.svg || status=$$?; \
+	for verb in show 'page -o out/training.svg'; do \
+	  $(VENV)/bin/tiebreak $$verb out/training-1.json out/training-2.json out/training-3.json || status=$$?; \
+	done; \
 	exit $$status
 
 # At other instruction-set levels than this process' own: LEVELS=all, or names that `tiebreak levels --list` shows.

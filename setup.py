@@ -2,8 +2,9 @@
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
-CHECKOUT_ONLY = ("tiebreak.defects", "tiebreak.studies")
+CHECKOUT_ONLY = ("tiebreak.defects", "tiebreak.laboratory", "tiebreak.studies")
 
 
 class ShippedPackages(build_py):
@@ -16,4 +17,16 @@ class ShippedPackages(build_py):
             self.packages = [name for name in self.packages or [] if not name.startswith(CHECKOUT_ONLY)]
 
 
-setup(cmdclass={"build_py": ShippedPackages})
+class ShippedPlugIns(egg_info):
+    """What a wheel registers. A checkout reads its own pyproject.toml (kernels/public/plugins.py)."""
+
+    def finalize_options(self) -> None:
+        """Leave out what leads to modules that are not shipped."""
+        super().finalize_options()
+        self.distribution.entry_points = {
+            group: [entry for entry in entries if not entry.partition("=")[2].strip().startswith(CHECKOUT_ONLY)]
+            for group, entries in (self.distribution.entry_points or {}).items()
+        }
+
+
+setup(cmdclass={"build_py": ShippedPackages, "egg_info": ShippedPlugIns})

@@ -17,22 +17,6 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
-
-def unusable(wait: Callable[[], object]) -> bool:
-    """Whether a device is beyond use for this process: waiting until it has done all its work fails again and again.
-
-    An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
-    pending, or a lack of memory, does not.
-    """
-    for _ in range(2):
-        try:
-            wait()
-        except RuntimeError:
-            continue
-        return False
-    return True
-
-
 BITS_OF_INSTRUCTIONS = "bits of emulated instructions"  # what a plan rests on where the processor is not there
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import Backend, unusable
-from tiebreak.backends.platform import GIB, read
+from tiebreak.backends.platform import read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
+from tiebreak.backends.torch_device import TorchDevice
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.flex import flex
 from tiebreak.kernels.kernel import Kernel, first_line
@@ -27,7 +27,6 @@ from tiebreak.kernels.triton.roster import triton_kernels
 from tiebreak.kernels.varlen import varlen
 from tiebreak.kernels.vendor import exact_products
 
-WORKER_GIB = 4.0  # of the GPU's memory, for one worker: an estimate, its libraries and the widest case's scores
 _FIRST_WITH_BF16 = (8, 0)  # compute capability
 
 
@@ -105,13 +104,8 @@ def _gpu_arch(device: int) -> str:
     return f"sm_{major}{minor}"
 
 
-class _Cuda(Backend):
+class _Cuda(TorchDevice):
     """GPUs as they are. Nothing is to be set up: a worker sees its own GPU alone."""
-
-    def worker_limit(self) -> int:
-        # As many as the GPUs' free memory holds when they are spread evenly.
-        free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
-        return max(1, len(free) * int(min(free, default=0) / (WORKER_GIB * GIB)))
 
     def worker_environment(self, worker: int) -> dict[str, str]:
         count, name = torch.cuda.device_count(), _visible_variable()
@@ -123,10 +117,6 @@ class _Cuda(Backend):
 
     def describe(self) -> dict[str, Any]:
         return describe_gpu()
-
-    def poisoned(self) -> bool:
-        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return in_use and unusable(torch.cuda.synchronize)
 
 
 CUDA = _Cuda(

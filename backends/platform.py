@@ -8,7 +8,6 @@ import os
 import platform
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +38,8 @@ _BITS = {
 QEMU = "TIEBREAK_QEMU"  # QEMU's version, told to what runs under it, which can't ask
 
 
-@dataclass(frozen=True)
-class Platform:
-    """One machine with its software, as far as it can change the bits of a result."""
-
-    machine: str  #: architecture, as uname names it: x86_64, aarch64
-    cpu: str  #: model name of the processor; an emulated one's as QEMU has it, and that it is emulated
-    cpu_features: tuple[str, ...]  #: the instruction sets it has that change numerics, sorted
-    cores: int  #: cores that this process may run on
-    memory_gib: float  #: memory, or the limit of its control group if that is lower
-    aten_cpu_capability: str  #: the vector code that PyTorch's own kernels use: DEFAULT, AVX2, AVX512
-    onednn_max_cpu_isa: str | None  #: the limit set on oneDNN (ONEDNN_MAX_CPU_ISA), None if there is none
-    python: str  #: version of Python
-    torch: str  #: version of PyTorch, with its build
-    numpy: str  #: version of NumPy
-    os: str  #: operating system and its release
-    commit: str | None  #: the suite's git commit, with "-dirty" if files differ from it; None if unknown
-    wheel: str | None  #: the wheel that the suite is installed from, where it is no checkout: version and digest
-    level: str  #: name of the instruction-set level in force (see tiebreak.backends.levels)
-    emulated: str | None  #: what carries out the instructions where no processor does, None where one does
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields under their names, in values that JSON has (the tuple becomes a list)."""
-        return asdict(self) | {"cpu_features": list(self.cpu_features)}
-
-
-def describe(root: Path = Path("/")) -> Platform:
-    """Describe the machine and the software of this process.
+def describe(root: Path = Path("/")) -> dict[str, Any]:
+    """Return what of the machine and the software of this process can change the bits of a result.
 
     What a system does not tell is empty or None, never an exception. `root` is the file system's.
     """
@@ -74,23 +48,23 @@ def describe(root: Path = Path("/")) -> Platform:
     import torch
 
     limits = [limit for limit, _ in _memory_limits(root)]
-    return Platform(
-        machine=platform.machine(),
-        cpu=cpu_name(root),
-        cpu_features=cpu_features(root),
-        cores=_affinity(),
-        memory_gib=round(min([_memory(root)[0], *limits]) / GIB, 1),
-        aten_cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        onednn_max_cpu_isa=os.environ.get("ONEDNN_MAX_CPU_ISA") or None,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        numpy=np.__version__,
-        os=f"{platform.system()} {platform.release()}",
-        commit=(checkout := commit()),
-        wheel=None if checkout else wheel(),
-        level=current(os.environ),
-        emulated=emulated(root),
-    )
+    return {
+        "machine": platform.machine(),  # architecture, as uname names it: x86_64, aarch64
+        "cpu": cpu_name(root),
+        "cpu_features": list(cpu_features(root)),
+        "cores": _affinity(),  # that this process may run on
+        "memory_gib": round(min([_memory(root)[0], *limits]) / GIB, 1),  # or its control group's limit, if lower
+        "aten_cpu_capability": torch.backends.cpu.get_cpu_capability(),  # vector code of PyTorch's own kernels
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA") or None,  # the limit set on oneDNN
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "os": f"{platform.system()} {platform.release()}",
+        "commit": (checkout := commit()),  # of the suite
+        "wheel": None if checkout else wheel(),  # that the suite is installed from, where it is no checkout
+        "level": current(os.environ),  # of instructions (see tiebreak.backends.levels)
+        "emulated": emulated(root),
+    }
 
 
 def emulated(root: Path = Path("/")) -> str | None:

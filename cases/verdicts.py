@@ -10,7 +10,19 @@ from torch import Tensor
 MARGIN_ULPS = 0.05  # a bias within this of 0 is none; a tie broken always one way costs 1/(2k) ulp, five times this
 CONFIDENCE = 0.999  # of a cell's verdict, over all looks at its data
 _STEP, MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw: more would tell nothing
+LIMIT = 1.1  # ratio of mean squared errors
+WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
+WAYS = 4.0  # larger than another's the mean squared error of one sound backward pass may be, beside `WORSE`
+GAIN = 1e-3  # gain error of dQ, dK and dV, and relative error of delta
+#: Mean squared error of a number that is rounded to nearest once, in ulps: where the plan errs by less, exact elements
+#: that the last bit of a sum turns into errors of an ulp would decide.
+ROUNDED_ONCE = 1 / 12
 LOOKS = 4  # a cell may look at its data this often: at n, 2n, 4n and 8n heads
+
+
+def batches_of(look: int) -> range:
+    """Return the indices of the batches that a look draws: as many as all looks before it."""
+    return range(2**look // 2, 2**look)
 
 
 class Verdict(enum.Enum):
@@ -46,6 +58,9 @@ class Interval:
     def inside(self, margin: float) -> bool:
         """Whether the whole interval lies inside [-margin, margin]; False with NaN."""
         return self.low >= -margin and self.high <= margin
+
+
+Value = Interval | float | None  # of a measure; None: there is no such number here
 
 
 def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -> float:

@@ -43,17 +43,22 @@ def flex() -> Kernel:
     )
 
 
+def flex_elsewhere() -> Kernel:
+    """FlexAttention on a device of which nobody knows what torch.compile makes for it: tried first on a small call."""
+    return replace(flex(), declaration=None, undeclared=lambda inputs: "torch.compile")
+
+
 def _missing_requirement(inputs: AttentionInputs) -> str | None:
     from torch._dynamo import config
 
     narrowest = min(inputs.q.shape[3], inputs.v.shape[3])
     if narrowest < SMALLEST_HEAD:
         return f"FlexAttention takes head dimensions from {SMALLEST_HEAD} on, not {narrowest}"
-    if (reason := empty(inputs) or missing()) is not None:
+    if (reason := empty(inputs)) is not None:
         return reason
-    # Without compiling it, torch.compile would run another implementation.
-    switches = "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
-    return f"torch.compile is switched off: unset {switches}" if config.disable else None
+    if config.disable:  # without compiling it, torch.compile would run another implementation
+        return "torch.compile is switched off: unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE"
+    return missing() if inputs.q.device.type in ("cuda", "cpu") else None
 
 
 @cache

@@ -67,9 +67,18 @@ class CannotRunError(Exception):
         self.whose = whose
 
 
+class OutOfBoundsError(IndexError):
+    """The kernel reads or writes where none of its arguments lies; one line with the kernel and the argument."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says."""
     return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """What was raised, all of it in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _nothing(inputs: object) -> None:

@@ -81,7 +81,8 @@ class Implementation:
         arguments = self._arguments(inputs)
         with sdpa_kernel([self.backend]), Operators() as ran:
             out = scaled_dot_product_attention(q, k, v, **arguments)
-        fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS) and name != _COMPOSED_OPERATOR}
+        fused = {name for name in ran.names if name.startswith(_FUSED_OPERATORS)}
+        fused -= {name for name in fused if name.startswith(_COMPOSED_OPERATOR)}  # also MPS's own writing of it
         if fused != {self.operator} - {None}:
             names = ", ".join(sorted(fused)) or "the composed implementation"
             raise RuntimeError(f"{self.backend.name} was forced, but PyTorch ran {names}")
@@ -120,6 +121,19 @@ CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_produ
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
+# What devices that PyTorch knows nothing of put their own in, and Intel's GPUs.
+OVERRIDEABLE = Implementation(
+    getattr(SDPBackend, "OVERRIDEABLE", SDPBackend.ERROR),  # older releases don't name it
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    causal_flag=True,
+)
+
+
+_ON_GPUS = {
+    "sdpa_flash": (CUDA_FLASH, FLASH_2_BLOCK),
+    "sdpa_cudnn": (CUDA_CUDNN, BLOCK),
+    "sdpa_efficient": (CUDA_EFFICIENT, _EFFICIENT_BLOCK),
+}
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
@@ -148,7 +162,7 @@ def measure_exp_at_zero(scores: int = 64) -> float:
     return math.exp(lse[0, 0, 0].item()) / scores
 
 
-def _kernel(name: str, implementation: Implementation, declaration: Declaration) -> Kernel:
+def _kernel(name: str, implementation: Implementation, declaration: Declaration | None) -> Kernel:
     takes, lacking = implementation.takes, implementation.missing_requirement
     return Kernel(name, implementation, declaration, takes=takes, missing_requirement=lacking)
 
@@ -169,11 +183,20 @@ def sdpa_math() -> Kernel:
     return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
 
 
+def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
+    """PyTorch's implementations that have code for a device, none of which says where it rounds, and the composed one.
+
+    The composed one declares nothing either where a device puts code of its own in its place, as MPS does.
+    """
+    key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
+    implementations = {name: each for name, (each, _) in _ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
+    own = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
+    places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
+    replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
+    return (*own, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
+
+
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
     """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    return (
-        _kernel("sdpa_flash", CUDA_FLASH, fused_on_gpu(FLASH_2_BLOCK)),
-        _kernel("sdpa_cudnn", CUDA_CUDNN, fused_on_gpu(BLOCK)),
-        _kernel("sdpa_efficient", CUDA_EFFICIENT, fused_on_gpu(_EFFICIENT_BLOCK)),
-        sdpa_math(),
-    )
+    own = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
+    return (*own, sdpa_math())

@@ -6,14 +6,19 @@ The tables, one a kernel with a row a target, are the same for the verb `audit`,
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from msgspec.structs import replace
+
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.files import FileKind
 from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import Data, FieldError, FileData, Integer, Schema
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.compare import distinct
+from tiebreak.reports.tables.grids import Grid, Part, html
 
 _UNGATED = ("target", "kernel", "skipped", "fused", "separate")
 _COLUMNS = {
@@ -157,3 +162,24 @@ def csv_grid(audits: Audits) -> Grid:
     ]
     rows = [["\n".join(value) if isinstance(value, tuple) else value for value in row] for row in rows]
     return Grid(["triton", "cards", *names], rows)
+
+
+def _on_page(files: Mapping[Path, Audits]) -> str:
+    labels = distinct([f"Triton {audits.triton}" for audits in files.values()], list(files))
+    parts = ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>']
+    for label, audits in zip(labels, files.values(), strict=True):
+        parts += [f"<h3>{escape(label)}</h3>"] if len(files) > 1 else []
+        parts.append(html(audit_tables(audits)))
+    return "\n".join(parts)
+
+
+KIND = FileKind(
+    Audits,
+    "an audit of compiled kernels",
+    told_by="audits",
+    parts=audit_tables,
+    grid=csv_grid,
+    kernels=lambda audits: audits.kernels,
+    only=lambda audits, names: replace(audits, audits=tuple(each for each in audits.audits if each.kernel in names)),
+    page=_on_page,
+)

@@ -1,6 +1,7 @@
 """The command `tiebreak`: a table of verbs, each imported when it is called."""
 
 import argparse
+import ast
 import contextlib
 import gc
 import io
@@ -9,8 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, NoReturn, TextIO
 
+from tiebreak import plugins
 from tiebreak.reports.errors import UsageError
 
 HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -39,47 +42,22 @@ class Parser(argparse.ArgumentParser):
 class Verb(NamedTuple):
     """One verb of the command."""
 
-    module: str  # of tiebreak, has function(arguments) -> exit code
-    help: str
-    function: str = "main"  # of the module
+    target: str  # module:function, of the arguments, that returns the exit code
+    help: str = ""  # what it is for; "": its module's first line says it
+    origin: str = "tiebreak"  # the package that brings it, with its version
 
 
-class Group(NamedTuple):
-    """A verb that has verbs of its own."""
-
-    help: str
-    verbs: Mapping[str, Verb]
-
-
-VERBS: Mapping[str, Verb | Group] = {
-    "check": Verb("programs.check", "a kernel of your own: the verdict, and what it rests on"),
-    "identify": Verb("programs.identify", "the rounding plan of a kernel of your own, from its outputs alone"),
-    "pair": Verb("programs.pair", "two kernels: the same bits, two roundings of one thing, or apart"),
-    "show": Verb("reports.tables.show", "the table of one run, audit or sweep, or of training over seeds"),
-    "compare": Verb("reports.tables.compare", "several runs side by side: what agrees to the bit, what does not"),
-    "gate": Verb("reports.gate.report", "fail if a run is worse than a baseline"),
-    "page": Verb("reports.page.command", "one HTML file of runs, audits and sweeps: heat maps, figures, tables"),
-    "audit": Verb("programs.audit.command", "what rounds in the Triton kernels, compiled for GPUs not here"),
-    "statement": Verb("programs.statement",
-                      "a folder of records to hand in, held to a profile; --verify: whether one holds"),
-    "schema": Verb("reports.schemas", "the JSON Schema of a kind of file that the others write"),
-    "rules": Verb("programs.listing", "acceptance rules of other projects, and what they say of kept records", "rules"),
-    "findings": Verb("programs.findings", "which known findings in other people's software are in what is installed"),
-    "levels": Verb("programs.levels", "the matrix on each instruction-set level of this CPU, or of an emulated one"),
-    "shrink": Verb("programs.shrink", "the smallest input on which a kernel goes wrong, as a script to report"),
-    "list": Group("what there is: cases, kernels, plans, vendors' plans", {
-        "cases": Verb("programs.listing", "inputs and training runs, a line each; all of one", "cases"),
-        "kernels": Verb("programs.listing", "of every backend, and adapters of packages", "kernels"),
-        "plans": Verb("programs.listing", "rounding plans and shift rules: what --plan takes", "plans"),
-        "vendors": Verb("programs.listing", "plans of kernels that vendors ship, with their sources", "vendors"),
-    }),
-    "lab": Group("the training laboratory: train, sweep, sharpness, fleet", {
-        "train": Verb("laboratory.train", "a GPT-2 with any attention kernel, watched by monitors"),
-        "sweep": Verb("laboratory.sweep", "how often training diverges: seeds, learning rates, formats, kernels"),
-        "sharpness": Verb("laboratory.sharpness", "how sharp a GPT-2's loss is, against the bits of its products"),
-        "fleet": Verb("laboratory.fleet", "the matrix on each kind of machine of a Ray cluster, compared"),
-    }),
-}  # fmt: skip
+#: The core's, by their words: `list.cases` is `tiebreak list cases`.
+VERBS: Mapping[str, Verb] = {
+    "check": Verb("tiebreak.programs.check:main", "a kernel of your own: the verdict, and what it rests on"),
+    "show": Verb("tiebreak.reports.tables.show:main", "the table of one run, or of another file; training over seeds"),
+    "compare": Verb("tiebreak.reports.tables.compare:main", "several runs side by side: what agrees to the bit"),
+    "gate": Verb("tiebreak.reports.gate.report:main", "fail if a run is worse than a baseline"),
+    "list.backends": Verb("tiebreak.programs.listing:backends", "where kernels run, and which package brings each"),
+    "list.cases": Verb("tiebreak.programs.listing:cases", "inputs and training runs, a line each; all of one"),
+    "list.kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
+    "list.plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
+}
 _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
 
 
@@ -118,45 +96,74 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
         with contextlib.redirect_stdout(_Output(sys.stdout)):
-            code = _choose("tiebreak", VERBS, arguments)
+            # Of a verb of the core no plug-in has to be looked for.
+            code = _choose("tiebreak", VERBS if arguments and arguments[0] in VERBS else verbs(), arguments)
             sys.stdout.flush()
         return code
+    except plugins.PluginError as error:
+        print(error, file=sys.stderr)
+        return USAGE
     finally:
         if collecting:
             gc.enable()
 
 
-def _choose(command: str, verbs: Mapping[str, Verb | Group], arguments: Sequence[str]) -> int:
-    """Call the verb that the first argument names."""
-    name = arguments[0] if arguments else ""
+def verbs() -> dict[str, Verb]:
+    """Return the core's verbs, then those of plug-ins; none is imported."""
+    brought = plugins.registered("tiebreak.verbs").items()
+    return {**VERBS, **{name: Verb(entry.value, "", origin) for name, (entry, origin) in brought}, **VERBS}
+
+
+def _help(verb: Verb) -> str:
+    """Return what a verb is for: a plug-in's by the first line of its module's docstring, which is not imported."""
+    if verb.help:
+        return verb.help
+    try:
+        loader = find_spec(verb.target.partition(":")[0]).loader  # type: ignore[union-attr]
+        text = ast.get_docstring(ast.parse(loader.get_source(loader.name))) or ""  # type: ignore[union-attr]
+    except Exception as error:  # whatever somebody's package raises as it is looked for
+        return f"of {verb.origin}, not to be read ({type(error).__name__})"
+    line = text.partition("\n")[0]
+    return (line.partition("`: ")[2] or line).removesuffix(".")
+
+
+def _choose(command: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> int:
+    """Call the verb that the first argument names, or the first ones."""
+    known, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
+    for words, verb in verbs.items():
+        first, _, more = words.partition(".")
+        known.setdefault(first, {})[more] = verb
     if name in ("-h", "--help"):
-        width = max(map(len, verbs)) + 2
-        lines = [f"  {name:{width}}{verb.help}" for name, verb in verbs.items()]
+        width = max(map(len, known)) + 2
+        helps = {word: _help(own[""]) if "" in own else ", ".join(own) for word, own in known.items()}
+        lines = [f"  {word:{width}}{text}" for word, text in helps.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return HELD
-    if name not in verbs:
+    if name not in known:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
-        print(f"{command}: {problem}: known are {', '.join(verbs)}; --help says more", file=sys.stderr)
+        print(f"{command}: {problem}: known are {', '.join(known)}; --help says more", file=sys.stderr)
         return USAGE
-    verb, rest = verbs[name], arguments[1:]
-    if isinstance(verb, Group):
-        return _choose(f"{command} {name}", verb.verbs, rest or ["--help"])
-    return _call(f"{command} {name}", verb, rest)
+    command, own, rest = f"{command} {name}", known[name], arguments[1:]
+    return _call(command, own[""], rest) if "" in own else _choose(command, own, rest or ["--help"])
 
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
+    module, _, name = verb.target.partition(":")
     try:
-        function = getattr(import_module(f"tiebreak.{verb.module}"), verb.function)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package == "tiebreak":
+        function = getattr(import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever somebody's plug-in raises as it is imported
+        package = str(getattr(error, "name", "")).partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and package != "tiebreak"
+        if not missing and verb.origin == "tiebreak":
             raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         called = {"torch": "PyTorch"}.get(package, package)
-        print(f"{command}: needs {called}, which is not installed: pip install {package}", file=sys.stderr)
+        needs = f"needs {called}, which is not installed: pip install {package}"
+        print(f"{command}: {needs if missing else f'{verb.origin} is broken, {reason}: update it'}", file=sys.stderr)
         return USAGE
     try:
         code: int = function(arguments)
-    except UsageError as error:
+    except (UsageError, plugins.PluginError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns

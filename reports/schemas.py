@@ -1,45 +1,34 @@
-"""The JSON Schema of each kind of file: `tiebreak schema` prints it, made from the classes that read the files."""
+"""`tiebreak schema`: the JSON Schema of a kind of file, made from the classes that read the files."""
 
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tiebreak.reports.audit import Audits
 from tiebreak.reports.cli import HELD, Parser
-from tiebreak.reports.pairs.verdict import PairVerdict
+from tiebreak.reports.files import FILES
 from tiebreak.reports.records.decode import SCHEMA, Data
 from tiebreak.reports.records.record import EVIDENCE, Record, Run
-from tiebreak.reports.statement import Statement
-from tiebreak.reports.sweeps.store import Settings, SweepRun
-from tiebreak.reports.verdict import Verdicts
 
-FILES: Mapping[str, type[msgspec.Struct]] = {
-    "records": Run,
-    "audits": Audits,
-    "statement": Statement,
-    "sweep": Settings,
-    "sweep-run": SweepRun,
-    "verdicts": Verdicts,
-    "pair": PairVerdict,
-}
 _FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `schema`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
-    parser.add_argument("file", choices=FILES, help="what the file has")
+    known = [name for name, kind in FILES.usable().items() if kind.folder is None]
+    parser.add_argument("file", choices=known, help="what the file has")
     print(json.dumps(schema_of(parser.parse_args(arguments).file), indent=2))
     return HELD
 
 
 def schema_of(name: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a kind of file; each field is described by its comment."""
-    kinds = [FILES[name], *(EVIDENCE.values() if FILES[name] is Run else ())]
+    own = FILES[name].type
+    kinds = [own, *(EVIDENCE.values() if own is Run else ())]
     (whole, *evidence), parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     for kind in _subclasses(Data):
         if kind.__name__ in parts:

@@ -2,7 +2,7 @@
 
 A folder with `statement.json` (digests, a profile, waivers), copies of the files of records, and a summary of one page
 that follows from them (docs/ci.md). The model is Khronos' submission package: logs, statement, waivers. What takes
-cases or kernels to tell is in `tiebreak.programs.verification`.
+cases or kernels to tell is in `tiebreak.programs.statement.verification`.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.files import FileKind
 from tiebreak.reports.gate.expected import Excuses, Expected, of_file
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, Schema
@@ -43,7 +44,7 @@ _NO_DAY = "missing: a waiver of a statement has a last day"
 
 @dataclass(frozen=True)
 class Profile:
-    """Cells that must be there. Plain data: `tiebreak.programs.profiles` knows cases and kernels."""
+    """Cells that must be there. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
 
     name: str
     about: str  # one line
@@ -56,6 +57,10 @@ class Profile:
     users: tuple[str, ...]  # the cases of a user's kernel
     ran: float  # share of the cells that must have run
     recomputed: int  # cells that `--verify` must recompute, at least
+
+    def kernels_on(self, backend: str) -> Mapping[str, tuple[str, ...]]:
+        """Return the suite's kernels on a backend, with their cases: the same on each torch:DEVICE."""
+        return self.suite.get(backend.partition(":")[0], {})
 
     @property
     def hash(self) -> str:
@@ -172,7 +177,7 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
     for (backend, kernel), records in tried.items():
         if is_users(records[0]):
             yield from ((backend, kernel, case) for case in profile.users)
-        elif kernel not in profile.suite.get(backend, {}) and records[0].plan != kernel:
+        elif kernel not in profile.kernels_on(backend) and records[0].plan != kernel:
             kinds = [cases for cases in profile.own.values() if any(record.case in cases for record in records)]
             yield from ((backend, kernel, case) for cases in kinds for case in cases)
 
@@ -180,7 +185,7 @@ def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, st
 def asked_of_suite(runs: Iterable[Run], profile: Profile) -> list[tuple[str, str, str]]:
     """Return the cells of the suite's kernels that must be there: on each backend that a run without --kernel used."""
     whole = {record.backend for run in runs if not run.options.get("kernel") for record in run.records}
-    suites = [(backend, *entry) for backend in sorted(whole) for entry in profile.suite.get(backend, {}).items()]
+    suites = [(backend, *entry) for backend in sorted(whole) for entry in profile.kernels_on(backend).items()]
     return [(backend, kernel, case) for backend, kernel, cases in suites for case in cases]
 
 
@@ -242,7 +247,7 @@ def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> It
     records = [record for run in runs for record in run.records]
     for backend, own in sorted(grouped(records, lambda record: record.backend).items()):
         brought = {record.kernel: is_users(record) for record in own}
-        suite = brought.keys() & profile.suite.get(backend, {}).keys()
+        suite = brought.keys() & profile.kernels_on(backend).keys()
         names = [f"{name} (given by --kernel)" if brought[name] else name for name in sorted(brought.keys() - suite)]
         suites = [f"{counted(len(suite), 'kernel')} of the suite"] if suite else []
         yield f"on {backend}", ", ".join([*suites, *names])
@@ -264,3 +269,6 @@ def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[st
         failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
         texts = [f"{record.case} {plain_text(record)}" for record in failing]
         yield backend, kernel, f"{len(failing)} of {len(asked)}", first_few(texts, _NAMED)
+
+
+KIND = FileKind(Statement)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import one_line, write_text
@@ -37,6 +38,14 @@ def show(text: str) -> None:
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         text = _MARKED.sub(lambda found: f"\033[{_COLOURS.get(found[1], '31')}m{found[0]}\033[0m", text)
     print(text)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write how far something is on a terminal, in the place of what was said before; standard error by default."""
+    stream = stream or sys.stderr
+    if stream.isatty():
+        stream.write(f"\r{text:80.80}\r")
+        stream.flush()
 
 
 def check_folders(**files: str | None) -> None:

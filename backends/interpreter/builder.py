@@ -2,9 +2,13 @@
 
 Only what upstream's builder does otherwise is here: it holds bf16 and the formats of 8 bits as integers, so that their
 casts, products, sums, comparisons and negations are those of integers; its exponentials are as exact as numpy's fp32.
+
+The first dimension of all data is that of the programs that run together, 1 long where all have the same. A number has
+no other.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, partialmethod
 from typing import Any
@@ -14,12 +18,14 @@ import torch
 import triton.language as tl
 from triton._C.libtriton import interpreter as native
 from triton._C.libtriton import ir
+from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Memory
-from tiebreak.backends.interpreter.numbers import Array, bits, converted, fused, numpy_type
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Memory, Shape
+from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
+from tiebreak.backends.interpreter.programs import ApartError, Together
 from tiebreak.kernels.kernel import CannotRunError
 
 Handle = Any  # triton's TensorHandle: an array, the type of its elements, and attributes
@@ -28,22 +34,26 @@ _LOG2_E = np.float32(1.4426950408889634)
 
 
 class _Pointers(TensorHandle):
-    """Addresses of a tile, which are added up where someone asks for them: most tiles are a box of a tensor."""
+    """Addresses of a tile, which are added up where someone asks for them: most tiles are boxes of a tensor."""
 
-    def __init__(self, terms: tuple[Array, ...], like: Any) -> None:
-        """Of terms, int64, of which the first has the tile's shape and all broadcast to it."""
-        self.terms, self.dtype, self.attr = terms, like.dtype, dict(like.attr)
+    def __init__(self, terms: Iterable[Array], shape: Shape, like: Any) -> None:
+        """Of terms, int64, that broadcast to a tile of this shape, for each program."""
+        self._terms: dict[Shape, Array] = {}
+        for term in terms:
+            known = self._terms.get(term.shape)
+            self._terms[term.shape] = term if known is None else known + term
+        self.dtype, self.attr = like.dtype, dict(like.attr)
+        self.shape = (max(map(len, self.terms)), *shape)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tile."""
-        return self.terms[0].shape
+    def terms(self) -> tuple[Array, ...]:
+        """No two of one shape."""
+        return tuple(self._terms.values())
 
     @cached_property
     def data(self) -> Array:
         """The addresses, uint64."""
-        total: Array = np.sum(np.broadcast_arrays(*self.terms), axis=0)
-        return total.view(np.uint64)
+        return np.broadcast_to(sum(self.terms, np.int64(0)), self.shape).view(np.uint64)
 
 
 class FaithfulBuilder(InterpreterBuilder):
@@ -59,17 +69,46 @@ class FaithfulBuilder(InterpreterBuilder):
             default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
             max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
         )
-        self.begin(Memory("", ()), contracts=False)
+        self.begin(Memory("", ()), np.zeros((1, 3), np.int32), contracts=False)
 
-    def begin(self, memory: Memory, *, contracts: bool) -> None:
-        """Take up a launch that may touch this memory, and is compiled with contraction or not."""
-        self.memory = memory
+    def begin(self, memory: Memory, places: Array, *, contracts: bool) -> None:
+        """Take up a launch of programs with these ids, which may touch this memory, and contracts or not."""
+        self.memory, self._places = memory, places
         self.contracts = contracts
+        self.take(np.arange(1))
+
+    def take(self, group: Array, together: Together | None = None) -> None:
+        """Take up programs, by their places in the order of the launch; one, if nobody takes note of what they do."""
+        self._group, self.together = group, together
+        self.grid_idx = tuple(self._places[group[0]].tolist())  # for what is printed
         self._multiplied = False
 
+    def apart(self) -> Any:
+        """Insist on the programs' order."""
+        if self.together is not None:
+            raise ApartError
+
+    def agreed(self, number: Handle) -> Any:
+        """Return the value that programs have; those with another one leave the group."""
+        values = number.data.reshape(len(number.data))
+        return (values[0] if len(values) == 1 or self.together is None else self.together.agreed(values)).item()
+
+    def _tile(self, shape: Shape) -> None:
+        """Let none become too large."""
+        if self.together is not None:
+            self.together.tile(shape)
+
     def in_pairs(self) -> tuple[int, ...]:
-        """The assumed order of a row where tiles lie as a product's sums do: from a launch's first product on."""
+        """The assumed order of a row where tiles lie as a product's sums do: from a program's first product on."""
         return self.assumed.pairs if self._multiplied else ()
+
+    def create_get_program_id(self, axis: int) -> Handle:
+        return TensorHandle(self._places[self._group, axis], tl.int32)
+
+    def create_print(self, prefix: str, hex: bool, values: Iterable[Handle], *rest: object) -> None:
+        self.apart()
+        values = [TensorHandle(plain(value), value.dtype) for value in values]
+        super().create_print(prefix, hex, values, *rest)
 
     # Triton before 3.9 lacks these.
 
@@ -107,70 +146,176 @@ class FaithfulBuilder(InterpreterBuilder):
 
     # Memory.
 
-    def create_masked_load(self, ptrs: Handle, mask: Handle, other: Handle, *_: object, **__: object) -> Handle:
+    def create_load(self, ptr: Handle, *rest: Any) -> Handle:
+        return self.create_masked_load(ptr, _all_of(ptr), None, *rest)
+
+    def create_store(self, ptr: Handle, val: Handle, *rest: Any) -> None:
+        self.create_masked_store(ptr, val, _all_of(ptr), *rest)
+
+    def create_masked_load(
+        self, ptrs: Handle, mask: Handle, other: Handle, *rest: Any, is_volatile: bool = False, **_: object
+    ) -> Handle:
         """Zeros where the mask hides an element and the load names no other value: a card leaves that open.
 
         The parameters about caches behind these differ by Triton's version, here as in other operations.
         """
-        element, shown = ptrs.get_element_ty(), _mask(mask)
+        if is_volatile or True in rest:
+            self.apart()  # it may wait for another program
+        element, shape = ptrs.get_element_ty(), _shape(ptrs)
         dtype = numpy_type(element)
-        if (found := self._box(ptrs, shown, dtype)) is not None:
-            region, box = found
-            if box.shape == ptrs.shape:
-                return TensorHandle(box.copy(), element)
-            tile = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other.data, ptrs.shape))
-            tile[region] = box
-            return TensorHandle(tile, element)
-        self.memory.check(ptrs.data, shown, dtype.itemsize, ptrs.attr.get("argument"), "reads")
-        fill = bits(np.zeros(ptrs.data.shape, dtype) if other is None else np.ascontiguousarray(other.data))
-        return TensorHandle(native.load(ptrs.data, shown, fill, fill.dtype).view(dtype), element)
+        fill = bits(np.zeros((1,) * len(shape), dtype) if other is None else other.data)
+        if (found := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
+            return TensorHandle(np.broadcast_to(fill, (len(fill), *shape[1:])).view(dtype), element)
+        boxes, whole, index = found
+        shape = len(whole), *shape[1:]
+        self._tile(shape)
+        picked = boxes.read(boxes.holder.elements(dtype.itemsize))
+        if picked.size == math.prod(shape):
+            return TensorHandle(picked.reshape(shape).view(dtype), element)
+        tile = np.array(np.broadcast_to(fill, shape))
+        tile[index] = picked
+        return TensorHandle(tile.view(dtype), element)
 
-    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> object:
-        shown = _mask(mask)
-        if (found := self._box(ptrs, shown, value.data.dtype)) is not None and 0 not in found[1].strides:
-            region, box = found
-            box[...] = np.broadcast_to(value.data, ptrs.shape)[region]
-            return None
-        self.memory.check(ptrs.data, shown, value.data.itemsize, ptrs.attr.get("argument"), "writes")
-        return native.store(ptrs.data, bits(np.ascontiguousarray(value.data)), shown)
+    def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> None:
+        data = bits(value.data)
+        if (found := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
+            boxes, whole, index = found
+            data = np.broadcast_to(data, (len(whole), *_shape(ptrs)[1:]))
+            boxes.write(boxes.holder.elements(data.itemsize), data[index])
 
-    def _box(self, ptrs: Handle, shown: Array, dtype: np.dtype[Any]) -> tuple[tuple[slice, ...], Any] | None:
-        """The memory that shown pointers point to, and which they are, where both are boxes, that of one argument."""
-        if not isinstance(ptrs, _Pointers) or (region := _region(_compact(shown), ptrs.shape)) is None:
+    def _access(
+        self, ptrs: Handle, mask: Any, size: int, programs: int, *, writes: bool = False, atomic: bool = False
+    ) -> tuple[Boxes, Array, tuple[Any, ...]] | None:
+        """Return what is shown as boxes, which they are, and its index in the tile; None: nothing is.
+
+        Boxes are tiles, or their rows, or elements. That they are touched, by so many programs, is taken note of.
+        """
+        shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # bare before Triton 3.9, of a descriptor
+        if not shown.any():
             return None
-        terms = (_cut(_compact(term), region) for term in ptrs.terms)
-        shape = tuple(part.stop - part.start for part in region)
-        box = self.memory.box(terms, shape, dtype, ptrs.attr.get("argument"))
-        return None if box is None else (region, box)
+        shape, name = _shape(ptrs), ptrs.attr.get("argument")
+        terms = [*ptrs.terms] if isinstance(ptrs, _Pointers) else [_compact(ptrs.data).view(np.int64)]
+        terms.append(np.zeros((programs, *(1,) * (len(shape) - 1)), np.int64))
+        rows = max(1, len(shape) - 1)
+        for axis in (len(shape),) if atomic else dict.fromkeys((1, rows, len(shape))):
+            found = self.memory.boxes(terms, shown, shape, axis, size, name)
+            if found is not None and not (writes and found[0].overlap):
+                boxes, whole, _ = found
+                if self.together is not None:
+                    first, last = self._group[:1], self._group[-1:]
+                    if len(whole) == len(self._group):
+                        each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
+                        first = last = np.broadcast_to(each, whole.shape)[whole]
+                    self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
+                return found
+        self.memory.check(ptrs.data, shown, size, name, "writes" if writes else "reads")
+        raise CannotRunError(f"{self.memory.kernel} touches {size} bytes that are not at a multiple of {size}")
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
         """Nothing is added up yet."""
-        terms = ptr.terms if isinstance(ptr, _Pointers) else (ptr.data.view(np.int64),)
+        terms = ptr.terms if isinstance(ptr, _Pointers) else (_compact(ptr.data).view(np.int64),)
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # a bool takes a byte
-        return _Pointers((*terms, _compact(offset.data).astype(np.int64) * size), ptr)
-
-    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
-        """Without a copy for every element."""
-        number = arg.data.reshape((1,) * len(ret_ty.shape))
-        return TensorHandle(np.broadcast_to(number, ret_ty.shape), arg.dtype.scalar)
+        return _Pointers((*terms, _compact(offset.data).astype(np.int64) * size), _shape(ptr)[1:], ptr)
 
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
     ) -> Handle:
-        """One element after the other, each rounded: upstream has none of bf16."""
-        self.memory.check(ptr.data, mask.data, val.data.itemsize, ptr.attr.get("argument"), "writes")
-        dtype = val.data.dtype
-        if bits(val.data).dtype == dtype:
-            return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
+        """One element after the other, each rounded: upstream has none of bf16. Every program does it."""
+        programs = np.zeros((len(self._group), *(1,) * (val.data.ndim - 1)), bool)
+        addresses, terms, shown, _ = np.broadcast_arrays(ptr.data, val.data, mask.data, programs)
+        dtype = terms.dtype
+        self._access(ptr, mask, dtype.itemsize, len(self._group), writes=True, atomic=True)
+        if dtype.isbuiltin == 1:
+            handles = zip((addresses, terms, shown), (ptr, val, mask), strict=True)
+            return super().create_atomic_rmw(
+                rmwOp, *(TensorHandle(np.ascontiguousarray(data), of.dtype) for data, of in handles), sem, scope
+            )
         if rmwOp != ir.ATOMIC_OP.FADD:
             raise CannotRunError(f"the atomic operation {rmwOp} on {val.dtype.scalar} is not interpreted")
-        before, one = np.zeros(ptr.data.shape, dtype), np.ones(1, bool)
-        terms = np.broadcast_to(val.data, ptr.data.shape)
-        for place in map(tuple, np.argwhere(np.broadcast_to(mask.data, ptr.data.shape))):
-            address, nothing = ptr.data[place].reshape(1), bits(np.zeros(1, dtype))
+        before, one = np.zeros(addresses.shape, dtype), np.ones(1, bool)
+        for place in map(tuple, np.argwhere(shown)):
+            address, nothing = addresses[place].reshape(1), bits(np.zeros(1, dtype))
             before[place] = native.load(address, one, nothing, nothing.dtype).view(dtype)[0]
             native.store(address, bits(np.array([before[place] + terms[place]], dtype)), one)
         return TensorHandle(before, val.dtype.scalar)
+
+    def create_descriptor_load(self, desc: Any, indices: Sequence[Handle], *_: object) -> Handle:
+        ptrs, mask = desc.materialize_pointers(indices)
+        element = ptrs.get_element_ty()
+        padding = np.nan if desc.padding == ir.PADDING_OPTION.PAD_NAN else 0
+        fill = np.full((1,) * len(ptrs.shape), padding).astype(numpy_type(element))
+        loaded = self.create_masked_load(ptrs, mask, TensorHandle(fill, element))
+        if getattr(desc, "round_f32_to_tf32", False) and element == tl.float32:
+            loaded = TensorHandle(upstream._round_f32_to_tf32(loaded.data), element)
+        return loaded
+
+    def create_descriptor_gather(self, desc: Any, x_offsets: Handle, y_offset: Handle, type: object) -> Handle:
+        """Rows of a descriptor, each of its own."""
+        return self.create_descriptor_load(desc, [x_offsets, y_offset])
+
+    def create_descriptor_scatter(self, desc: Any, value: Handle, x_offsets: Handle, y_offset: Handle) -> None:
+        """Rows to a descriptor, one after the other."""
+        self.create_descriptor_store(desc, value, [x_offsets, y_offset])
+
+    def create_advance(self, ptr: Any, offsets: Sequence[Handle]) -> Any:
+        """Return another block pointer, in a Triton that has them."""
+        moved = [self.binary_op(old, new, np.add) for old, new in zip(ptr.offsets, offsets, strict=True)]
+        return type(ptr)(ptr.base, ptr.shape, ptr.strides, moved, ptr.block_shape, ptr.order)
+
+    # Shapes.
+
+    def create_make_range(self, ret_ty: object, start: int, stop: int) -> Handle:
+        return TensorHandle(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
+
+    def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
+        """Without a copy for every element, as a broadcast is."""
+        return _shaped(arg, ret_ty.shape, lambda x: x.reshape(-1, *(1,) * len(ret_ty.shape)))
+
+    def create_broadcast(self, arg: Handle, shape: Sequence[int]) -> Handle:
+        return _shaped(arg, shape, lambda x: x)
+
+    def create_expand_dims(self, arg: Handle, axis: int) -> Handle:
+        shape = list(_shape(arg)[1:])
+        return _shaped(arg, [*shape[:axis], 1, *shape[axis:]], lambda x: np.expand_dims(x, axis + 1))
+
+    def create_unsplat(self, arg: Handle) -> Handle:
+        return TensorHandle(arg.data.reshape(-1), arg.dtype.scalar)
+
+    def create_reshape(self, arg: Handle, shape: Sequence[int], allow_reorder: bool) -> Handle:
+        return TensorHandle(arg.data.reshape(-1, *shape), arg.dtype.scalar)
+
+    def create_trans(self, arg: Handle, perm: Sequence[int]) -> Handle:
+        return TensorHandle(arg.data.transpose(0, *(axis + 1 for axis in perm)), arg.dtype.scalar)
+
+    def create_cat(self, lhs: Handle, rhs: Handle) -> Handle:
+        return TensorHandle(np.concatenate(alike(lhs.data, rhs.data), 1), lhs.dtype.scalar)
+
+    def create_join(self, lhs: Handle, rhs: Handle) -> Handle:
+        return TensorHandle(np.stack(alike(lhs.data, rhs.data), -1), lhs.dtype.scalar)
+
+    def create_gather(self, src: Handle, indices: Handle, axis: int) -> Handle:
+        data, places = alike(src.data, indices.data)
+        return TensorHandle(np.take_along_axis(data, places, axis + 1), src.dtype.scalar)
+
+    def create_histogram(self, data: Handle, bins: int, mask: Handle) -> Handle:
+        shown = np.ones((1, 1), bool) if mask is None else mask.data
+        each = (
+            super(FaithfulBuilder, self).create_histogram(
+                TensorHandle(of.copy(), tl.int32), bins, TensorHandle(which.copy(), tl.int1)
+            )
+            for of, which in zip(*np.broadcast_arrays(data.data, shown), strict=True)
+        )
+        return TensorHandle(np.stack([histogram.data for histogram in each]), tl.int32)
+
+    def create_atomic_cas(self, *args: Any) -> Handle:
+        """In the programs' order alone, as whoever waits for another one."""
+        self.apart()
+        return super().create_atomic_cas(*args)
+
+    def create_atomic_poll(self, *args: Any) -> Handle:
+        """As above."""
+        self.apart()
+        return super().create_atomic_poll(*args)
 
     # Sums and products, which a card may contract.
 
@@ -229,8 +374,10 @@ class FaithfulBuilder(InterpreterBuilder):
         """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
         how = input_precision, max_num_imprecise_acc
         self._multiplied = True
-        result = TensorHandle(product(a.data, b.data, d.data, self.assumed, *how), d.dtype.scalar)
-        if not self.assumed.exact and not d.data.any():
+        left, right, addend = alike(a.data, b.data, d.data) if len(d.data) > 1 else (a.data, b.data, d.data)
+        self._tile((max(len(left), len(right)), *addend.shape[1:]))
+        result = TensorHandle(product(left, right, addend, self.assumed, *how), d.dtype.scalar)
+        if not self.assumed.exact and self.agreed(TensorHandle(~d.data.any(tuple(range(1, d.data.ndim))), tl.int1)):
             result.attr["dot"] = (a.data, b.data, *how)  # Triton adds a sum that it goes into on the tensor cores
         return result
 
@@ -278,28 +425,6 @@ def _compact(x: Array) -> Array:
     return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
 
 
-def _cut(x: Array, region: tuple[slice, ...]) -> Array:
-    """A region of a compact array."""
-    return x[tuple(part if length > 1 else slice(None) for part, length in zip(region, x.shape, strict=True))]
-
-
-def _region(shown: Array, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """The box that a compact mask shows of a tile of this shape; None where it shows nothing, or no box."""
-    region = []
-    for axis, length in enumerate(shape):
-        places = np.flatnonzero(shown.any(tuple(other for other in range(shown.ndim) if other != axis)))
-        if not len(places):
-            return None
-        region.append(slice(0, length) if shown.shape[axis] == 1 else slice(int(places[0]), int(places[-1]) + 1))
-    return tuple(region) if _cut(shown, tuple(region)).all() else None
-
-
-def _mask(mask: Handle) -> Array:
-    """Which elements are shown; before Triton 3.9 those of a descriptor come as a bare array."""
-    shown: Array = mask if isinstance(mask, np.ndarray) else mask.data
-    return shown
-
-
 def _in_fp64(function: Callable[[Array], Array], x: Array) -> Array:
     """A function, computed in fp64 and rounded once."""
     return converted(function(x.astype(np.float64)), x.dtype)
@@ -310,23 +435,60 @@ def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
     return TensorHandle(fused(*factors, z), like.dtype.scalar)
 
 
-def _remembering(create: Callable[..., Handle]) -> Callable[..., Handle]:
-    """An operation on shapes, after which it is still known what argument a pointer is of, and of what a product is."""
+def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array]) -> Handle:
+    """A change of shape, after which it is still known what argument a pointer is of, and of what a product is."""
+    if isinstance(arg, _Pointers):
+        return _Pointers(map(change, arg.terms), tuple(shape), arg)
+    data = change(arg.data)
+    if data.shape[1:] != tuple(shape):
+        data = np.broadcast_to(data, (len(data), *shape))
+    shaped = TensorHandle(data, arg.dtype.scalar)
+    if "argument" in arg.attr:
+        shaped.attr["argument"] = arg.attr["argument"]
+    if "product" in arg.attr and data.size == arg.data.size:
+        factors = np.broadcast_arrays(*arg.attr["product"])
+        shaped.attr["product"] = tuple(x.reshape(data.shape) for x in factors)
+    return shaped
 
-    def call(*args: Any) -> Handle:
-        arg = next(arg for arg in args if isinstance(arg, TensorHandle))
-        if isinstance(arg, _Pointers):
-            terms = (create(*(TensorHandle(term, tl.int64) if x is arg else x for x in args)) for term in arg.terms)
-            return _Pointers(tuple(term.data for term in terms), arg)
-        shaped = create(*args)
-        if "argument" in arg.attr:
-            shaped.attr["argument"] = arg.attr["argument"]
-        if "product" in arg.attr and shaped.data.size == arg.data.size:
-            factors = np.broadcast_arrays(*arg.attr["product"])
-            shaped.attr["product"] = tuple(x.reshape(shaped.data.shape) for x in factors)
-        return shaped
 
-    return call
+def _shape(arg: Handle) -> Shape:
+    shape: Shape = arg.shape if isinstance(arg, _Pointers) else arg.data.shape
+    return shape
+
+
+def _all_of(ptrs: Handle) -> Handle:
+    """A mask that hides nothing."""
+    return TensorHandle(np.broadcast_to(np.True_, _shape(ptrs)), tl.int1)
+
+
+def plain(value: Handle) -> Array:
+    """Return the data of the only program, as a kernel's author thinks of it: a number's is an array of one."""
+    data: Array = value.data
+    return data[0] if data.ndim > 1 else data
+
+
+def addresses(handle: Any, offsets: Sequence[Handle], checked: Iterable[int]) -> tuple[Handle, Handle]:
+    """Return the addresses of a tile, and which lie in its tensor.
+
+    Args:
+        handle: of a descriptor or a block pointer, upstream's.
+        offsets: of the tile; along an axis of which each row has one, those.
+        checked: the axes of which the tensor's end is known.
+    """
+    axes, size = range(len(offsets)), handle.base.get_element_ty().primitive_bitwidth // 8
+    like, shown = (slice(None), *(None,) * len(axes)), np.ones((1,) * (len(axes) + 1), bool)
+    base = handle.base.terms if isinstance(handle.base, _Pointers) else [handle.base.data.view(np.int64)]
+    terms, shape = [term[like] for term in base], []
+    for axis, offset, length in zip(axes, offsets, handle.block_shape, strict=True):
+        at = offset.data.astype(np.int64)
+        at = at[:, None] + np.arange(length) if at.ndim == 1 else at
+        shape.append(at.shape[1])
+        at = np.expand_dims(at, tuple(1 + other for other in axes if other != axis))
+        terms.append(at * handle.strides[axis].data[like] * size)
+        if axis in checked:
+            shown = shown & (at >= 0) & (at < handle.shape[axis].data[like])
+    shown = np.broadcast_to(shown, (len(shown), *shape))
+    return _Pointers(map(_compact, terms), tuple(shape), handle.base), TensorHandle(shown, tl.int1)
 
 
 _FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -341,5 +503,3 @@ for _name, _function in _FUNCTIONS.items():
     setattr(
         FaithfulBuilder, f"create_{_name}", partialmethod(FaithfulBuilder.unary_op, op=partial(_in_fp64, _function))
     )
-for _name in ("create_splat", "create_expand_dims", "create_broadcast"):
-    setattr(FaithfulBuilder, _name, _remembering(getattr(FaithfulBuilder, _name)))

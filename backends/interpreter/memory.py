@@ -1,6 +1,7 @@
 """The memory that a launch may touch: that of its arguments."""
 
 import ctypes
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tiebreak.kernels.kernel import OutOfBoundsError
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
 ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
-
-
-class OutOfBoundsError(IndexError):
-    """The kernel reads or writes where none of its arguments lies; one line with the kernel and the argument."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,65 @@ class Argument:
     end: int
     first: int  # address of its first element
 
+    def elements(self, size: int) -> Array:
+        """Return the storage as unsigned integers of so many bytes."""
+        memory: Any = (ctypes.c_char * (self.end - self.start)).from_address(self.start)
+        return np.ndarray(((self.end - self.start) // size,), f"u{size}", memory)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Elements of one storage, as boxes of one shape."""
+
+    holder: Argument
+    size: int  # of one element, in bytes
+    starts: Array  # the boxes' first elements, (boxes,)
+    shape: Shape = ()
+    strides: Shape = ()  # in elements
+
+    def read(self, elements: Array) -> Array:
+        """Return the boxes, (boxes, *shape), of what the storage holds."""
+        boxes: Array = self._window(elements)[self.starts - self.starts.min()]
+        return boxes
+
+    def write(self, elements: Array, values: Array) -> None:
+        """Fill the boxes, one after the other."""
+        self._window(elements)[self.starts - self.starts.min()] = values
+
+    def _window(self, elements: Array) -> Array:
+        """Return a box that begins at each element between the first box and the last."""
+        low, high = int(self.starts.min()), int(self.starts.max())
+        strides = tuple(stride * elements.itemsize for stride in (1, *self.strides))
+        return np.ndarray((high - low + 1, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a box has one element more than once."""
+        return any(length > 1 and stride == 0 for length, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def unit(self) -> int:
+        """So many elements lie together in every box, from a multiple of as many on."""
+        run, apart = self._run()
+        return math.gcd(run, *(stride for _, stride in apart), int(np.gcd.reduce(self.starts)))
+
+    def coarse(self, unit: int) -> "Boxes":
+        """Return the boxes, in units of so many elements."""
+        run, apart = self._run()
+        shape, strides = zip(*((length, stride // unit) for length, stride in apart), (run // unit, 1), strict=True)
+        return Boxes(self.holder, self.size * unit, self.starts // unit, shape, strides)
+
+    def _run(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return how many elements follow each other, and the lengths and strides of the other axes."""
+        run, apart = 1, [axis for axis in zip(self.shape, self.strides, strict=True) if axis[0] > 1]
+        while apart and apart[-1][1] == run:
+            run *= apart.pop()[0]
+        return run, apart
+
+
+#: Where pointers may point to that a kernel has read from memory.
+_EVERYWHERE = Argument(ANYWHERE, 2**12, 2**62, 2**12)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -33,25 +93,50 @@ class Memory:
     kernel: str
     arguments: tuple[Argument, ...]
 
-    def box(self, terms: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any], name: str | None) -> Any:
-        """The memory at addresses that are sums of terms, as an array; None where it is no box of one argument."""
-        first, strides = 0, [0] * len(shape)
-        for term in terms:
-            first += int(term.flat[0])
-            for axis in np.flatnonzero(np.array(term.shape) > 1):
-                steps = np.diff(term, axis=axis)
-                if (steps != steps.flat[0]).any():
-                    return None
-                strides[axis] += int(steps.flat[0])
-        reach = sum(stride * (length - 1) for stride, length in zip(strides, shape, strict=True))
-        end = first + reach + dtype.itemsize
-        inside = [each for each in self.arguments if each.name == name and each.start <= first and end <= each.end]
-        if min(strides, default=0) < 0 or not inside:
-            return None
-        memory: Any = (ctypes.c_char * (end - first)).from_address(first)
-        return np.ndarray(shape, dtype, memory, 0, strides)
+    def holder(self, low: int, high: int, name: str | None) -> Argument | None:
+        """Return the argument of this name, None: any, in whose storage all bytes from `low` to `high` lie."""
+        allowed = [each for each in self.arguments if name in (None, each.name)]
+        if name == ANYWHERE or not allowed:
+            return _EVERYWHERE
+        return next((each for each in allowed if each.start <= low and high <= each.end), None)
 
-    def check(self, addresses: NDArray[Any], mask: NDArray[Any], size: int, name: str | None, verb: str) -> None:
+    def boxes(
+        self, terms: Iterable[Array], shown: Array, shape: Shape, axis: int, size: int, name: str | None
+    ) -> tuple["Boxes", Array, tuple[Any, ...]] | None:
+        """Return the shown part of a tile as boxes of its axes from `axis` on; which of them are shown; its index.
+
+        None where it is no such boxes, all of one argument.
+
+        Args:
+            terms: of addresses, their sums; int64, they broadcast to the tile.
+            shown: at least in part; broadcasts to it too.
+            shape: of the tile, programs first.
+            axis: the first of the boxes' axes.
+            size: of one element, in bytes.
+            name: the argument; None: any.
+        """
+        part = tuple(_stretch(shown, shape, at) for at in range(axis, len(shape)))
+        box = tuple(range(axis, len(shape)))
+        index: Any = tuple(p if shown.shape[at] > 1 else slice(None) for at, p in zip(box, part, strict=True))
+        cut = shown[(..., *index)]
+        whole = cut.all(box)
+        if (whole != cut.any(box)).any() or (affine := _affine(terms, axis)) is None:
+            return None
+        whole, firsts = np.broadcast_arrays(whole, affine[0], np.empty((1, *shape[1:axis])))[:2]
+        strides = affine[1] or [0] * len(part)
+        starts = firsts[whole] + sum(stride * p.start for stride, p in zip(strides, part, strict=True))
+        lengths = tuple(p.stop - p.start for p in part)
+        reach = sum(stride * (length - 1) for stride, length in zip(strides, lengths, strict=True))
+        holder = self.holder(int(starts.min()), int(starts.max()) + reach + size, name)
+        if holder is None or any(stride % size for stride in strides) or min(strides, default=0) < 0:
+            return None
+        starts -= holder.start
+        if (starts % size).any():
+            return None
+        boxes = Boxes(holder, size, starts // size, lengths, tuple(stride // size for stride in strides))
+        return boxes, whole, (*np.nonzero(whole), *part)
+
+    def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
         """Refuse an access outside of the storage of the argument that a pointer comes from.
 
         Args:
@@ -63,10 +148,11 @@ class Memory:
         """
         if name == ANYWHERE or not mask.any():
             return
-        touched = addresses if mask.all() else np.broadcast_to(addresses, mask.shape)[mask]
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        touched = addresses[mask]
         low, high = int(touched.min()), int(touched.max()) + size
         allowed = [argument for argument in self.arguments if name in (None, argument.name)]
-        if not allowed or any(argument.start <= low and high <= argument.end for argument in allowed):
+        if not allowed or self.holder(low, high, name):
             return
         if len(allowed) > 1:
             where = f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
@@ -75,6 +161,30 @@ class Memory:
             wrong = low if low < own.start else high - size
             where = f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
         raise OutOfBoundsError(f"{self.kernel} {verb} outside of {where}")
+
+
+def _stretch(shown: Array, shape: Shape, axis: int) -> slice:
+    """Return the least part of a tile's axis that has all that is shown."""
+    if shown.shape[axis] == 1:
+        return slice(0, shape[axis])
+    places = np.flatnonzero(shown.any(tuple(other for other in range(shown.ndim) if other != axis)))
+    return slice(int(places[0]), int(places[-1]) + 1)
+
+
+def _affine(terms: Iterable[Array], axis: int) -> tuple[Array, list[int]] | None:
+    """Return a sum of terms at the first places of all axes from `axis` on, and its steps there; None: it has none."""
+    firsts: Array = np.zeros((1,) * axis, np.int64)
+    strides: list[int] = []
+    for term in terms:
+        strides = strides or [0] * (term.ndim - axis)
+        for at in (at for at in range(axis, term.ndim) if term.shape[at] > 1):
+            steps = np.diff(term, axis=at)
+            if (steps != steps.flat[0]).any():
+                return None
+            strides[at - axis] += int(steps.flat[0])
+        first: Any = (..., *(0,) * len(strides))
+        firsts = firsts + term[first]
+    return firsts, strides
 
 
 def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:

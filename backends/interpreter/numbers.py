@@ -43,8 +43,14 @@ def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
 
 
 def bits(x: Array) -> Array:
-    """The same memory as unsigned integers, where numpy knows the type by an extension only."""
-    return x.view(_UNSIGNED[x.dtype.itemsize]) if x.dtype in _NARROW.values() else x
+    """The same memory as unsigned integers."""
+    return x.view(_UNSIGNED[x.dtype.itemsize])
+
+
+def alike(*arrays: Array) -> list[Array]:
+    """Arrays with the first dimension, that of programs, as long as the longest has it."""
+    programs = max(map(len, arrays))
+    return [np.broadcast_to(array, (programs, *array.shape[1:])) for array in arrays]
 
 
 def fused(x: Array, y: Array, z: Array) -> Array:

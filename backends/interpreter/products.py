@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from triton._C.libtriton import ir
 
-from tiebreak.backends.emulation.accumulators import MATMULS
 from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.numbers import Array, bits, fused
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.plans import Accumulator
 
 _FORMATS = {
     np.dtype(ml_dtypes.bfloat16): "bf16",
@@ -23,6 +21,7 @@ _FORMATS = {
     np.dtype(ml_dtypes.float8_e4m3fnuz): "fp8_e4m3fnuz",
     np.dtype(ml_dtypes.float8_e5m2fnuz): "fp8_e5m2fnuz",
 }
+_AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
 _HOPPERS_STEP = 32  # products of fp8 that one of its instructions adds up
 _TF32 = np.uint32(0xFFFFE000)  # the bits of fp32 that a tensor core looks at
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=np.float32)
@@ -54,17 +53,25 @@ def product(
         return (a.astype(np.float64) @ b.astype(np.float64)).astype(addend.dtype) + addend
     if a.dtype == np.float64:
         return a @ b + addend
-    total = addend.astype(np.float32)
+    programs, some = max(map(len, (a, b, addend))), max(1, _AT_ONCE // max(a[0].size, b[0].size, addend[0].size))
+    if assumed.exact and programs > some:  # a few at a time, so that all that is computed stays in a core's cache
+        sums = np.empty((programs, *addend.shape[1:]), addend.dtype)
+        for at in range(0, programs, some):
+            left, right, part = (x[at : at + some] if len(x) > 1 else x for x in (a, b, addend))
+            sums[at : at + some] = product(left, right, part, assumed, precision)
+        return sums
+    total = addend.astype(np.float32, copy=False)
     for left, right, formats in _operands(a, b, precision):
         if assumed.exact:
-            exact_sum = MATMULS[Accumulator.EXACT](_tensor(left), _tensor(right)).numpy()
-            total = (exact_sum + total).astype(addend.dtype).astype(np.float32)
+            exact_sum = (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
+            total = (exact_sum + total).astype(addend.dtype, copy=False).astype(np.float32, copy=False)
         elif formats is None:  # fp32, which no tensor core multiplies: one fused multiply-add after the other
             for at in range(left.shape[-1]):
                 total = fused(left[..., :, at, None], right[..., None, at, :], total)
         else:
-            total = _on_the_cores(left, right, total, formats, most_at_once, assumed.name)
-    return total.astype(addend.dtype)
+            a, b = (x.astype(np.float32, copy=False) for x in (left, right))
+            total = _on_the_cores(a, b, total, formats, most_at_once, assumed.name)
+    return total.astype(addend.dtype, copy=False)
 
 
 def _tensor(x: Array) -> torch.Tensor:
@@ -72,10 +79,10 @@ def _tensor(x: Array) -> torch.Tensor:
 
 
 def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array, tuple[str, str] | None]]:
-    """The products that one is made of, in fp32 each, the smallest first, and their operands' formats; None: fp32."""
+    """The products that one is made of, the smallest first, and their operands' formats; None: fp32."""
     tf32 = ("tf32", "tf32")
     if a.dtype != np.float32:
-        yield a.astype(np.float32), b.astype(np.float32), (_FORMATS[a.dtype], _FORMATS[b.dtype])
+        yield a, b, (_FORMATS[a.dtype], _FORMATS[b.dtype])
     elif precision == ir.INPUT_PRECISION.IEEE:
         yield a, b, None
     elif precision in (ir.INPUT_PRECISION.TF32, ir.INPUT_PRECISION.TF32x3):

@@ -13,7 +13,7 @@ from triton.language import standard
 from triton.runtime import interpreter as upstream
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.numbers import Array, converted, is_float, numpy_type
+from tiebreak.backends.interpreter.numbers import Array, alike, converted, is_float, numpy_type
 
 Tensor = Any  # triton's
 Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
@@ -23,11 +23,10 @@ _EXTREMES = ((standard._elementwise_max, np.fmax), (standard._elementwise_min, n
 
 
 def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
-    """An array as Triton's tensor."""
+    """An array, programs first, as Triton's tensor."""
     data = np.asarray(data).astype(numpy_type(dtype.scalar), copy=False)
-    if not data.shape:
-        return tl.core.tensor(upstream.TensorHandle(data.reshape(1), dtype.scalar), dtype.scalar)
-    return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), tl.block_type(dtype.scalar, list(data.shape)))
+    kind = tl.block_type(dtype.scalar, list(data.shape[1:])) if data.ndim > 1 else dtype.scalar
+    return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), kind)
 
 
 def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> Callable[..., Any]:
@@ -35,13 +34,17 @@ def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> C
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
         inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
-        arrays = [tensor.handle.data.reshape(-1) if axis is None else tensor.handle.data for tensor in inputs]
-        if (order := in_pairs()) and combine_fn is standard._sum_combine and axis in (-1, arrays[0].ndim - 1):
+        arrays = alike(*(tensor.handle.data for tensor in inputs))
+        dimensions = arrays[0].ndim
+        at = 1 if axis is None else axis + 1 if axis >= 0 else axis + dimensions
+        arrays = [array.reshape(len(array), -1) if axis is None else array for array in arrays]
+        if (order := in_pairs()) and combine_fn is standard._sum_combine and at == arrays[0].ndim - 1:
             arrays = [_in_pairs(array, order) for array in arrays]
-        results = _reduced(arrays, inputs, 0 if axis is None else axis, combine_fn, assumed)
+        results = _reduced(arrays, inputs, at, combine_fn, assumed)
         if _plain(keep_dims):
-            new = tuple(range(inputs[0].handle.data.ndim)) if axis is None else axis
-            results = [np.expand_dims(result, new) for result in results]
+            results = [
+                np.expand_dims(result, tuple(range(1, dimensions)) if axis is None else at) for result in results
+            ]
         tensors = tuple(tensor_of(data, tensor.dtype) for data, tensor in zip(results, inputs, strict=True))
         return tensors if isinstance(input, tuple) else tensors[0]
 
@@ -60,23 +63,23 @@ def _reduced(
             return [extreme.reduce(arrays[0], axis=axis)]
     if combine is standard._sum_combine:
         return [_total(arrays[0], axis, assumed)]
-    arrays = [np.moveaxis(array, axis, 0) for array in arrays]
-    while (length := len(arrays[0])) > 1:
+    arrays = [np.moveaxis(array, axis, 1) for array in arrays]
+    while (length := arrays[0].shape[1]) > 1:
         # Neighbours: a function need not be commutative.
-        pairs = [array[at : length - length % 2 : 2] for at in (0, 1) for array in arrays]
+        pairs = [array[:, at : length - length % 2 : 2] for at in (0, 1) for array in arrays]
         met = _combined(combine, pairs, inputs)
-        arrays = [np.concatenate([new, old[length - length % 2 :]]) for new, old in zip(met, arrays, strict=True)]
-    return [array[0] for array in arrays]
+        arrays = [np.concatenate([new, old[:, length - length % 2 :]], 1) for new, old in zip(met, arrays, strict=True)]
+    return [array[:, 0] for array in arrays]
 
 
 def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...]) -> list[Array]:
     types = [tensor.dtype for tensor in inputs]
     results = combine(*(tensor_of(data, dtype) for data, dtype in zip(arrays, types * 2, strict=True)))
     results = results if isinstance(results, tuple) else (results,)
-    # A function may give back a number; of scalars Triton's arrays have one element.
+    # A function may give back a number.
     data = (upstream.interpreter_semantic.to_tensor(result).handle.data for result in results)
-    shape, size = arrays[0].shape, arrays[0].size
-    return [part.reshape(shape) if part.size == size else np.broadcast_to(part, shape) for part in data]
+    shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    return [np.broadcast_to(part.reshape(*part.shape, *(1,) * (len(shape) - part.ndim)), shape) for part in data]
 
 
 def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
@@ -85,7 +88,7 @@ def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
     That is how `mma.sync` leaves its sums, and Triton what it computes of them.
     """
     rows = x.ndim - 1
-    if rows == 0 or x.shape[-1] % 8 or not _rounds(x.dtype):
+    if rows == 1 or x.shape[-1] % 8 or not _rounds(x.dtype):
         return x
     lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
     lanes = lanes.transpose(*range(rows), *(rows + part for part in dict.fromkeys((*order, 0, 3))))
@@ -119,7 +122,8 @@ def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: 
     """`tl.associative_scan`: one slice after the other."""
     inputs = input if isinstance(input, tuple) else (input,)
     axis, backwards = _plain(axis), bool(_plain(reverse))
-    arrays = [np.moveaxis(array.handle.data, axis, 0) for array in inputs]
+    at_first = axis + 1 if axis >= 0 else axis  # behind the programs
+    arrays = [np.moveaxis(array, at_first, 0) for array in alike(*(tensor.handle.data for tensor in inputs))]
     arrays = [array[::-1] for array in arrays] if backwards else arrays
     steps = [[array[0] for array in arrays]]
     for at in range(1, len(arrays[0])):
@@ -127,7 +131,7 @@ def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: 
     results = [np.stack(step) for step in zip(*steps, strict=True)]
     results = [result[::-1] for result in results] if backwards else results
     tensors = tuple(
-        tensor_of(np.ascontiguousarray(np.moveaxis(data, 0, axis)), tensor.dtype)
+        tensor_of(np.ascontiguousarray(np.moveaxis(data, 0, at_first)), tensor.dtype)
         for data, tensor in zip(results, inputs, strict=True)
     )
     return tensors if isinstance(input, tuple) else tensors[0]

@@ -1,9 +1,11 @@
 """A stretch of time in which Triton's functions are interpreted; before and after it Triton is as it was."""
 
+import functools
 import inspect
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, partialmethod
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -18,16 +20,19 @@ from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.builder import FaithfulBuilder
+from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
 from tiebreak.backends.interpreter.memory import Memory, arguments_of
-from tiebreak.backends.interpreter.numbers import numpy_type
+from tiebreak.backends.interpreter.numbers import Array, numpy_type
+from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
+from tiebreak.backends.interpreter.tape import Recorder, Tape, leaves
 from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
 # Of these every implementation gives the same bits.
 _EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor", "ceil": "ceil", "abs": "abs"}
+_WAYS = 8  # of a kernel that are written down
 _NAMED = ("interpreter_semantic", "_InterpreterComparison")
 Function = Any  # one that triton.jit made, to be compiled or to be interpreted
 
@@ -62,14 +67,18 @@ class _Session:
     def __init__(self, assumed: Assumptions, stack: ExitStack) -> None:
         self._stack = stack
         self._seen: set[int] = set()  # namespaces that were looked through
-        self._assumed, self._builder = assumed, FaithfulBuilder(assumed)
+        self._assumed, (self._builder, self._recorder) = assumed, _builder_of(assumed)
         self.told: set[str] = set()
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
         semantic = upstream.interpreter_semantic
-        self.put(semantic, "builder", self._builder)
+        self.put(semantic, "builder", self._recorder)
         self.put(semantic, "broadcast_impl_value", partial(_met, semantic.broadcast_impl_value))
-        self.put(upstream, "interpreter_builder", self._builder)
+        self.put(upstream, "interpreter_builder", self._recorder)
         self.put(upstream, "_get_np_dtype", numpy_type)
+        self.put(upstream.TensorDescHandle, "validate", _validate)
+        self.put(upstream.TensorDescHandle, "materialize_pointers", _of_descriptor)
+        if blocks := getattr(upstream, "BlockPointerHandle", None):  # up to Triton 3.8
+            self.put(blocks, "materialize_pointers", lambda of, checked: addresses(of, of.offsets, checked))
         own = set(vars(tl.tensor))
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
@@ -81,13 +90,20 @@ class _Session:
         self.put(tl.block_type, "__init__", _blocks(tl.block_type.__init__))
         self.put(tl.tensor, "__init__", _tensors(tl.tensor.__init__))
         self.put(tl, "static_assert", _required)
+        self.put(tl, "static_print", lambda *args, **kwargs: self._alone() or print(*args, **kwargs))
+        agreed = self._recorder.noted(self._builder.agreed)
+        self.put(tl.tensor, "__bool__", partialmethod(_decision, agreed))
+        self.put(tl.tensor, "__index__", lambda tensor: int(agreed(tensor.handle)))
+        for name in ("__str__", "__repr__"):
+            self.put(tl.tensor, name, lambda tensor: self._alone() or str(plain(tensor.handle)))
+        self.put(tl.tensor, "T", property(tl.trans))
         self.put(tl, "dot_scaled", _with_constants(tl.dot_scaled))
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):  # such as `x.sum(0)`; a compiler binds them itself
                 self.put(tl.tensor, name, partialmethod(member))
         for module in (tl, tl.core):
-            self.put(module, "reduce", reducing(assumed, self._builder.in_pairs))
-            self.put(module, "associative_scan", scan)
+            self.put(module, "reduce", self._recorder.noted(reducing(assumed, self._builder.in_pairs)))
+            self.put(module, "associative_scan", self._recorder.noted(scan))
 
     def put(self, owner: object, name: str, replacement: object) -> None:
         """Put something in the place of a part of Triton's, until the session ends."""
@@ -96,7 +112,7 @@ class _Session:
     def launch(
         self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
     ) -> None:
-        """Run every program of a grid, one after the other: in the place of a function's `run`."""
+        """Run every program of a grid, as one after the other would: in the place of a function's `run`."""
         if warmup:
             return
         if getattr(function, "is_gluon", bool)():
@@ -110,7 +126,6 @@ class _Session:
         contracts, how = self._assumed.contraction(options.get("enable_fp_fusion"))
         if self._assumed.contracts:
             self.told.add(f"contraction {how}")
-        self._builder.begin(Memory(function.fn.__name__, tuple(arguments_of(arguments))), contracts=contracts)
         converted = bound | {name: _argument(name, value) for name, value in arguments.items()}
         for hook in function.pre_run_hooks:
             hook(*args, **kwargs)
@@ -118,9 +133,35 @@ class _Session:
         sizes = tuple(int(size) for size in (grid(bound) if callable(grid) else grid))
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
-        for place in np.ndindex(*sizes):
-            self._builder.set_grid_idx(*place)
-            rewritten(**converted)
+        places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
+        memory = Memory(function.fn.__name__, tuple(arguments_of(arguments)))
+        self._builder.begin(memory, places, contracts=contracts)
+
+        given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
+        try:
+            tapes, launches = _tapes_of((self._assumed, contracts, function.fn, *map(_kind, converted.values())))
+        except TypeError:  # a constant that can't be looked up
+            tapes, launches = [], itertools.count()
+        first = next(launches) == 0  # to write down costs more than to run once
+
+        def run(group: Array, together: Together | None = None) -> None:
+            for tape in tapes:
+                self._builder.take(group, together)
+                if tape.play(given):
+                    return
+            self._builder.take(group, together)
+            if first or len(tapes) >= _WAYS:
+                rewritten(**converted)
+            else:
+                tapes.extend(self._recorder.record(lambda: rewritten(**converted), given))
+
+        if len(places) == 1 or not Together().run(run, len(places)):
+            for place in range(len(places)):
+                run(np.array([place]))
+
+    def _alone(self) -> Any:
+        self._recorder.spoil()
+        return self._builder.apart()
 
     def rewritten(self, function: Function) -> Callable[..., Any]:
         """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
@@ -142,6 +183,48 @@ class _Session:
             elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
                 changed[name] = _at_hand(value)
         self._stack.enter_context(patch.dict(names, changed))
+
+
+@functools.cache
+def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, Recorder]:
+    """Return one builder for all sessions, which tapes ask."""
+    builder = FaithfulBuilder(assumed)
+    return builder, Recorder(builder)
+
+
+@functools.lru_cache(512)
+def _tapes_of(way: tuple[Any, ...]) -> tuple[list[Tape], Iterator[int]]:
+    """Return the tapes of programs that are alike but for numbers, and count their launches."""
+    return [], itertools.count()
+
+
+def _kind(value: Any) -> Any:
+    """What a program may ask of an argument while it is written down."""
+    if isinstance(value, tl.core.tensor):
+        return str(value.type)
+    return tuple(map(_kind, value)) if isinstance(value, tuple) else (type(value), value)
+
+
+def _decision(tensor: Any, agreed: Callable[[Any], Any]) -> bool:
+    """Return what a condition makes of a number; a tile is true."""
+    data = tensor.handle.data
+    return bool(data.size != len(data) or agreed(tensor.handle))
+
+
+def _validate(descriptor: Any) -> None:
+    """As upstream, of many programs' bases and strides."""
+    size = descriptor.base.get_element_ty().primitive_bitwidth // 8
+    *strides, last = (stride.data for stride in descriptor.strides)
+    assert not (descriptor.base.data % 16).any(), "base must be 16-byte aligned"
+    assert len(descriptor.strides) == len(descriptor.block_shape) == descriptor.ndim
+    assert not any((stride * size % 16).any() for stride in strides), "stride must be 16-byte aligned"
+    assert (last == 1).all(), "last dim must be contiguous"
+
+
+def _of_descriptor(descriptor: Any, offsets: Sequence[Any]) -> tuple[Any, Any]:
+    size = descriptor.base.get_element_ty().primitive_bitwidth // 8
+    assert not (offsets[-1].data * size % 16).any(), "block offset start must be 16-byte aligned"
+    return addresses(descriptor, offsets, range(descriptor.ndim))
 
 
 def _met(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:

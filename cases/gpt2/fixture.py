@@ -124,13 +124,13 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
             after.append(memory.streams)
         logits.append(torch.cat(parts, 1))
         streams.append([torch.cat(layer, 1) for layer in zip(*after, strict=True)])
-    whole = tuple(torch.cat(layer).double().cpu() for layer in zip(*streams, strict=True))
+    whole = tuple(torch.cat(layer).cpu().double() for layer in zip(*streams, strict=True))
     return Read(chosen(torch.cat(logits), fixture().tokens), whole)
 
 
 def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability of every token but the first, (batch, tokens - 1), by logits (batch, tokens, vocabulary)."""
-    whole = log_softmax(logits[:, :-1].double().cpu(), -1)
+    whole = log_softmax(logits[:, :-1].cpu().double(), -1)
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]
 
 

@@ -26,7 +26,6 @@ from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, direction_cosine, d
 from tiebreak.cases.gpt2.optimizers import CLIP, EPSILON, adamw
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
-from tiebreak.cases.measures import Measure
 from tiebreak.cases.verdicts import Verdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, Format, parse_format
@@ -145,7 +144,7 @@ class SnippetResult:
     """What one run of a snippet measured."""
 
     variant: Variant  # what it trained with
-    measures: Mapping[str, float]  # by name; see `MEASURED`
+    measures: Mapping[str, float]  # by name
     losses: tuple[float, ...]  # in nats, one a step; cut short by the first that is not finite
     steps: tuple[int, ...]  # at which monitors were read
     series: Mapping[str, tuple[float, ...]]  # of the scripted head at those steps: delta_error, row_max, wq_norm
@@ -304,32 +303,10 @@ SNIPPETS: Mapping[str, Snippet] = {
 }
 
 
-#: What the numbers of a result are, by name; all but `steps`, that the recipe asks for, are in SnippetResult.measures.
-MEASURED: Mapping[str, Measure] = {
-    measure.name: measure
-    for measure in (
-        Measure("delta_error_mean", "mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
-        Measure("delta_error_drift", "sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
-        Measure("delta_error_share", "size of the mean of s over that of delta_hp's sum: 1 of a delta of 0"),
-        Measure("output_delta_error_mean", "mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
-        Measure("direction_cosine", "cosine of the error of dW_Q to R (paper, equation 3)"),
-        Measure("repeated_rows", "share of rows with a repeated maximum"),
-        Measure("wq_norm_growth", "spectral norm of W_Q, last over first"),
-        Measure("row_max_first", "mean largest logit of a row, at the start", "logits"),
-        Measure("row_max_rise", "mean largest logit of a row, last less first", "logits"),
-        Measure("loss_first", "loss of the first step", "nats"),
-        Measure("loss_last", "loss of the last step", "nats"),
-        Measure("loss_rise", "largest loss less the first", "nats"),
-        Measure("finite_steps", "steps with a loss that is a number; the first one without ends the run", "steps"),
-        Measure("steps", "steps that the run was to take", "steps"),
-    )
-}
-
-
 def run_snippet(
     snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str = "cpu"
 ) -> SnippetResult:
-    """Train for a moment and measure the scripted head; `MEASURED` describes the measures.
+    """Train for a moment and measure the scripted head.
 
     Attention runs on `arithmetic`, everything else in fp32, all of it on `device`, torch's name. The seed is that of
     weights and noise: the batches are the same for all.

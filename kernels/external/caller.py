@@ -24,7 +24,7 @@ from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
 from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import CannotRunError, Whose
+from tiebreak.kernels.kernel import CannotRunError, Whose, in_one_line
 from tiebreak.kernels.triton.loading import Tuning, interpreting
 
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
@@ -247,7 +247,7 @@ class StartedRun:
             except CannotRunError as error:  # of a call that is none for this kernel nothing is known
                 failure = str(error) if error.whose is Whose.KERNEL else None
             except Exception as error:
-                failure = " ".join(f"raised {type(error).__name__}: {error}".split())
+                failure = f"raised {in_one_line(error)}"
             self.check_inputs()
         if made is None:
             return AttentionOutput(self.o, backward_error=failure)

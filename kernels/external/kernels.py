@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.adapters.foreign import needs_of
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.loading import load
-from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, LoadError, convention, declared_options
+from tiebreak.kernels.external.options import (
+    NO_BACKWARD,
+    KernelOptions,
+    LoadError,
+    convention,
+    declared_options,
+    needs_of,
+)
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 

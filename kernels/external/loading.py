@@ -1,5 +1,6 @@
 """Where a kernel that someone else wrote comes from: a file, a package, or an adapter by its name; where it fails."""
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -13,8 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tiebreak.kernels.external.adapters import ADAPTERS, adapter, is_adapter
 from tiebreak.kernels.external.options import LoadError
+from tiebreak.kernels.kernel import in_one_line
+from tiebreak.plugins import Door, PluginError
+
+#: Attention of packages that people use, by the name of the adapter that calls it as its document says.
+ADAPTERS = Door[Callable[..., Any]]("tiebreak.adapters", Callable)
 
 # Where code stands that is not a user's: Python's own, other packages', and the suite's.
 _SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
@@ -36,25 +41,49 @@ def load(target: str) -> Callable[..., Any]:
     if folder not in ("", *ADAPTERS) and Path(folder).is_dir():
         raise LoadError(_FOLDER)
     if is_adapter(target):
-        return adapter(target)
+        return _adapter(target)
     if not separator and target.endswith(".py"):
         place, name = target, ""
     if not place or (separator and not name):
         raise LoadError(EXPECTED)
-    try:
-        with _without_exit():
-            module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
-    except LoadError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
-        at = "" if isinstance(error, SyntaxError) else place_of(error)
-        raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
+    module = imported(place)
     if getattr(module, "__file__", None) is None and Path(place).is_dir():
         raise LoadError(_FOLDER)
     function: Callable[..., Any] = _function(module, place, name)
     return function
+
+
+def is_adapter(target: str) -> bool:
+    """Whether a target can only be the name of an adapter, known or not."""
+    families = {name.partition(":")[0] for name in ADAPTERS if ":" in name}  # hf:eager and its like
+    return target.partition(":")[0] in families or (target != "" and not set(target) & set(".:/\\"))
+
+
+def _adapter(name: str) -> Callable[..., Any]:
+    """The adapter of that name; LoadError: there is none, or its package can't be imported."""
+    if name not in ADAPTERS:
+        near = difflib.get_close_matches(name, ADAPTERS, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        own = "one of your own is path/to/file.py:function or package.module:function"
+        raise LoadError(f"no adapter {name!r}: {meant}known are {', '.join(ADAPTERS)}; {own}")
+    try:
+        return ADAPTERS[name]
+    except PluginError as error:
+        raise LoadError(str(error)) from error
+
+
+def imported(place: str) -> ModuleType:
+    """Import a user's file, or a module by its name; LoadError: there is none, or it raises."""
+    try:
+        with _without_exit():
+            return _from_file(Path(place)) if place.endswith(".py") else _from_package(place, Path.cwd())
+    except LoadError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
+        reason = in_one_line(error)
+        asks = "; it asks for a GPU while it is imported (docs/triton.md says what to do)" if "CUDA" in reason else ""
+        at = "" if isinstance(error, SyntaxError) else place_of(error)
+        raise LoadError(f"cannot import {place}: {reason}{at}{asks}") from error
 
 
 @contextmanager

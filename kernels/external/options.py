@@ -26,7 +26,7 @@ from tiebreak.kernels.features import (
     Feature,
 )
 
-_ATTRIBUTE = "__tiebreak__"
+_ATTRIBUTE, _NEEDS = "__tiebreak__", "__tiebreak_needs__"
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CAUSAL = ("causal", "is_causal")
 _UPPER_LEFT = "is_causal"  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
@@ -129,6 +129,22 @@ def kernel(**options: Any) -> Callable[[_F], _F]:
         return function
 
     return mark
+
+
+def needs(*foreign: Any) -> Callable[[_F], _F]:
+    """Say which functions of other packages an adapter calls; each has a `missing_requirement`, as a kernel has."""
+
+    def mark(function: _F) -> _F:
+        setattr(function, _NEEDS, foreign)
+        return function
+
+    return mark
+
+
+def needs_of(function: object) -> tuple[Any, ...]:
+    """Which functions of other packages an adapter calls; none of any other function."""
+    foreign = getattr(function, _NEEDS, ())
+    return foreign if isinstance(foreign, tuple) else ()
 
 
 def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptions:

@@ -15,11 +15,7 @@ _NEAREST = (Rounding.TO_EVEN, Rounding.TIES_AWAY)
 
 @dataclass(frozen=True)
 class Config:
-    """Everything about a launch that is known when the kernel is compiled.
-
-    A tile is (rows, columns). Where a program works on several heads at once, as the interpreter's do, it is
-    (heads, rows, columns), and every index in the kernels has that many dimensions.
-    """
+    """Everything about a launch that is known when the kernel is compiled."""
 
     plan: RoundingPlan  # where and how to round, in the format of the inputs
     shift: ShiftRule  # how a row's shift is chosen
@@ -29,7 +25,6 @@ class Config:
     query_heads: int  # query heads of one batch entry
     groups: int = 1  # query heads per key head
     padded: bool = False  # whether a mask says which keys of a batch entry take part
-    heads: int = 1  # heads that one program works on; a power of two
     softmax_scale: float | None = None  # alpha; None: 1/sqrt(d)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ from tiebreak.kernels.triton.loading import executing, interpreting, source
 from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension
-_TILE_ELEMENTS = 2**20  # Triton's limit on a tile, and about what stays in a CPU's cache
 _DTYPES = {**TORCH_DTYPES, FP8_E4M3: torch.float8_e4m3fn}
 #: Kernels of the forward pass in `device/forward.py`, by the algorithm that they are
 FORWARD = {FLASH_ATTENTION.name: "forward", STANDARD_ATTENTION.name: "standard"}
@@ -55,7 +54,7 @@ class Call:
     k: Tensor
     v: Tensor
     padding: Tensor | None  # int8 (batch, keys), 0 where a key is padding
-    config: Config  # with one head a program: every launch chooses anew
+    config: Config  # whose tiles every launch chooses anew
     seed: int  # of the noise
     algorithm: str  # its name
 
@@ -92,19 +91,11 @@ class Call:
         """Whether Triton's interpreter runs the kernels, and not a card, be it one that is emulated on the host."""
         return self.q.device.type == "cpu" and not executing()
 
-    def tiled(self, block: Block, heads: int) -> tuple[Config, int]:
-        """The configuration of one launch over `heads` heads, and how many programs share the heads.
-
-        On a GPU a program works on one head. An interpreted one costs milliseconds whatever its size, so it takes as
-        many heads as fit, and no more queries than there are: neither changes a bit of any row.
-        """
-        if not self.interpreted:
-            return replace(self.config, block=block), heads
-        block = Block(min(block.queries, power_of_two(self.q.shape[1])), block.keys)
-        d = self.config.block_d
-        largest = max(block.queries * block.keys, block.queries * d, block.keys * d)
-        together = min(heads & -heads, max(1, _TILE_ELEMENTS // largest))
-        return replace(self.config, block=block, heads=together), heads // together
+    def tiled(self, block: Block) -> Config:
+        """The configuration of one launch; on a CPU with no more queries than there are, which changes no bit."""
+        if self.interpreted:
+            block = Block(min(block.queries, power_of_two(self.q.shape[1])), block.keys)
+        return replace(self.config, block=block)
 
     def empty(self, cast: Cast, like: Tensor) -> Tensor:
         """Memory in the shape of `like` for what a cast leaves."""
@@ -192,8 +183,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
     (heads, queries, d), keys = call.q.shape, call.k.shape[1]
     o, lse = call.empty(call.config.plan.o, call.q), call.row_numbers()
-    config, programs = call.tiled(forward_block(call.config.block, d), heads)
-    grid = (math.ceil(queries / config.block.queries), programs)
+    config = call.tiled(forward_block(call.config.block, d))
+    grid = (math.ceil(queries / config.block.queries), heads)
     # The noise's state after (seed, stream), its bits as int32.
     states = (int(random_bits(call.seed, stream)) for stream in (DITHER_STREAM, CAST_STREAM))
     starts = (state - 2**32 if state >= 2**31 else state for state in states)
@@ -208,13 +199,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
     """
     do, plan, lengths = _flat(do, call.q.dtype), call.config.plan, (call.q.shape[1], call.k.shape[1])
     dq, dk, dv = (call.empty(plan.gradients, tensor) for tensor in (call.q, call.k, call.v))
-    block, delta = backward_block(plan, call.config.d), call.row_numbers()
-    config, programs = call.tiled(block, call.q.shape[0])
-    rows = (math.ceil(lengths[0] / config.block.queries), programs)
+    config, delta = call.tiled(backward_block(plan, call.config.d)), call.row_numbers()
+    rows = (math.ceil(lengths[0] / config.block.queries), call.q.shape[0])
     call.launch("backward", "delta", rows, o, do, lse, delta, *lengths, config=config)
     call.launch("backward", "query_gradient", rows, do, lse, delta, dq, *lengths, config=config)
-    config, programs = call.tiled(block, call.k.shape[0])
-    columns = (math.ceil(lengths[1] / config.block.keys), programs)
+    columns = (math.ceil(lengths[1] / config.block.keys), call.k.shape[0])
     call.launch("backward", "key_gradients", columns, do, lse, delta, dk, dv, *lengths, config=config)
     return dq, dk, dv, delta
 

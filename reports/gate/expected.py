@@ -131,7 +131,8 @@ def _checked(entries: Iterable[Expected], file: str, checks: Collection[str] | N
 def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable: Collection[str]) -> None:
     """Raise UsageError for an entry about no cell of a whole run, unless its backend can't run here but elsewhere."""
     for entry in entries:
-        elsewhere = matching(entry.cells.partition("-")[0], unavailable)
+        ends = (at for at, sign in enumerate(entry.cells) if sign == "-")  # of a backend's name, which may have one
+        elsewhere = any(matching(entry.cells[:end], unavailable) for end in ends)
         if not elsewhere and not any(entry.concerns(cell) for cell in cells):
             raise UsageError(f"{entry.where}.cells: {entry.cells!r} is about none of the {len(cells)} cells: remove it")
 

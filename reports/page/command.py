@@ -3,31 +3,27 @@
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
 from string import Template
-from types import MappingProxyType
 
-from tiebreak.reports.audit import Audits, audit_tables
+from tiebreak.reports import files
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.data import page_data
-from tiebreak.reports.page.figures import figures, mechanism
+from tiebreak.reports.page.figures import figures, mechanism, save_training
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.page.mechanism import drawing
-from tiebreak.reports.page.svg import Figure, draw
-from tiebreak.reports.pairs import log_probabilities
-from tiebreak.reports.pairs.verdict import PairVerdict
+from tiebreak.reports.page.svg import Figure, section
 from tiebreak.reports.records import selection, store
+from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.sweeps.store import Sweep
-from tiebreak.reports.sweeps.tables import sweep_figures, sweep_tables
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.compare import distinct, matched, platform_labels
+from tiebreak.reports.tables.compare import matched, platform_labels
 from tiebreak.reports.tables.grids import html
-from tiebreak.reports.tables.training import training_grids, training_legend
+from tiebreak.reports.tables.training import pooled, training_grids, training_legend
 from tiebreak.reports.verdict import SEVERITIES, verdicts
 
 _HERE = Path(__file__).parent
@@ -40,23 +36,30 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="tiebreak page", description="One HTML file of runs, pairs, audits and sweeps.")
     what = "records of runs, pairs (--json), audits, folders of sweeps"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder for index.html")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for index.html; FILE.svg: a figure of the short training runs over their seeds",
+    )
     selection.add_match(parser)
     options = parser.parse_args(arguments)
     if options.output.is_file() or options.output.suffix == ".html":
         raise UsageError(f"-o {options.output}: name a folder; the page is index.html in it")
-    files = selection.read_all(options.files)
-    by_file = {path: each for path, each in files.items() if isinstance(each, Run)}
-    audited = {path: each for path, each in files.items() if isinstance(each, Audits)}
-    swept = {path: each for path, each in files.items() if isinstance(each, Sweep)}
-    pairs = [each for each in files.values() if isinstance(each, PairVerdict)]
+    read = files.read_all(options.files)
+    by_file = {path: each for path, each in read.items() if isinstance(each, Run)}
+    if options.output.suffix == ".svg":
+        save_training(training_grids(pooled(by_file)), options.output)
+        print(f"figure: {options.output}")
+        return HELD
+    others = grouped((path for path in read if path not in by_file), lambda path: files.kind_of(read[path]))
+    more = [kind.page({path: read[path] for path in own}) for kind, own in others.items()]
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
-    compilers = distinct([f"Triton {audits.triton}" for audits in audited.values()], list(audited))
-    by_compiler = dict(zip(compilers, audited.values(), strict=True))
-    sweeps = dict(zip(distinct([folder.name for folder in swept], list(swept)), swept.values(), strict=True))
-    store.write_text(page(runs, labels, figures(runs, labels), by_compiler, sweeps, pairs), path)
+    store.write_text(page(runs, labels, figures(runs, labels), more), path)
     print(f"page: {path}")
     return HELD
 
@@ -65,27 +68,16 @@ def page(
     runs: Sequence[Run],
     labels: Sequence[str],
     drawn: Sequence[Figure],
-    audits: Mapping[str, Audits] = MappingProxyType({}),
-    sweeps: Mapping[str, Sweep] = MappingProxyType({}),
-    pairs: Sequence[PairVerdict] = (),
+    others: Sequence[str] = (),
 ) -> str:
-    """Return the page as HTML, of audits and sweeps by what tells them apart.
+    """Return the page as HTML; `others` is that of files that are no records.
 
     Every string of the records is escaped or is data that the script shows as text.
     """
     names = ("page.css", "page.html", *_SCRIPTS)
     style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)
-    more = [_drawn(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
-    more += ['<h2 id="audit">Audit: what GPUs that need not be here would round</h2>'] if audits else []
-    for label, audited in audits.items():
-        more += [f"<h3>{escape(label)}</h3>"] if len(audits) > 1 else []
-        more.append(html(audit_tables(audited)))
-    for label, sweep in sweeps.items():
-        heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
-        more.append(_drawn(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
-    for pair in pairs:
-        by_position = log_probabilities.figures(pair.model) if pair.model else []
-        more.append(_drawn(by_position, f'<h2 class="pair">A pair</h2>\n{html(pair.parts())}'))
+    more = [section(drawn, '<h2 id="figures">Where it comes from</h2>')] if drawn else []
+    more += others
     if not runs:
         return _document(style, "\n".join([template.partition("\n")[0], *more]))
     kinds = {name: about for run in reversed(runs) for name, about in run.experiments.items() if not about.pooled}
@@ -192,15 +184,6 @@ def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
         items.append(f"<li><b>{escape(label)}</b> ({facts}): {tables.counts(run.records)}{note}</li>")
     return "\n".join(['<h2>Platforms</h2>\n<ol id="platforms">', *items, "</ol>"])
-
-
-def _drawn(drawn: Sequence[Figure], head: str) -> str:
-    """Return figures below a heading."""
-    parts = [head, '<div class="figures">']
-    for each in drawn:
-        caption = f"<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>"
-        parts.append(f"<figure>\n{caption}\n{draw(each)}\n</figure>")
-    return "\n".join([*parts, "</div>"])
 
 
 def _words(runs: Sequence[Run]) -> str:

@@ -166,3 +166,12 @@ def ticks(low: float, high: float) -> list[float]:
     step *= next(factor for factor in (5, 2, 1) if (high - low) / (step * factor) >= 3)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
+
+
+def section(figures: Sequence[Figure], head: str) -> str:
+    """Return figures below a heading, as HTML."""
+    parts = [head, '<div class="figures">']
+    for each in figures:
+        caption = f"<figcaption><b>{escape(each.title)}</b>. {escape(each.note)}</figcaption>"
+        parts.append(f"<figure>\n{caption}\n{draw(each)}\n</figure>")
+    return "\n".join([*parts, "</div>"])

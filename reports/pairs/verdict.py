@@ -1,14 +1,17 @@
 """What there is to say of a pair of kernels: an object, of which the command's lines, tables and JSON are made."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
+from tiebreak.reports.files import FileKind
 from tiebreak.reports.names import first_few
+from tiebreak.reports.page.svg import section
 from tiebreak.reports.pairs import log_probabilities
 from tiebreak.reports.pairs.log_probabilities import SIDES, A, B, ModelRecord
 from tiebreak.reports.records.decode import Count, Data, FileData, Schema, Size, one_of
 from tiebreak.reports.records.record import BIASED, UNDECIDED, Estimate
-from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.grids import Grid, Part, html
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
@@ -186,3 +189,14 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
         return SAME, f"{SAME} on {inputs}{' and through the model' if pairs else ''}"
     detail = f"no bias; rms of the difference up to {named.rms or 0.0:.3g} ulp, in {named.case}"
     return ROUNDINGS, f"{ROUNDINGS} on {inputs} ({detail})"
+
+
+def _on_page(files: Mapping[Path, PairVerdict]) -> str:
+    parts = []
+    for pair in files.values():
+        by_position = log_probabilities.figures(pair.model) if pair.model else []
+        parts.append(section(by_position, f'<h2 class="pair">A pair</h2>\n{html(pair.parts())}'))
+    return "\n".join(parts)
+
+
+KIND = FileKind(PairVerdict, "a pair", told_by="calls", parts=PairVerdict.parts, grid=PairVerdict.grid, page=_on_page)

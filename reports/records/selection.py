@@ -1,46 +1,15 @@
-"""What a command line names: files to read, and which of their records are shown."""
+"""What a command line names: which records of files are shown."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from tiebreak.reports import names as names_of
-from tiebreak.reports.audit import Audits
-from tiebreak.reports.pairs.verdict import PairVerdict
-from tiebreak.reports.records import store
-from tiebreak.reports.records.decode import FieldError, decode
 from tiebreak.reports.records.record import Run
-from tiebreak.reports.sweeps.store import Sweep, read_sweep
 
 # Flag, named as pytest's own, and the field of a record that it filters by.
 FILTERS = {"backend": "backend", "kernels": "kernel", "cases": "case"}
-
-
-File = Run | Audits | PairVerdict | Sweep  # what `show` and `page` take
-
-
-def read(path: Path) -> File:
-    """Read a file, or a sweep's folder; UnreadableRecordsError says what is wrong with it."""
-    if path.is_dir():
-        return read_sweep(path)
-    content = store.content_of(path)
-    try:
-        parts = decode(content, dict[str, Any])
-    except FieldError:
-        parts = {}
-    if "audits" in parts:
-        return store.decoded(content, path, Audits)
-    return store.decoded(content, path, PairVerdict) if "calls" in parts else store.decoded(content, path, Run)
-
-
-def read_all(paths: Sequence[Path]) -> dict[Path, File]:
-    """Read what is in several files, by file; raises as `read`, or if two are the same."""
-    found = [(path, read(path)) for path in paths]
-    store.refuse_repeated(found)
-    return dict(found)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

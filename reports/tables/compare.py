@@ -238,7 +238,7 @@ def platform_labels(runs: Sequence[Run], paths: Sequence[Path]) -> list[str]:
         # The name of an emulated processor says its level too.
         emulated, cpu, level = platform.get("emulated"), platform["cpu"], platform["level"]
         machine = platform.get("machine", "")
-        devices = [str(platform[name]) for name in ("gpu", "npu") if platform.get(name)]
+        devices = [str(platform[name]) for name in ("gpu", "device") if platform.get(name)]
         processor = f"{machine} {cpu}" if emulated and machine not in cpu else cpu
         labels.append(", ".join([processor, *devices, *([] if emulated or level == "native" else [level])]))
     for version in _VERSIONS:

@@ -66,8 +66,9 @@ def marked(text: str, mark: str) -> str:
 
 def explanation_texts(run: records.Run) -> dict[str, str]:
     """Return one line on each kernel that declares no plan, by backend-kernel: the plan that explains it."""
-    backends = {name: name.partition("-")[0] for name in run.explanations}
-    return {name: explanation_text(plan, run.evidence(backends[name])) for name, plan in run.explanations.items()}
+    backends = {f"{each.backend}-{each.kernel}": each.backend for each in run.records}
+    return {name: explanation_text(plan, run.evidence(backends.get(name, name)))
+            for name, plan in run.explanations.items()}  # fmt: skip
 
 
 def explanation_text(explanation: records.Explanation, bits: str = "bits") -> str:

@@ -3,7 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from msgspec.structs import replace
+
+from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import CaseRecord, Record, Run
@@ -63,6 +67,21 @@ class TrainingGrid:
         texts = list(dict.fromkeys(map(plain_text, sorted(cells, key=self._value))))
         text = texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
         return marked(text, min(map(mark_of, cells), key=_WORST_FIRST.index))
+
+
+def pooled(runs: Mapping[Path, Run]) -> list[Run]:
+    """Return the training runs alone of several seeds, by file; UsageError: of several platforms, or there are none."""
+    first, *_ = runs.values()
+    for path, run in runs.items():
+        for name in ("cpu", "level"):  # ranges of a mixture would be those of platforms, not of seeds
+            if (here := first.platform[name]) != (other := run.platform[name]):
+                there = f"{other!r}, {here!r} in {next(iter(runs))}"
+                raise UsageError(f"{path}: platform.{name} is {there}; compare puts them side by side")
+    own = [replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled))
+           for run in runs.values()]  # fmt: skip
+    if not any(run.records for run in own):
+        raise UsageError(f"{next(iter(runs))}: no training runs in there, and compare puts calls side by side")
+    return own
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:

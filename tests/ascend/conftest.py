@@ -5,15 +5,16 @@ those of torch-npu 2.13.0, held to the real package in `test_contract.py`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.backends.ascend import Ascend, TorchNpu, ascend
-from tiebreak.kernels.npu import Operator, Operators, pack, unpack
+from tiebreak.backends.ascend import Ascend, ascend
+from tiebreak.kernels.npu import Operator, pack, unpack
 
 NAMESPACE = "npu_stand_in"
 _COPIES = 8  # of every row statistic
@@ -195,41 +196,34 @@ def operators(name: str) -> Operator | None:
 
 
 @dataclass(frozen=True)
-class StandInNpu(TorchNpu):
-    """NPUs that are a CPU."""
+class StandIn(Ascend):
+    """An NPU that is a CPU, and what torch-npu has functions for."""
 
-    backend: str = "ascend_stand_in"
-    device: str = "cpu"
-    operators: Operators = operators
     broken: bool = False  # whether an error has left it unusable
     waits: list[str] = field(default_factory=list, compare=False)  # one entry a synchronisation
 
-    def missing(self) -> str | None:
-        return None
+    def module(self) -> Any:
+        return SimpleNamespace(
+            device_count=lambda: 1,
+            current_device=lambda: 0,
+            get_device_name=lambda index: "none: torch on a CPU in an NPU's place",
+            matmul=SimpleNamespace(),
+            utils=SimpleNamespace(),
+            synchronize=self._wait,
+        )
 
-    def start(self) -> None: ...
-
-    def synchronize(self) -> None:
+    def _wait(self) -> None:
         self.waits.append(self.device)
         if self.broken:
             raise RuntimeError("aicore exception")
 
-    def describe(self) -> Mapping[str, str]:
-        return {"soc": "none: torch on a CPU in an NPU's place"}
-
-    def facts(self) -> Mapping[str, str | float]:
-        return {"npu": 0.0}
-
 
 @pytest.fixture
-def npu() -> StandInNpu:
-    return StandInNpu()
-
-
-@pytest.fixture
-def backend(npu: StandInNpu) -> Ascend:
+def backend() -> StandIn:
     """The backend class on the stand-in."""
-    return ascend(npu)
+    plain = ascend(operators=operators)
+    given = {each.name: getattr(plain, each.name) for each in fields(plain)}
+    return StandIn(**given | {"name": "ascend_stand_in", "device": "cpu", "unavailable": lambda: None})
 
 
 @pytest.fixture(scope="session")

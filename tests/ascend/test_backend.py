@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tiebreak.backends import ascend as device
-from tiebreak.backends.ascend import ASCEND, Ascend, DeviceError, TorchNpu, ascend
+from tiebreak.backends.ascend import ASCEND, Ascend, ascend
 from tiebreak.backends.backend import CPU
+from tiebreak.backends.torch_device import DeviceError
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
@@ -30,14 +31,13 @@ Ask = Callable[..., dict[str, Any]]
 FAKE = """
 import os
 class npu:
-    chosen = None
+    chosen = 0
     class matmul: allow_hf32 = True
     class utils: pass
     device_count = staticmethod(lambda: int(os.environ["NPUS"]))
     set_device = staticmethod(lambda index: setattr(npu, "chosen", index))
     current_device = staticmethod(lambda: npu.chosen)
     get_device_name = staticmethod(lambda index: f"Ascend910B{index}")
-    manual_seed_all = staticmethod(lambda seed: None)
     synchronize = staticmethod(lambda: None)
 __version__ = "9.9"
 """
@@ -64,21 +64,21 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     ) -> dict[str, Any]:
         metadata = f"Metadata-Version: 2.1\nName: torch-npu\nVersion: 9.9\nRequires-Dist: {requires}\n"
         write(site, {"torch_npu.py": package, "torch_npu-9.9.dist-info/METADATA": metadata})
-        npu = TorchNpu(root=write(tmp_path / "root", {driver: "Version=24.1\nascendhal_version=7.35.19\n"}))
+        backend = ascend(write(tmp_path / "root", {driver: "Version=24.1\nascendhal_version=7.35.19\n"}))
         importlib.invalidate_caches()
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch_npu", None)  # so that what is imported is taken back
             del sys.modules["torch_npu"]
-            for once in ("_import_failure", "_start"):  # as in a process that has asked nothing yet
-                patch.setattr(device, once, cache(getattr(device, once).__wrapped__))
-            reason = ascend(npu).unavailable()
-            assert ascend(npu).unavailable() == reason
+            # As in a process that has asked nothing yet.
+            patch.setattr(device, "_import_failure", cache(device._import_failure.__wrapped__))
+            reason = backend.unavailable()
+            assert backend.unavailable() == reason
             values: dict[str, Any] = {"reason": reason}
             if reason is None:
-                ascend(npu).set_up()
-                values |= {"facts": npu.facts(), "described": ascend(npu).describe()}
+                backend.set_up()
+                values |= {"settings": backend._settings(), "described": backend.describe()}
                 values["hccl"] = os.environ["HCCL_DETERMINISTIC"]
             return values
 
@@ -142,13 +142,18 @@ def test_workers_are_spread_over_the_npus_and_the_versions_recorded(ask: Ask, tm
     values = ask(FAKE, NPUS="2", PYTEST_XDIST_WORKER="gw3", ASCEND_HOME_PATH=home, HCCL_DETERMINISTIC="strict")
     assert values["reason"] is None
     assert values["hccl"] == "strict", "what the user has set stays"
-    assert values["facts"]["npu"] == 1
-    assert values["facts"]["hf32_allowed"] == "True"
-    assert values["described"] == {"soc": "Ascend910B1", "torch_npu": "9.9", "cann": "8.5.0", "driver": "24.1"}
+    assert values["settings"]["npu"] == 1
+    assert values["settings"]["hf32_allowed"] == "True"
+    assert values["described"] == {
+        "device": "Ascend910B0, Ascend910B1",
+        "torch_npu": "9.9",
+        "cann": "8.5.0",
+        "driver": "24.1",
+    }
     alone = ask(
         FAKE, NPUS="2", PYTEST_XDIST_WORKER="master", ASCEND_HOME_PATH=str(tmp_path / "none"), HCCL_DETERMINISTIC=""
     )
-    assert (alone["facts"]["npu"], alone["described"]["cann"]) == (0, "")
+    assert (alone["settings"]["npu"], alone["described"]["cann"]) == (0, "")
 
 
 def test_the_package_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +188,12 @@ def test_an_error_with_a_remedy_becomes_a_line_with_it(backend: Ascend, raised: 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_device_that_fails_to_wait_is_poisoned(npu: Any, backend: Ascend) -> None:
+def test_a_device_that_fails_to_wait_is_poisoned(backend: Any) -> None:
     assert not backend.poisoned()
-    assert ascend(replace(npu, broken=True)).poisoned()
+    assert replace(backend, broken=True).poisoned()
 
 
-def test_a_run_is_deterministic_and_waits_for_the_device_before_it_reads(npu: Any, backend: Ascend) -> None:
+def test_a_run_is_deterministic_and_ends_with_the_device_s_work(backend: Any) -> None:
     seen = []
 
     def compute(inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
@@ -199,7 +204,7 @@ def test_a_run_is_deterministic_and_waits_for_the_device_before_it_reads(npu: An
 
     backend.run(Kernel("noting", compute, None), INPUTS, gradients=False)
     assert seen == [(True, True)]
-    assert npu.waits == ["cpu"]
+    assert backend.waits == ["cpu"]
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -214,12 +219,14 @@ def test_composed_kernels_run_on_it_as_on_any_torch_device(backend: Ascend) -> N
 
 def test_the_fingerprint_has_facts_probes_and_statistics(backend: Ascend) -> None:
     values = backend.fingerprint()
-    assert backend.describe() == {"soc": "none: torch on a CPU in an NPU's place"}
+    told = backend.describe()
+    assert told["device"] == "none: torch on a CPU in an NPU's place"
+    assert "'torch_npu'" in told["torch_npu"], "its error stands for it"
     told = {"npu": 0.0, "cast": "even", "fp32_matmul_keeps": 23.0, "p_cast": "even"}
     assert {name: values[name] for name in told} == told
     assert float(values["softmax_max_error"]) < 1e-5
     assert float(values["softmax_sum_error"]) < 1e-5
-    without = ascend(replace(backend.npu, operators=lambda name: None)).fingerprint()
-    failed = str(without["probe 3 failed"])
+    without = replace(backend, operators=lambda name: None).fingerprint()
+    failed = str(without["probes of the vendor's kernel failed"])
     assert failed.startswith("NotImplementedError: this torch-npu has no npu_fusion_attention"), "its own answer alone"
     assert without["cast"] == "even"

@@ -184,7 +184,7 @@ class Recorder:
 
 
 def test_both_operators_are_told_the_precision_the_band_of_a_window_and_where_sequences_end(backend: Ascend) -> None:
-    recorder = Recorder(backend.npu.operators)
+    recorder = Recorder(backend.operators)
     for precise, asked in enumerate(("causal window", "packed, a window")):
         FusionAttention("SBH", precise, recorder)(ASKED[asked], backend.arithmetic, True)
     names = ["npu_fusion_attention", "npu_fusion_attention_grad"]
@@ -208,7 +208,7 @@ def test_an_operator_that_a_release_lacks_is_named(kernel: Kernel) -> None:
 
 
 def test_inference_operators_refuse_fp32_and_training_takes_it(backend: Ascend) -> None:
-    refusing = [kernel.name for kernel in npu_kernels(backend.npu.operators) if kernel.refusal(drawn("random", FP32))]
+    refusing = [kernel.name for kernel in npu_kernels(backend.operators) if kernel.refusal(drawn("random", FP32))]
     assert refusing == ["npu_prompt_flash", "npu_fused_infer_p0", "npu_fused_infer_p1"]
     assert refusing == [kernel.name for kernel in npu_kernels() if not kernel.has_backward]
 

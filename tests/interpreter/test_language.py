@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from tiebreak.backends.emulation.rounding import fma
 from tiebreak.backends.interpreter.assumptions import EXACT
-from tiebreak.backends.interpreter.memory import OutOfBoundsError
+from tiebreak.kernels.kernel import OutOfBoundsError
 
 Launch = Callable[..., None]
 N = 32

@@ -18,8 +18,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import SKIPPED
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "public-kernels"

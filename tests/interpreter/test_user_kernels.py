@@ -10,11 +10,12 @@ from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiment import Cell, SelectionContext
+from tiebreak.matrix.experiments import contract
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, HELD, SKIPPED, UNBIASED, Record, Run
 from tiebreak.reports.verdict import verdicts
 
@@ -88,9 +89,11 @@ def test_a_triton_kernel_itself_is_no_function_of_q_k_and_v(file: File) -> None:
 
 def test_a_users_kernel_is_run_twice_and_the_suites_own_need_not_be(file: File) -> None:
     """One of a user's may draw numbers of its own; for the suite's this shows once that the bits repeat."""
-    assert _cell(file(), "random").answers["repeatable"].met
-    own = run_cell(Cell(INTERPRETER, INTERPRETER.kernel("triton_fair"), Call(CASES["random"]), BF16), BENCH)
-    assert "repeatable" not in own.answers
+    twice, own = Contract(contract.CASES[0]), INTERPRETER.kernel("triton_fair")
+    users = external_kernel(file())
+    assert run_cell(Cell(INTERPRETER, users, twice, BF16), BENCH).met("repeatable")
+    pairs = [(INTERPRETER, own), (INTERPRETER, users)]
+    assert twice.pairs(SelectionContext(pairs, [INTERPRETER], BF16)) == pairs[1:]
     inputs = CASES["random"].make(3, 0, 8, BF16)
     first, second = (INTERPRETER.run(INTERPRETER.kernel("triton_fair"), inputs, gradients=True) for _ in range(2))
     assert torch.equal(first.o, second.o)

@@ -12,9 +12,9 @@ from typing import Any
 from tiebreak.backends.levels import LEVELS
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected, first_line
-from tiebreak.programs.levels import CELLS, environment
-from tiebreak.programs.processes import finished
-from tiebreak.programs.resumable import show_progress
+from tiebreak.laboratory.resumable import show_progress
+from tiebreak.programs.levels.command import environment
+from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split

@@ -33,9 +33,9 @@ from tiebreak.cases.gpt2.optimizers import Schedule
 from tiebreak.kernels.formats import FP32
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.reduced import Reduction, emulated_gpt2, parse_attention, parse_reduction, reduced_gpt2
+from tiebreak.laboratory.resumable import add_options, read_parts, run_parts
 from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Steps, load
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import HELD, INTERRUPTED, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.order import grouped
@@ -201,7 +201,7 @@ def sharpness(logits: Tensor, targets: Tensor, epsilon: float) -> float:
         targets: the tokens that follow, int64 (sequences,).
         epsilon: size of the box, above 0.
     """
-    y = logits.detach().double().cpu()
+    y = logits.detach().cpu().double()
     if not bool(torch.isfinite(y).all()):
         raise ValueError("the logits have NaN or Inf: there is no loss to rise")
     optimize = import_module("scipy.optimize")  # an extra, and slow to import

@@ -26,15 +26,24 @@ from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
+from tiebreak.laboratory.resumable import expected, show_progress
+from tiebreak.laboratory.sweep_store import (
+    NO_STABILISER,
+    Place,
+    Settings,
+    Sweep,
+    SweepRun,
+    keep,
+    open_store,
+    read_sweep,
+)
+from tiebreak.laboratory.sweep_tables import sweep_tables
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
 from tiebreak.programs.processes import in_processes
-from tiebreak.programs.resumable import expected, show_progress
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records.decode import SCHEMA
-from tiebreak.reports.sweeps.store import NO_STABILISER, Place, Settings, Sweep, SweepRun, keep, open_store, read_sweep
-from tiebreak.reports.sweeps.tables import sweep_tables
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 
@@ -253,5 +262,6 @@ def run(task: Task) -> SweepRun:
 @cache
 def _platform(device: str) -> Mapping[str, str | None]:
     """Return what of a machine can change the bits of a run."""
-    platform = {name: getattr(describe(), name) for name in ("cpu", "level", "torch", "commit")}
-    return {**platform, "gpu": torch.cuda.get_device_name() if device == "cuda" else None}
+    platform = describe()
+    told = {name: platform[name] for name in ("cpu", "level", "torch", "commit")}
+    return {**told, "gpu": torch.cuda.get_device_name() if device == "cuda" else None}

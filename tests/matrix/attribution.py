@@ -1,22 +1,19 @@
 """What an output says of its kernel's plan: the known plans, and usual mistakes, by the bits that they have of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
-from tiebreak.cases.errors import Errors, measure
+from tiebreak.cases.errors import measure
 from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.bits import EQUAL, equal_bits
 from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
-from tiebreak.matrix.identification.known import KnownPlans
-from tiebreak.matrix.sampling import Sample
-from tiebreak.matrix.workbench import Fit, SharedBatch
+from tiebreak.matrix.sample import HeldTo, Sample
+from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
@@ -25,38 +22,31 @@ _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left h
 _LOOSEST = "the loosest plan of random bits"
 
 
-@dataclass(frozen=True)
-class HeldTo:
-    """The plan whose errors those of O may not exceed."""
+def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
+    """Return how known plans fit the output of a kernel that declares none.
 
-    plan: str  # as reports name it
-    declaration: Declaration
-    refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
-
-    def errors(self, sample: Sample) -> tuple[Errors, Errors]:
-        """Return the errors of O and of the plan's emulation, on all heads drawn so far."""
-        return sample.errors, sample.emulated(self.declaration)
-
-
-def attributed(sample: Sample, known: KnownPlans) -> dict[str, Fit]:
-    """How known plans fit the output of a kernel that declares none: the one that it follows on designed inputs alone
-    where that has the bits here too, else all of them. Nothing where its plan is declared, or bits tell nothing.
+    The plan that it follows alone where that has the bits here too, else all. Nothing where its plan is declared, or
+    bits tell nothing.
     """
-    kernel = known.asked.kernel
-    if kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
+    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
         return {}
-    o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(known.asked.backend)
-    if kernel.external and known.followed is not None:
-        fit = batch.fits(o, {known.followed: plans[known.followed]})
-        if fit[known.followed].bits >= 1.0 - EQUAL:
+    o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(sample.cell.backend)
+    if settled.followed is not None:
+        fit = batch.fits(o, {settled.followed: plans[settled.followed]})
+        if fit[settled.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        plans = {name: {**plans, **BY_LAW}[name] for name in known.on_normal_numbers}
+        plans = {name: {**plans, **BY_LAW}[name] for name in _on_others(settled)}
     return batch.fits(o, plans) if plans else {}
 
 
-def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) -> HeldTo | None:
-    """The plan that a kernel declares, follows here, or follows on normal numbers.
+def _on_others(settled: Settled) -> tuple[str, ...]:
+    """The plans that a kernel is held to where its bits name none."""
+    return settled.candidates if settled.followed is None else (settled.followed,)
+
+
+def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> HeldTo | None:
+    """Return the plan that a kernel declares, follows here, or follows on other inputs.
 
     A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
@@ -64,14 +54,14 @@ def plan_held_to(sample: Sample, found: Mapping[str, Fit], known: KnownPlans) ->
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration)
-    plans = accepted(on_device(known.asked.backend), sample.bench.batch(0).inputs.formats)
+    plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
     plans = {**plans, **BY_LAW}
-    bits = {name: fit.bits for name, fit in found.items() if name in plans}
+    bits = {name: fit.bits for name, fit in fits.items() if name in plans}
     if not bits:
         return None
-    nearest, best = max(bits, key=bits.__getitem__), max(found, key=lambda name: found[name].bits)
-    refused = best if found[best].bits >= FOLLOWED > bits[nearest] else None
-    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else known.on_normal_numbers
+    nearest, best = max(bits, key=bits.__getitem__), max(fits, key=lambda name: fits[name].bits)
+    refused = best if fits[best].bits >= FOLLOWED > bits[nearest] else None
+    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _on_others(settled)
     held = [HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], refused) for name in names]
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 

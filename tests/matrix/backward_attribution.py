@@ -1,26 +1,20 @@
 """Which known backward pass a kernel's gradients come from, and how their errors compare with those of that pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head
-from tiebreak.cases.measures import HeadErrors
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT, WAYS, WORSE
 from tiebreak.cases.slips import gradient_slips
-from tiebreak.cases.verdicts import interval
+from tiebreak.cases.verdicts import GAIN, LIMIT, WAYS, WORSE, interval
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
-from tiebreak.kernels.reference import reference
-from tiebreak.matrix.bits import equal_bits
-from tiebreak.matrix.candidates import on_device
-from tiebreak.matrix.identification.known import HEADS, NORMAL, KnownPlans
-from tiebreak.matrix.workbench import SharedBatch
+from tiebreak.matrix.sample import HeadErrors
+from tiebreak.matrix.workbench import SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
 
 _NAMES = ("dq", "dk", "dv")
@@ -93,9 +87,9 @@ class BackwardHeldTo:
 
 
 def backward_held_to(
-    gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch, known: KnownPlans
+    gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch, shown: tuple[str, int] | None
 ) -> BackwardHeldTo:
-    """What gradients are compared with: the known backward pass that they come from, or come nearest to.
+    """Return what gradients are compared with: the known backward pass that they come from, or come nearest to.
 
     Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
     known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
@@ -104,7 +98,7 @@ def backward_held_to(
     passes = passes_after(forward)
     few = _Emulation(batch.first_heads, forward, o)
     ours = few.parts(gradients)
-    name, agreeing = known.passes.get(forward, ("", 0))
+    name, agreeing = shown if shown is not None and shown[0] in passes else ("", 0)
     slips: Mapping[str, float] = {}
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     source = few.shown_source(ours)
@@ -127,21 +121,13 @@ def backward_held_to(
     )
 
 
-def find_backward_pass(known: KnownPlans) -> None:
-    """Keep the backward pass that a kernel's gradients on normal numbers come from, where a plan is known of it."""
-    asked = known.asked
-    if known.followed is None or not asked.kernel.has_backward:
-        return
-    forward, inputs = on_device(asked.backend)[known.followed], NORMAL[0].make(known.seed, 0, HEADS, asked.fmt)
-    batch = SharedBatch(inputs, reference(inputs))
-    with suppress(Exception):  # the cells with gradients say what the kernel raised
-        output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
-        assert output.gradients is not None
-        emulation, passes = _Emulation(batch, forward, output.o), passes_after(forward)
-        ours = emulation.parts(output.gradients)
-        tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
-        best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
-        known.passes[forward] = best, tried[best].agreeing
+def backward_pass_of(gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch) -> tuple[str, int]:
+    """Return the backward pass that gradients come from, and how many of the three have its bits."""
+    emulation, passes = _Emulation(batch, forward, o), passes_after(forward)
+    ours = emulation.parts(gradients)
+    tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
+    best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
+    return best, tried[best].agreeing
 
 
 @dataclass(frozen=True)

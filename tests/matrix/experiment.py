@@ -2,16 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
 from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import CaseRecord, ExperimentRecord, record_id
+from tiebreak.reports.records.record import CaseRecord, ExperimentRecord, MeasureRecord, record_id
 
 Pair = tuple[Backend, Kernel]
 
@@ -59,6 +58,10 @@ class Experiment(ABC):
     @abstractmethod
     def described(self) -> CaseRecord:
         """What it is, for the file of records."""
+
+    def told(self) -> Sequence[tuple[str, str]]:
+        """What `tiebreak list cases NAME` says of it beside what is `described`: rows of a word and a text."""
+        return ()
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
         """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
@@ -120,7 +123,7 @@ class Kind:
     name: str
     described: ExperimentRecord  # what it is, for the file of records
     experiments: Sequence[Experiment] = ()  # that --cases takes by name
-    measured: Sequence[Measure] = ()  # by its results
+    measured: Mapping[str, MeasureRecord] = field(default_factory=dict)  # by its results
     advice: str = ""  # what to know about names where no cell is left
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 

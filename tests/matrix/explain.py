@@ -13,9 +13,9 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Steps
-from tiebreak.matrix.bits import EQUAL
 from tiebreak.matrix.candidates import drawn, nameless
-from tiebreak.matrix.identification.known import RANDOM
+from tiebreak.matrix.settling import RANDOM
+from tiebreak.matrix.workbench import EQUAL
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, Record

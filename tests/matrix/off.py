@@ -5,20 +5,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from tiebreak.cases.measures import Observed, Value
-from tiebreak.cases.measures.accuracy import GAIN, LIMIT
-from tiebreak.cases.verdicts import Interval
-from tiebreak.matrix.checks.limits import ACCURACY, BOUND, FINITE, GRADIENTS, RANGE
+from tiebreak.cases.verdicts import GAIN, LIMIT, Interval, Value
+from tiebreak.matrix.checks import ACCURACY, BOUND, FINITE, GRADIENTS, RANGE
 from tiebreak.matrix.result import Off, Result
+from tiebreak.matrix.sample import Sample
 from tiebreak.reports.records.record import Answer
 
-_OF_O = (FINITE.name, BOUND.name, RANGE.name, ACCURACY.name)
+_OF_O = (FINITE, BOUND, RANGE, ACCURACY)
 _SEEN = 0.1  # share of an output's size by which it is seen to be off; a smaller one may be a sound kernel's
 
 
 def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
     """Return as evidence what is off, O before a gradient, with what makes it wrong where the error is small."""
-    unmet = [name for name in (*_OF_O, GRADIENTS.name) if name in answers and answers[name].met is False]
+    unmet = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].met is False]
     off = result.off[unmet[0] not in _OF_O] if unmet and result.off else None
     if off is None:
         return {}
@@ -27,19 +26,19 @@ def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dic
     return {"off": {f"{text}: {answers[unmet[0]].why.partition('; ')[0]}" if small else text: share}}
 
 
-def o_off(observed: Observed) -> Off:
+def o_off(sample: Sample) -> Off:
     """Return what O is off by, if it is wrong."""
-    errors, exact = observed.errors, observed.batches[0].ref.o
+    errors, exact = sample.errors, sample.first.ref.o
     for lost, what in ((errors.nonfinite, "NaN or Inf"), (errors.missed, "a number, and should be none,")):
         if lost:
             return f"O is {what} in {lost:,} of {errors.elements:,} elements", None
-    error, size = (_finite(x).norm().item() for x in (observed.outputs[0].o - exact, exact))
+    error, size = (_finite(x).norm().item() for x in (sample.outputs[0].o - exact, exact))
     return _told("O", error / size if size else math.inf)
 
 
-def gradient_off(observed: Observed, measures: Mapping[str, Value]) -> Off | None:
+def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
     """Return the same of the gradient that is farthest beyond what gradients are held to; None: there are none."""
-    found, failure = observed.gradient_errors, observed.outputs[0].backward_error
+    found, failure = sample.gradient_errors, sample.outputs[0].backward_error
     if found is None:
         return None if failure is None else (f"its backward pass {failure}", None)
     faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in found.each), strict=True))

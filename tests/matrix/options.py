@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiebreak.backends.registry import BACKENDS, CARDS
+from tiebreak.backends.registry import BACKENDS, resolved, target_of
 from tiebreak.cases.case import JOINED
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.record import Narrowing
@@ -67,12 +67,12 @@ class Option:
 _POSITIVE = ("0*[1-9][0-9]{0,17}", "a positive integer")
 OPTIONS = {option.name: option for option in (
     Option("backend", "NAMES",
-           f"backends to run, of {', '.join(BACKENDS)} (default: all that can; with --kernel: cpu)",
+           f"of {', '.join(BACKENDS)}, torch:DEVICE, FILE.py:NAME (default: all that can run; with --kernel: cpu)",
            narrows=("backend",)),
     Option("allow-missing", "NAMES",
            "backends that may be missing although --backend names them; without it the run falls", needs="backend"),
     Option("as", "CARD",
-           f"with --backend interpreter or ptx, compute as one of {', '.join(CARDS)} would; nothing runs on it"
+           "with --backend interpreter or ptx, compute as this one would, such as sm_80 or gfx942; nothing runs on it"
            " (docs/triton.md)"),
     Option("kernels", "NAMES",
            "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",
@@ -228,7 +228,7 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
             given, names = found.setdefault(field, ([], []))
             given.append(" ".join(words))
             if option.name not in _BRINGS:
-                names += split(str(value))
+                names += split(resolved(value) if option.name == "backend" else str(value))
                 continue
             for cell in filter(_BRINGS[option.name], cells):
                 names.append(
@@ -242,7 +242,7 @@ def command(cell: Cell, settings: Settings) -> str:
     """The command that reruns one cell, as pytest's own name runs it."""
     own = cell.kernel.external
     case, *features = cell.experiment.name.split(JOINED)
-    words = ["pytest", *settings.matrix, "--backend", cell.backend.name, *cell.backend.options]
+    words = ["pytest", *settings.matrix, "--backend", target_of(cell.backend.name), *cell.backend.options]
     words += cell.kernel.origin if own else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
     words += ["--fair"] if own and settings.fair else []
     words += ["--no-worse-than", "rounded"] if own and settings.as_rounded else []

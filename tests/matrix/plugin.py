@@ -25,9 +25,8 @@ from tiebreak.matrix.options import NO_BUDGET, OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
-from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Budget, Watch
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected
@@ -120,12 +119,12 @@ def pytest_configure(config: pytest.Config) -> None:
         options.refuse_twice(config.invocation_params.args if on_controller else ())
         options.refuse_wrong(config.getoption)
         settings, budget = _settings(config), _budget(config)
-        config.stash[BENCH] = Workbench(settings)
         chosen, unavailable = cells(_selection(config))
         if options.is_default(config.getoption):
             processes = worker_input.get("workercount", max(1, len(config.getoption("tx", ()))))
             budget = Budget.by_default(chosen, processes)
-        config.stash[WATCH] = Watch.of(worker_input, settings.cell_timeout, budget)
+        config.stash[WATCH] = watch = Watch.of(worker_input, settings.cell_timeout, budget)
+        config.stash[BENCH] = Workbench(settings, None if watch.file is None else watch.file.parent)
         if on_controller:
             check_usable(chosen)
         for backend in backends_of(chosen):

@@ -14,21 +14,20 @@ from typing import Any
 
 import pytest
 from _pytest.junitxml import xml_key
-from msgspec import convert
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
 from tiebreak.matrix import options
-from tiebreak.matrix.checks import checks
-from tiebreak.matrix.checks.limits import GRADIENTS
+from tiebreak.matrix.checks import GRADIENTS, checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
-from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
+from tiebreak.matrix.workbench import Settings
+from tiebreak.plugins import problems
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records import record as records
@@ -124,7 +123,7 @@ class RecordCollector:
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
-        described = describe().as_dict()
+        described = describe()
         for backend in self.backends:
             described |= backend.describe()
         return described | {"evidence": {backend.name: backend.evidence for backend in self.backends}}
@@ -133,17 +132,18 @@ class RecordCollector:
         platform = describe()
         return [
             f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}",
-            f"platform: {platform.cpu}, level {platform.level}, torch {platform.torch}",
+            f"platform: {platform['cpu']}, level {platform['level']}, torch {platform['torch']}",
             *(f"backend {each.name}: {notice}" for each in self.backends if (notice := each.notice()) is not None),
             *(f"backend {name} can't run: {reason}" for name, reason in self.unavailable.items()),
             *self.warnings(),
         ]
 
     def warnings(self) -> list[str]:
-        """What was asked for and has no effect, one line each."""
+        """What was asked for and has no effect, and plug-ins that can't be used, one line each."""
         if self.config.getoption("cell_timeout") is None or self.config.getoption("dist", "no") != "no":
-            return []
-        return ["--cell-timeout has no effect without workers: it would end the only process that there is; give -n 1"]
+            return problems()
+        why = "it would end the only process that there is; give -n 1"
+        return [*problems(), f"--cell-timeout has no effect without workers: {why}"]
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, Mapping[str, str | float]]:
@@ -271,7 +271,7 @@ class RecordCollector:
         if self.config.getoption("backward") == "own":  # and who has no gradients is not even wrong
             own = [record for record in ran if self.expected[record.id].kernel.external]
             asked = {record.kernel for record in own if self.expected[record.id].experiment.described().backward}
-            given = {record.kernel for record in own if GRADIENTS.name in record.answers}
+            given = {record.kernel for record in own if GRADIENTS in record.answers}
             for name in sorted(asked - given):
                 yield f"fell: {name} gave no gradients, and --backward own asks for them"
         if not ran:
@@ -338,7 +338,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
-        checks={name: convert(check, records.CheckRecord, from_attributes=True) for name, check in asked.items()},
+        checks={name: check.described for name, check in asked.items()},
         cases={name: each.described() for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
         explanations=explanations,
@@ -347,8 +347,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 
 
 def measures() -> dict[str, records.MeasureRecord]:
-    measured = [measure for kind in kinds().values() for measure in kind.measured]
-    return {measure.name: convert(measure, records.MeasureRecord, from_attributes=True) for measure in measured}
+    return {name: measure for kind in kinds().values() for name, measure in kind.measured.items()}
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tiebreak.cases.measures import Value
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, heads_to_tell
+from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Value, heads_to_tell
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Estimate, Shown
 
@@ -42,15 +41,13 @@ class Result:
     in_training: str | None = None  # a verdict: whether gradients, or a training run, contain a bias; None: unknown
     claims: tuple[Claimed, ...] = ()  # those that speak of the kernel
     prediction: Predicted | None = None  # None: none is made
-    agreement: Mapping[str, Answer] = field(default_factory=dict)  # of its calls with each other, by the check of it
+    answers: Mapping[str, Answer] = field(default_factory=dict)  # that the experiment itself gives, by the check asked
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none
-    repeatable: bool | None = None  # whether a second run gave the same bits; None: not run twice
     failure: bool = False  # whether it is of an input on which rounding is known to fail
-    contract: bool = False  # whether the kernel is held to the contract of users' kernels (and kept it, having ended)
-    leaks: str | None = None  # what every call of a user's kernel left behind, in words
+    external: bool = False  # whether the kernel is a user's
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
     heads: int = 0  # that were drawn
     gradient_heads: int = 0  # of them: on which gradients were measured

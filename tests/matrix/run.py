@@ -6,14 +6,12 @@ from msgspec.structs import replace
 
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
-from tiebreak.matrix.checks import ask_all, checks, judging
-from tiebreak.matrix.checks.expectations import CONTRACT, contract_broken
+from tiebreak.matrix.checks import CONTRACT, ask_all, checks, contract_broken, judging
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.off import farthest_off
 from tiebreak.matrix.options import command
-from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.trial import raised
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Record, outcome_of
 
@@ -30,7 +28,7 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         if error.whose is Whose.CALL:
             return skipped_record(cell, settings, first_line(error))
-        return blank_record(cell, settings, records.FELL, {CONTRACT.name: contract_broken(raised(error, cell.kernel))})
+        return blank_record(cell, settings, records.FELL, {CONTRACT: contract_broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         return ended_record(cell, settings, records.RUNS, raised(error, cell.kernel))
     answers = ask_all(result)
@@ -69,7 +67,7 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
 
 def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: bool | None = False) -> Record:
     """The record of a cell that did not run to its end, or not in its time; which may tell nothing of the kernel."""
-    answers = {check: Answer(met, checks()[check].about, why)}
+    answers = {check: Answer(met, checks()[check].described.about, why)}
     return blank_record(cell, settings, outcome_of(answers, judging()), answers)
 
 

@@ -7,7 +7,8 @@ from itertools import product
 from typing import TypeVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.registry import BACKENDS, COMMONLY
+from tiebreak.backends.registry import BACKENDS, COMMONLY, resolved
+from tiebreak.backends.torch_device import torch_devices
 from tiebreak.cases.case import JOINED
 from tiebreak.cases.feature_cases import ADDED, added_features
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
@@ -126,7 +127,14 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 def matching_backends(selection: Selection) -> list[Backend]:
     """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
     names = "cpu" if selection.backends is None and selection.kernel else selection.backends
-    backends = _pick("--backend", "backend", names, BACKENDS)
+    try:
+        names = names and resolved(names)
+        devices = torch_devices(name for name in split(names or "") if name not in COMMONLY)
+    except LoadError as error:
+        raise UsageError(f"--backend {error}") from error
+    except ValueError as error:
+        raise UsageError(f"--backend: {error}") from error
+    backends = _pick("--backend", "backend", names, {**BACKENDS, **devices} if devices else BACKENDS)
     if names is None:
         backends = [backend for backend in backends if not backend.on_request]
     if selection.card is None:

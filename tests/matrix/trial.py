@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from tiebreak.backends.backend import Backend
-from tiebreak.backends.interpreter.memory import OutOfBoundsError
 from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel, Whose, first_line
+from tiebreak.kernels.kernel import CannotRunError, Kernel, OutOfBoundsError, Whose, first_line
 
 
 def raised(error: Exception, kernel: Kernel) -> str:

@@ -1,32 +1,184 @@
-"""What cells of one case share on a worker: inputs, references, error bounds and the emulation's outputs."""
+"""What cells of one case share on a worker: inputs, references, error bounds and what plans make of the inputs.
 
-from collections.abc import Iterable, Mapping
+What plans would each compute is computed once, the same to the bit.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import EMULATION, Backend
+from tiebreak.backends.backend import EMULATION
+from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, by_key_head, in_units, measure
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
-from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import AttentionOutput
-from tiebreak.kernels.kernel import Declaration, Kernel, composed
+from tiebreak.kernels.formats import FP32, Format
+from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
+from tiebreak.kernels.kernel import Declaration, composed, run_forward
+from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn, nameless
-from tiebreak.matrix.identification.asking import Asked
-from tiebreak.matrix.identification.known import KnownPlans
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.sharing import Emulated
 
+Named = tuple[str, str, str]  # a backend, a kernel and a format
+EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
 _FIRST_HEADS = 32  # on which all candidates are tried
 _REACH = 0.02  # how far behind the best in its share of equal bits a candidate may be to be tried on all heads
+
+_FP32 = Cast(FP32)
+_LARGEST = 2**20  # elements of a result that is kept: a larger one costs as much to find memory for as to compute
+_WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
+_KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
+
+
+class SharedEmulation(EmulatedArithmetic):
+    """The emulation's arithmetic for some inputs.
+
+    What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
+    argument, which every kernel makes anew, by its values.
+    """
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        """For inputs that outlive it."""
+        self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known = {_storage(tensor) for tensor in self._inputs}
+        self._results: dict[Hashable, tuple[Tensor, int]] = {}
+        self._of_values: dict[Hashable, list[tuple[Tensor, Tensor, int]]] = {}
+        self._size = 0
+
+    def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        if random is not None or not cast.narrows:
+            return super().cast(x, cast, random)
+        return self._once((x,), cast, partial(super().cast, x, cast))
+
+    def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
+        """The cast comes after the product, unless its sum is cast on the way: plans of several casts share one."""
+        if cast.every:
+            return self._once((a, b), (cast, accumulator), partial(super().matmul, a, b, cast, accumulator))
+        anew = super().matmul
+
+        def product() -> Tensor:
+            operands = (self._widened(a), self._widened(b)) if accumulator is Accumulator.EXACT else (a, b)
+            return anew(*operands, _FP32, accumulator)
+
+        return self.cast(self._once((a, b), accumulator, product), cast)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """In fp64, in which an exact sum is computed; what is large is widened piece by piece, where it is summed."""
+        return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
+
+    def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        return self._like(x, exponential, partial(super().exp, x, exponential))
+
+    def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        return self._once((x,), accumulator, partial(super().row_sum, x, accumulator))
+
+    def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A result of operands, if they are known.
+
+        What is known is kept alive: where a tensor has been given up, another may lie.
+        """
+        if not self._knows(operands):
+            return make()
+        key = how, *map(_place, operands)
+        if key in self._results:
+            result, version = self._results[key]
+            return result if result._version == version else make()
+        result = make()
+        if result.numel() <= _LARGEST:
+            self._make_room(result.numel())
+            if self._knows(operands):  # all may have been forgotten meanwhile
+                self._known.add(_storage(result))
+                self._results[key] = result, result._version
+        return result
+
+    def _knows(self, operands: tuple[Tensor, ...]) -> bool:
+        return all(_storage(operand) in self._known for operand in operands)
+
+    def _like(self, x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """The result of an operand with the same values."""
+        key = how, x.shape, x.sum().item()  # a few of many plans' arguments have that sum
+        for earlier, result, versions in self._of_values.get(key, ()):
+            if versions == earlier._version + result._version and torch.equal(earlier, x):
+                return result
+        result = make()
+        if x.numel() > _LARGEST:
+            return result
+        self._make_room(x.numel() + result.numel())
+        self._known |= {_storage(x), _storage(result)}
+        self._of_values.setdefault(key, []).append((x, result, x._version + result._version))
+        return result
+
+    def _make_room(self, elements: int) -> None:
+        """Forget everything, if there would be too much with some elements more."""
+        if self._size + elements > _KEPT:
+            self._forget()
+        self._size += elements
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _place(x: Tensor) -> tuple[Hashable, ...]:
+    """What tells a part of a tensor from any other, and from itself once someone has written to it."""
+    return x.data_ptr(), x.shape, x.stride(), x._version
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return which elements agree to the bit, NaN counting as equal to NaN."""
+    return (ours == theirs) | (ours.isnan() & theirs.isnan())
+
+
+def equal_bits(ours: Tensor, theirs: Tensor) -> float:
+    """Return the share of elements that agree to the bit."""
+    return 1.0 if torch.equal(ours, theirs) else same_bits(ours, theirs).double().mean().item()
+
+
+@dataclass(frozen=True, eq=False)
+class Emulated:
+    """Inputs, and what plans make of them."""
+
+    inputs: AttentionInputs
+
+    @cached_property
+    def arithmetic(self) -> SharedEmulation:
+        return SharedEmulation(self.inputs)
+
+    def clipped(self, declaration: Declaration) -> Declaration:
+        """The declaration in tiles no larger than the inputs: beyond their size they change nothing."""
+        return _clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
+
+    def output(self, declaration: Declaration) -> AttentionOutput:
+        return run_forward(self.clipped(declaration), self.inputs, self.arithmetic)
+
+    def predicted(self, declaration: Declaration) -> Tensor:
+        """O, which is kept."""
+        key = self.clipped(declaration)
+        if key not in self._predicted:
+            self._predicted[key] = self.output(key).o
+        return self._predicted[key]
+
+    @cached_property
+    def _predicted(self) -> dict[Declaration, Tensor]:
+        return {}
+
+
+@lru_cache(maxsize=1024)
+def _clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
+    block = declaration.block
+    return replace(declaration, block=replace(block, queries=min(block.queries, queries), keys=min(block.keys, keys)))
 
 
 @dataclass(frozen=True)
@@ -87,6 +239,29 @@ class SharedBatch(Batch, Emulated):
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What the command line says of every cell."""
+
+    seed: int = 1
+    heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
+    fair: bool = False  # hold external kernels to no bias on failure inputs
+    as_rounded: bool = False  # hold them to no more bias than a correctly rounded O has
+    rules: bool = False  # ask acceptance rules in public use too
+    cell_timeout: float | None = None  # seconds that a cell may take; None: as its experiment and its backend say
+    matrix: tuple[str, ...] = ("tests/matrix",)  # how pytest finds the cells from where it was called, for that command
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What is known of a kernel's plan before its cells."""
+
+    rests_on: str  # what that is known from, in words
+    followed: str | None = None  # the known plan that it declares, or that explains every designed input
+    candidates: tuple[str, ...] = ()  # where it follows none: what normal numbers hold it to
+    #: Where it follows one: the backward pass that its gradients come from, and how many of the three have its bits.
+    backward: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
 class CaseBench:
     """What the cells of one case in one format share, a batch at a time, each made when it is first asked for."""
 
@@ -133,17 +308,12 @@ class Workbench:
     """Where a worker's cells are run: holds what those of one case share, and forgets it with the next case."""
 
     settings: Settings
+    shared: Path | None = None  # a folder of this run that all workers write to; None: this is the only process
+    settled: dict[Named, Settled] = field(default_factory=dict)
+    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.asking`
     _held: CaseBench | None = None
-    _known: dict[tuple[str, str, str], KnownPlans] = field(default_factory=dict)  # by backend, kernel and format
 
     def case(self, case: Case, fmt: Format) -> CaseBench:
         if self._held is None or (self._held.case.name, self._held.fmt.name) != (case.name, fmt.name):
             self._held = CaseBench(case, fmt, self.settings)
         return self._held
-
-    def known(self, backend: Backend, kernel: Kernel, fmt: Format) -> KnownPlans:
-        """What the known plans have in common with a kernel in a format: its calls are made once."""
-        key = (backend.name, kernel.name, fmt.name)
-        if key not in self._known:
-            self._known[key] = KnownPlans(Asked(backend, kernel, fmt), self.settings.seed)
-        return self._known[key]

@@ -11,8 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from tiebreak.kernels.external.adapters import ADAPTERS
-from tiebreak.kernels.external.loading import EXPECTED
+from tiebreak.kernels.external.loading import ADAPTERS, EXPECTED
 from tiebreak.matrix.gatekeeper import Gatekeeper
 from tiebreak.matrix.options import FORWARDED, refuse_twice
 from tiebreak.matrix.plugin import WATCH
@@ -20,7 +19,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import Progress, now
 from tiebreak.programs.configurations import Configurations, Looks, looked_at
-from tiebreak.programs.levels import CELLS
+from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
 from tiebreak.reports.errors import UsageError
@@ -216,6 +215,4 @@ class _Follower:
     def tell(self, text: str) -> None:
         """Write on a terminal, in the place of what was written before."""
         self.told_at = now()
-        if self.stream.isatty():
-            self.stream.write(f"\r{text:60}\r")
-            self.stream.flush()
+        terminal.say(text, self.stream)

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX
 from tiebreak.matrix.options import FORWARDED
 from tiebreak.programs import check as command
 from tiebreak.programs.processes import finished
@@ -73,10 +74,9 @@ def check(
 
 def _backend_on(device: str) -> str:
     """The backend that computes on a device itself."""
-    backends = {each.device: each.name for each in BACKENDS.values() if each.composed and not each.predicts}
-    if (kind := device.partition(":")[0]) not in backends:
-        raise UsageError(f"device {device}: no backend computes there; they do on {', '.join(backends)}")
-    return backends[kind]
+    known = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
+    backends = {each.device: each.name for each in known if each.composed and not each.predicts}
+    return backends.get(kind := device.partition(":")[0], PREFIX + kind)
 
 
 def _target(function: Callable[..., Any] | str) -> str:

@@ -9,11 +9,10 @@ from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.loading import Tuning
+from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call, digest
-from tiebreak.matrix.identification.asking import threads
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.order import grouped

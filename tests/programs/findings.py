@@ -98,8 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     failing_ids = named(options.fail_if_present, flag="--fail-if-present") if options.fail_if_present else []
     told = []
     for name in dict.fromkeys((*asked, *failing_ids)):
-        if sys.stderr.isatty():
-            print(f"\r{name:60}\r", end="", file=sys.stderr, flush=True)
+        terminal.say(name)
         told.append(asked_for(known[name]))
     terminal.show("\n".join(_lines(told, len(rows) - len(known))))
     bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.NOT_TOLD)]

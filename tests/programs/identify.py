@@ -5,17 +5,16 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from tiebreak.backends.backend import Backend
 from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.asking import Asked
 from tiebreak.matrix.identification.identity import Identity, identify
-from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.selection import Selection, matching_backends
+from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.trial import raised
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
@@ -36,9 +35,9 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
     for backend in backends:
         for kernel in kernels:
-            tell = partial(progress, kernel.name)
+            tell = lambda line, name=kernel.name: terminal.say(f"{name}: {line}")  # noqa: E731
             try:
-                identity = identify(KnownPlans(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell))
+                identity = identify(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
             except Exception as error:  # whatever the kernel raises
                 known = isinstance(error, UnidentifiedError)
                 failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
@@ -82,10 +81,3 @@ def devices(names: str, targets: Sequence[str], card: str | None = None) -> list
             raise UsageError(f"--backend {backend.name}: {why}")
         backend.set_up()
     return backends
-
-
-def progress(kernel: str, line: str) -> None:
-    """Say on a terminal how far it is, in the place of what was said before."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{kernel}: {line:80.80}\r")
-        sys.stderr.flush()

@@ -1,53 +1,61 @@
-"""`tiebreak list`: what there is, a line each; `tiebreak rules`: acceptance rules, and what they said, from records."""
+"""`tiebreak list`: what there is, a line each."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
+from tiebreak import plugins
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
-from tiebreak.cases.case import Case
 from tiebreak.cases.claims import Claim
-from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
-from tiebreak.cases.scripted import GROUPS
 from tiebreak.kernels.declarations import values_apart
-from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
-from tiebreak.kernels.vendor_plans import VENDOR_PLANS
-from tiebreak.matrix.questions import invariance, usage
-from tiebreak.matrix.questions.session import Question
+from tiebreak.matrix.experiment import Experiment
+from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments.call import Call
 from tiebreak.reports.cli import HELD, Parser
-from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
-from tiebreak.reports.records import selection, store
-from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.texts import answers_of, rules_tables
 
-_Listed = Case | Snippet | Question
 _INDENT = "  "
 _DECLARED = "A kernel's declared plan is an assumption: each run compares it with the kernel's bits."
 _FAILURE = "!"  # before the line of a failure input
 _INPUT = "; a failure input"
 
 
+def groups() -> dict[str, dict[str, Experiment]]:
+    """Experiments by what those that stand beside them are about, and by name; calls first."""
+    found: dict[str, dict[str, Experiment]] = {}
+    for kind in sorted(kinds().values(), key=lambda kind: kind.name != Call.kind):
+        for each in kind.offered(None, cases_named=True):
+            heading = each.described().group or kind.described.about
+            asked = ": where --experiments or --cases names it" if kind.on_request else ""
+            found.setdefault(heading + asked, {})[each.name] = each
+    return found
+
+
 def cases(arguments: Sequence[str]) -> int:
-    groups: dict[str, Iterable[_Listed]] = {
-        **GROUPS,
-        GROUP: SNIPPETS.values(),
-        f"{usage.GROUP}: users' kernels, a device's own where it is named": usage.QUESTIONS,
-        f"{invariance.GROUP}: where --experiments or --cases names it": invariance.QUESTIONS,
-    }
-    known = {case.name: case for group in groups.values() for case in group}
+    known = {name: each for group in groups().values() for name, each in group.items()}
     about = "Inputs and short training runs that kernels are put through."
-    if chosen := _chosen("case", about, arguments, known):
-        print("\n\n".join("\n".join(described(known[name])) for name in chosen))
+    if named := chosen("case", about, arguments, known):
+        print("\n\n".join("\n".join(described(known[name])) for name in named))
         return HELD
-    failing = {name for name, case in known.items() if isinstance(case, Case) and case.failure}
-    marks = {name: _FAILURE if name in failing else " " for name in known}
+    lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
+             for name, each in known.items() for it in [each.described()]}  # fmt: skip
     _print(
-        {about: {each.name: f"{marks[each.name]} {each.about}" for each in group} for about, group in groups.items()},
+        {heading: {name: lines[name] for name in group} for heading, group in groups().items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
+    return HELD
+
+
+def backends(arguments: Sequence[str]) -> int:
+    about = "Where kernels run: what --backend takes, beside path/to/file.py:NAME."
+    Parser(prog="tiebreak list backends", description=about).parse_args(arguments)
+    groups: dict[str, dict[str, str]] = {}
+    for name, backend in BACKENDS.usable().items():
+        reason = backend.unavailable()
+        line = f"{backend.about}; can't run here: {reason}" if reason else backend.about
+        groups.setdefault(BACKENDS.origin(name), {})[name] = line
+    _print(groups, "\n".join(["By the package that brings them.", *plugins.problems()]))
     return HELD
 
 
@@ -81,43 +89,7 @@ def plans(arguments: Sequence[str]) -> int:
     return HELD
 
 
-def vendors(arguments: Sequence[str]) -> int:
-    about = "What vendors' kernels round, by their sources, as --plan takes it."
-    told = []
-    for plan in (VENDOR_PLANS[name] for name in _chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
-        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
-        rows += [("rests on", plan.rests_on), ("note", plan.note)]
-        told.append("\n".join(_described(f"{plan.name}: {plan.kernel}", rows)))
-    print("\n\n".join(told))
-    return HELD
-
-
-def rules(arguments: Sequence[str]) -> int:
-    about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
-    parser = Parser(prog="tiebreak rules", description=about)
-    parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")
-    parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="of the table")
-    selection.add_options(parser)
-    options = parser.parse_args(arguments)
-    files = [Path(each) for each in options.what if each.endswith((".json", ".json.gz")) or Path(each).is_file()]
-    if not files:
-        if given := next((flag for flag in selection.FILTERS if getattr(options, flag) is not None), None):
-            raise UsageError(f"--{given}: it narrows what a file of records says; name one")
-        names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
-        print("\n\n".join("\n".join(_rule_lines(name, RULES[name])) for name in names))
-        return HELD
-    if len(options.what) > 1:
-        raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
-    run = store.read(files[0])
-    if not any(map(answers_of, run.records)):
-        cure = "run the matrix, or `tiebreak check`, with --rules"
-        raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
-    (chosen,) = selection.narrowed([run], options)
-    grids.show(rules_tables(chosen), options.format)
-    return HELD
-
-
-def _chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
+def chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return the known names that a command line's names and globs stand for; UsageError says that one has none."""
     parser = Parser(prog=f"tiebreak list {kind}s", description=about)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")
@@ -135,21 +107,19 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
     print(legend)
 
 
-def described(case: _Listed) -> Iterator[str]:
-    rows = [("is", case.about), ("source", case.source), ("version", str(case.version))]
-    if isinstance(case, Case):
-        rows.append(("measured", f"{'dQ, dK and dV too' if case.gradients else 'O alone'}{_INPUT * case.failure}"))
-        rows += [("claim", _claim_text(claim)) for claim in case.claims]
-    elif isinstance(case, Snippet):
-        rows.append(("steps", str(case.steps)))
-        claims = ((", ".join(sorted(claim.variants)), claim) for claim in case.claims)
-        rows += [("claim", f"{variants}: {claim.text} ({claim.source})") for variants, claim in claims]
-    if not isinstance(case, Question) and case.unclaimed:
-        rows.append(("of others", f"nothing is claimed: {case.unclaimed}"))
-    return _described(case.name, rows)
+def described(experiment: Experiment) -> Iterator[str]:
+    it = experiment.described()
+    rows = [("is", it.about), ("source", it.source), ("version", str(experiment.version))]
+    if isinstance(experiment, Call):
+        rows.append(("measured", f"{'dQ, dK and dV too' if it.backward else 'O alone'}{_INPUT * it.failure}"))
+        rows += [("claim", _claim_text(claim)) for claim in experiment.case.claims]
+    rows += experiment.told()
+    if it.unclaimed:
+        rows.append(("of others", f"nothing is claimed: {it.unclaimed}"))
+    return lines_of(experiment.name, rows)
 
 
-def _described(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+def lines_of(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield name
     yield from (f"{_INDENT}{label:11}{text}" for label, text in rows if text)
 
@@ -177,11 +147,3 @@ def _shift_text(rule: ShiftRule) -> str:
     terms += [f", followed once it is {rule.lag:g} behind"] if rule.lag else []
     where = f", where a score within {rule.epsilon:g} repeats it" if rule.detects else ""
     return f"m = {' '.join(terms).replace(' ,', ',')}{where} ({rule.source})"
-
-
-def _rule_lines(name: str, rule: Rule) -> Iterator[str]:
-    yield f"{name}{' (and' + OF_GRADIENTS + ')' if rule.gradients else ''}"
-    yield f"  {rule.formula}"
-    yield f"  {rule.source}"
-    if rule.note:
-        yield f"  {rule.note}"

@@ -15,16 +15,16 @@ from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
-from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.asking import Asked
 from tiebreak.matrix.identification.identity import identify
-from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
 from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.trial import raised
-from tiebreak.programs.identify import FORMATS, progress
+from tiebreak.matrix.workbench import Settings
+from tiebreak.programs.identify import FORMATS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
 from tiebreak.reports.errors import UsageError
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     terminal.check_folders(**files)
     if files["figure"] is not None and options["model"] == _NONE:
         raise UsageError("--figure: it is of the model's log-probabilities, and --model none leaves them out")
-    verdict = pair(**options, tell=lambda line: progress("pair", line))
+    verdict = pair(**options, tell=lambda line: terminal.say(f"pair: {line}"))
     verdict = replace(verdict, command=shlex.join(["tiebreak", "pair", *arguments]))
     if files["json"] != terminal.STDOUT:
         grids.show(verdict.parts())
@@ -98,9 +98,9 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
         Asked(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
     ]
-    first = _side(_name(a), KnownPlans(kernels[0], asked.seed, tell))
+    first = _side(_name(a), kernels[0], asked.seed, tell)
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
-    sides = first, first if same else _side(_name(b), KnownPlans(kernels[1], asked.seed, tell))
+    sides = first, first if same else _side(_name(b), kernels[1], asked.seed, tell)
     no_model = asked.model == _NONE or (slow and asked.model is None)
     verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if no_model else through)
     unasked = (
@@ -152,13 +152,13 @@ def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
 
 
-def _side(name: str, known: KnownPlans) -> Side:
+def _side(name: str, asked: Asked, seed: int, tell: Callable[[str], None]) -> Side:
     """A side with the plan that its kernel declares, or that the whole search of `tiebreak identify` comes to."""
-    backend, kernel = known.asked.backend, known.asked.kernel
+    backend, kernel = asked.backend, asked.kernel
     if kernel.declaration is not None:
         return Side(name, backend, kernel, kernel.declaration, known=True)
     try:
-        identity = identify(known)
+        identity = identify(asked, seed, tell)
     except UnidentifiedError as error:
         return Side(name, backend, kernel, None, known=False, rests_on=str(error))
     except Exception as error:  # whatever the kernel raises

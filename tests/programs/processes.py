@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tiebreak.reports.errors import UsageError
 
+CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")  # pytest's words for the matrix
 _GRACE_SECONDS = 20.0
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

@@ -16,8 +16,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED, UNBIASED, Run
 
@@ -42,7 +41,6 @@ def test_a_users_triton_kernel_is_judged() -> None:
     cell = Cell(PTX, external_kernel(FEW_LINES), Call(CASES["tied_maxima[k=2]"]), BF16)
     record = run_cell(cell, Workbench(Settings(heads=16)))
     assert record.verdict == UNBIASED
-    assert record.answers["repeatable"].met
 
 
 def test_the_suites_kernel_has_the_interpreters_bits_forward_and_backward() -> None:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tiebreak.backends.interpreter.memory import OutOfBoundsError
 from tiebreak.backends.ptx.memory import SharedMemoryError
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import CannotRunError, OutOfBoundsError
 
 Executed = Callable[..., torch.Tensor]
 LANES = torch.arange(64)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import ONE, Call
-from tiebreak.reports.audit import LEGEND, Audit, Audits, audit_tables, differences, kinds
+from tiebreak.reports.audit import KIND, LEGEND, Audit, Audits, audit_tables, differences, kinds
 from tiebreak.reports.page.command import page
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
@@ -97,7 +97,7 @@ def test_show_takes_an_audit_in_every_format(audits: Audits, tiebreak: Call) -> 
 
 
 def test_the_page_has_a_table_a_kernel_with_a_row_a_target(audits: Audits) -> None:
-    html = page([], [], [], {"Triton 3.9.0": audits})
+    html = page([], [], [], [KIND.page({Path("audit.json"): audits})])
     flash, fp8 = (
         [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", table)]
         for table in re.findall('<table class="grid">(.*?)</table>', html)

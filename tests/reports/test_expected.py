@@ -133,7 +133,7 @@ def mine(q, k, v, *, causal=False, scale=None):
     o.view(torch.int16)[0, 0, 0, 0] ^= mine.calls % {turns}
     return o
 """
-CELL = "cpu-mine-random-bf16"
+CELL = "cpu-mine-contract_tile-bf16"
 Pytest = Callable[..., pytest.RunResult]
 
 
@@ -144,7 +144,7 @@ def restless(matrix: Pytest, pytester: pytest.Pytester) -> Pytest:
     def run(*options: str, body: str = "", restless: bool = True, workers: int = 0) -> pytest.RunResult:
         # Of another length: bytecode of the same second and length would be taken for it.
         (pytester.path / "mine.py").write_text(KERNEL.format(body=body, turns=2 if restless else "1  "))
-        words = ("--kernel", "mine.py:mine", "--cases", "random", "--heads", "16", "-n", str(workers))
+        words = ("--kernel", "mine.py:mine", "--cases", "contract_tile", "--heads", "16", "-n", str(workers))
         return matrix(*words, *options)
 
     return run
@@ -175,7 +175,7 @@ def test_a_known_failure_is_green_and_told(restless: Pytest, excuse: Callable[..
     assert (record.outcome, record.excused, record.passes) == ("fell", "https://bug/1", True)
     result.stdout.fnmatch_lines(
         [
-            f"random* ({plain_text(record)})",
+            f"contract_tile* ({plain_text(record)})",
             f"excused {CELL}: https://bug/1 (not repeatable: *)",
             "1 cell: 1 excused",
             "XFAIL *https://bug/1",
@@ -216,7 +216,7 @@ def test_a_kernel_that_takes_its_worker_with_it_can_be_excused_in_pyproject(
     assert result.ret == 0
     record = record_of_last()
     assert (record.outcome, record.excused) == ("crashed", "https://bug/1")
-    result.stdout.fnmatch_lines(["random* (crash)", "1 cell: 1 excused"])
+    result.stdout.fnmatch_lines(["contract_tile* (crash)", "1 cell: 1 excused"])
 
 
 def test_a_baseline_that_has_the_failure_excuses_it(restless: Pytest) -> None:
@@ -239,7 +239,7 @@ def test_an_entry_excuses_nothing_from_the_gate_and_a_damaged_baseline_excuses_n
     result = restless("--baseline", "base.json", "--expected", excuse())
     assert result.ret == 1
     result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["gate FELL: 1 cell compared with base.json: * worse*", "worse *: fell, held in the*"])
+    result.stdout.fnmatch_lines(["gate FELL: 1 cell compared with base.json: * worse*", "worse *: fell, measured in*"])
     run = store.read(kept)
     unmet = {**run.records[0].answers, "repeatable": DIFFER}
     store.write(replace(run, records=(replace(run.records[0], answers=unmet),)), kept)

@@ -27,7 +27,7 @@ def known() -> dict[str, str]:
     names = dict.fromkeys(checks(), "check") | dict.fromkeys(SHIFT_RULES, "shift rule")
     names |= dict.fromkeys((case.name for case in SCRIPTED), "case") | dict.fromkeys(SNIPPETS, "case")
     names |= dict.fromkeys(kinds(), "kind of experiment")
-    names |= {measure.name: "measure" for kind in kinds().values() for measure in kind.measured}
+    names |= {name: "measure" for kind in kinds().values() for name in kind.measured}
     vocabulary = {value for name, value in vars(record).items() if name.isupper() and isinstance(value, str)}
     return {name: kind for name, kind in names.items() if name not in vocabulary}
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects.made_up import record, run, skip
-from tiebreak.reports.audit import Audit, Audits
+from tiebreak.reports.audit import KIND, Audit, Audits
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.records import record as records
@@ -157,7 +157,7 @@ def file(telling: Run, audits: Audits, tmp_path: Path) -> Path:
     runs, labels = [first, replace(telling, run="b" * 32)], [f"first {EVIL}", "second"]
     path = tmp_path / "index.html"
     audited = replace(audits, audits=(*audits.audits, Audit.skip(EVIL, EVIL, EVIL)), cards={**audits.cards, EVIL: EVIL})
-    path.write_text(page(runs, labels, figures(runs, labels), {"": audited}), encoding="utf-8")
+    path.write_text(page(runs, labels, figures(runs, labels), [KIND.page({path: audited})]), encoding="utf-8")
     return path
 
 

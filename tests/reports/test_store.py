@@ -14,6 +14,7 @@ from tiebreak.defects.made_up import record, run
 from tiebreak.defects.mutations import GONE, edited, leaves
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
+from tiebreak.reports.files import FILES
 from tiebreak.reports.gate.expected import Limits
 from tiebreak.reports.gate.gate import gate
 from tiebreak.reports.gate.report import report
@@ -23,7 +24,7 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.decode import SCHEMA, decode, encode
 from tiebreak.reports.records.record import OUTCOMES, Estimate, FitRecord, Record, Run
 from tiebreak.reports.records.store import MAX_BYTES, UnreadableRecordsError, UnwritableFolderError
-from tiebreak.reports.schemas import FILES, schema_of
+from tiebreak.reports.schemas import schema_of
 from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.compare import Agreement, compare, parts, platform_labels
 from tiebreak.reports.tables.show import csv_grid
@@ -66,7 +67,7 @@ def test_a_number_that_is_none_stays_none_and_an_integer_an_integer() -> None:
     assert decode(text, Record).number("bias") is None
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"sweep-folder"}))
 def test_a_schema_describes_every_field(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", name]) == 0
     schema = json.loads(capsys.readouterr().out)

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from tiebreak.defects.made_up import Call
+from tiebreak.laboratory import sweep_store as store
+from tiebreak.laboratory.sweep_store import RUNS, SETTINGS, Place, Settings, Sweep, SweepRun, open_store, read_sweep
+from tiebreak.laboratory.sweep_tables import csv_grid, legend, sweep_figures, sweep_tables, wilson
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.store import UnreadableRecordsError
-from tiebreak.reports.sweeps import store
-from tiebreak.reports.sweeps.store import RUNS, SETTINGS, Place, Settings, Sweep, SweepRun, open_store, read_sweep
-from tiebreak.reports.sweeps.tables import csv_grid, legend, sweep_figures, sweep_tables, wilson
 from tiebreak.reports.tables.grids import Grid, csv_text
 
 SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
@@ -154,4 +154,4 @@ def test_show_and_page_take_a_folder(tmp_path: Path, tiebreak: Call) -> None:
     assert "a<b" not in page
     refused = tiebreak("page", ".", "-o", "page")
     assert refused.code == 2
-    assert "no sweep's folder?" in refused.err
+    assert "settings.json (a sweep)" in refused.err

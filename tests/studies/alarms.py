@@ -13,8 +13,7 @@ from scipy.special import gammaincinv
 
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import SKIPPED

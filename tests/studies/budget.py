@@ -14,8 +14,7 @@ from statistics import median
 
 from tiebreak.defects.planted import DEFECTS
 from tiebreak.matrix.scheduling import ORDER
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, FELL
 from tiebreak.studies.pages import PageTable, measured_at, read_rows, write_rows
 from tiebreak.studies.power import EXPERIMENTS, run_one

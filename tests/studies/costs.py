@@ -12,8 +12,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.scheduling import TABLE
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import Parser
 
 

@@ -16,11 +16,11 @@ from tiebreak.defects.planted import DEFECTS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment
+from tiebreak.matrix.experiments import contract
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import count
 from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
 from tiebreak.studies.alarms import at_most
@@ -35,6 +35,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         *map(Call, SCRIPTED),
+        *contract.KIND.experiments,
         *(Call(CASES[name]).with_features(words) for name, *words in _ADDED),
         *USAGE.experiments,
         *INVARIANCE.experiments,

@@ -10,8 +10,7 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.experiments.call import said
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import CaseBench
+from tiebreak.matrix.workbench import CaseBench, Settings
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.texts import share_text, shown_text
 from tiebreak.studies.pages import PageTable, table

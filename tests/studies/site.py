@@ -16,17 +16,18 @@ from torch import Tensor
 
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.cases.case import Case
-from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet
-from tiebreak.cases.scripted import GROUPS
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
-from tiebreak.programs.listing import described
+from tiebreak.matrix.experiment import Experiment
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.programs.listing import described, groups
 from tiebreak.reports.page.svg import Figure, Series, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import kernel_places
 from tiebreak.reports.records.record import Record
 from tiebreak.reports.tables.texts import plain_text
 
+_SHOWN = ("call", "training")  # kinds of experiment
 _COPIED = ("backends", "cases", "docs", "examples", "kernels", "reports", "tests", "*.md", "action.yml")
 _BASELINE = CHECKOUT / "reports" / "baselines" / "emulation.json"
 _SEED, _HEADS = 1, 16  # what is drawn is the first head of the baseline's own input
@@ -57,9 +58,11 @@ def case_pages() -> Iterator[tuple[str, str]]:
     records: dict[str, list[Record]] = {}
     for record in sorted(baseline.records, key=lambda record: places[record.kernel]):
         records.setdefault(record.case, []).append(record)
-    groups: dict[str, Sequence[Case | Snippet]] = {**GROUPS, GROUP: tuple(SNIPPETS.values())}
     index = ["# Cases", "Inputs of attention, each made from a seed, with claims about what rounding does to it."]
-    for about, group in groups.items():
+    for about, named in groups().items():
+        group = [each for each in named.values() if each.kind in _SHOWN]
+        if not group:
+            continue
         page = f"{_slug(about)}.md"
         links = " ".join(f"[`{case.name}`]({page}#{_slug(case.name)})" for case in group)
         index.append(f"## [{_title(about)}]({page})\n\n{links}")
@@ -68,11 +71,11 @@ def case_pages() -> Iterator[tuple[str, str]]:
     yield "index.md", "\n\n".join(index) + "\n"
 
 
-def _section(case: Case | Snippet, records: Sequence[Record]) -> str:
+def _section(case: Experiment, records: Sequence[Record]) -> str:
     """Return what `tiebreak list cases` says of a case, its input, and what the emulated kernels make of it."""
     parts = [f"## `{case.name}` {{ #{_slug(case.name)} }}", "\n".join(["```text", *described(case), "```"])]
-    if isinstance(case, Case):
-        parts += _pictures(case)
+    if isinstance(case, Call):
+        parts += _pictures(case.case)
     shown = [(record.kernel, plain_text(record)) for record in records if record.shown is not None]
     if shown:
         cells = " ".join(

@@ -12,8 +12,8 @@ import torch
 from msgspec import ValidationError, convert, to_builtins
 
 from tiebreak.backends.provenance import commit
+from tiebreak.laboratory.resumable import add_options, read_parts, run_parts
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.programs.resumable import add_options, read_parts, run_parts
 from tiebreak.reports.cli import INTERRUPTED, USAGE, Parser
 
 _Task = TypeVar("_Task")

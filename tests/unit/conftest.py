@@ -1,6 +1,12 @@
-"""Shapes that a kernel must take."""
+"""Shapes that a kernel must take, and packages that bring plug-ins."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from tiebreak import plugins
+from tiebreak.matrix import checks, experiments
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -19,3 +25,43 @@ def attention_shape(request: pytest.FixtureRequest) -> tuple[int, int, int, int,
     """Sizes of a call of attention: queries, keys, d, query heads, key heads, and whether it is causal."""
     shape: tuple[int, int, int, int, int, bool] = request.param
     return shape
+
+
+@pytest.fixture
+def laid() -> Callable[..., None]:
+    """Lays a package into a folder as pip does: its name, what it registers and its modules."""
+
+    def lay(folder: Path, name: str, entries: str, **modules: str) -> None:
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(entries, encoding="utf-8")
+        for module, text in modules.items():
+            (folder / f"{module}.py").write_text(text, encoding="utf-8")
+
+    return lay
+
+
+def forget() -> None:
+    """Look for plug-ins anew."""
+    for known in (plugins.registered, plugins.loaded, experiments.kinds, checks.checks):
+        known.cache_clear()
+    plugins._problems.clear()
+
+
+@pytest.fixture
+def plugged(
+    laid: Callable[..., None], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Path]]:
+    """Installs a package for this process: its name, entry_points.txt and modules; returns its folder."""
+
+    def install(name: str, entries: str, **modules: str) -> Path:
+        folder = tmp_path_factory.mktemp("plugged")
+        laid(folder, name, entries, **modules)
+        monkeypatch.syspath_prepend(folder)
+        forget()
+        return folder
+
+    yield install
+    monkeypatch.undo()
+    forget()

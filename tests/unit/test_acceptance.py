@@ -11,8 +11,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, FP32
 from tiebreak.kernels.vendor import through_autograd
 from tiebreak.matrix.experiments.call import compared
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import CaseBench
+from tiebreak.matrix.workbench import CaseBench, Settings
 
 
 def of(*rows: list[float]) -> Compared:

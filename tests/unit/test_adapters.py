@@ -23,9 +23,8 @@ from torch import Tensor
 import tiebreak
 from tiebreak.backends.backend import CPU
 from tiebreak.kernels.external import external_kernel
-from tiebreak.kernels.external.adapters import ADAPTERS
-from tiebreak.kernels.external.adapters.foreign import needs_of
-from tiebreak.kernels.external.loading import load
+from tiebreak.kernels.external.loading import ADAPTERS, load
+from tiebreak.kernels.external.options import needs_of
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel

@@ -36,8 +36,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import command
 from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 
 CASES = {case.name: case for case in SCRIPTED}

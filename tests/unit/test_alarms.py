@@ -23,7 +23,7 @@ def test_an_alarm_is_counted_and_named() -> None:
 def test_seeds_that_are_done_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tiebreak.programs.resumable.in_processes", lambda run, left, workers: map(run, left))
+    monkeypatch.setattr("tiebreak.laboratory.resumable.in_processes", lambda run, left, workers: map(run, left))
     words = [*CASE, "--out", str(tmp_path / "alarms.jsonl")]
     assert main(words) == 0
     assert "0 kept, 1 to run" in capsys.readouterr().out

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.case import Shape, normal_numbers
-from tiebreak.cases.measures.accuracy import LIMIT
 from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.verdicts import LIMIT
 from tiebreak.defects.kernel import Attention, Request
 from tiebreak.defects.planted import twin, users
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES, passes_after
@@ -26,8 +26,7 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD, Record
 
 CASES = {case.name: case for case in SCRIPTED}

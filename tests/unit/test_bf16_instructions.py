@@ -26,8 +26,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import PREDICTION
 
 Array = NDArray[Any]

@@ -24,13 +24,12 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix import sampling
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.sampling import Sample
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.sample import Sample
+from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.reports.records.record import CRASHED, MEASURED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -72,8 +71,8 @@ def as_inputs(layer: Tensors, *, causal: bool = False) -> AttentionInputs:
 
 
 def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Sample:
-    looks = sampling.looks(Cell(CPU, kernel, Call(case), fmt), Workbench(Settings(heads=heads)).case(case, fmt))
-    return next(sample for sample in [*looks] if sample.settled or sample.exhausted or sample.heads == 8 * heads)
+    bench = Workbench(Settings(heads=heads)).case(case, fmt)
+    return call._drawn(Cell(CPU, kernel, Call(case), fmt), bench, Settled("nothing"))[0]
 
 
 class TestCases:
@@ -207,7 +206,8 @@ class TestLooks:
         assert not sampled(case, composed_kernel("flash@paper"), 1).obstacle
         assert sampled(case, composed_kernel("flash@paper"), 256).obstacle.startswith("the case has no more")
         short_of_time = Workbench(Settings(heads=256, cell_timeout=1e-9)).case(case, BF16)
-        (none_left,) = sampling.looks(Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16), short_of_time)
+        cell = Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16)
+        none_left, _ = call._drawn(cell, short_of_time, Settled("nothing"))
         assert none_left.obstacle.startswith("the case has no more")  # more time would draw no more heads
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625

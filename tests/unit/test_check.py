@@ -431,7 +431,7 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
     checked = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
     assert str(checked).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
     assert (checked.ok, checked.biased, checked.seed, checked.fell) == (True, 1, 2, ())
-    assert checked.plan.plans[0] == "flash@paper"
+    assert checked.plan.plans[0] == "flash@paper,tile=one"
     assert checked.versions["torch"] == torch.__version__
     assert not (folder / "out").exists()
 

@@ -109,9 +109,7 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", of_one_head(delta_bias_in_dq=Interval(0.1, 0.001), dq_gain_error=Interval(0.0, 0.001)), False,
      r"^delta, read off dQ, is off by \+10\.00%"),
     ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times what"),
-    ("repeatable", {"repeatable": True}, True, "^$"),
-    ("repeatable", {"repeatable": False}, False, "^not repeatable: two runs on the same input differ in bits$"),
-    ("contract", {"contract": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
+    ("contract", {"external": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
 )  # fmt: skip
 # What a claim may take a check's place in, and a result that the check would not be met by.
 WAIVED = {
@@ -133,7 +131,7 @@ def ask(name: str, fields: Mapping[str, Any]) -> Answer | None:
 
 
 def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
-    names = [each.name for kind in kinds().values() for each in kind.measured]
+    names = [name for kind in kinds().values() for name in kind.measured]
     for value in NO_NUMBERS:
         answers = ask_all(result(measures=dict.fromkeys(names, value)))
         assert {"bound", "finite", "loss"} <= answers.keys()
@@ -141,7 +139,7 @@ def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
 
 
 def test_those_that_are_looked_at_here_are_checks() -> None:
-    elsewhere = {RUNS, IN_TIME, "usage", "invariance"}
+    elsewhere = {RUNS, IN_TIME, "repeatable", "usage", "invariance"}
     assert set(checks()) == {name for name, *_ in ANSWERS} | elsewhere
     assert ask_all(result()) == {}
     assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None
@@ -173,7 +171,7 @@ def test_claims_of_cases_waive_these_and_no_other() -> None:
 
 def test_whether_a_bias_lies_beyond_the_margin_is_no_check() -> None:
     """Neither answer would fail a kernel of which nothing is claimed."""
-    undecided = result(contract=True, failure=True, verdict="inconclusive", measures={"bias": Interval(0.05, 0.004)})
+    undecided = result(external=True, failure=True, verdict="inconclusive", measures={"bias": Interval(0.05, 0.004)})
     assert all(answer.met for answer in ask_all(undecided).values())
 
 

@@ -27,8 +27,7 @@ from tiebreak.kernels.triton.loading import installed
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, SKIPPED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -393,14 +392,12 @@ class TestFlex:
         }
         return replace(inputs, **features[asked])
 
-    def test_torch_compile_that_is_switched_off_would_run_another_implementation(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_torch_compile_that_is_switched_off_would_run_another_implementation(self) -> None:
         import torch._dynamo
 
         assert flex.flex().refusal(made("random")) is None
-        monkeypatch.setattr(torch._dynamo.config, "disable", True)
-        assert "torch.compile is switched off" in str(flex.flex().refusal(made("random")))
+        with torch._dynamo.config.patch(disable=True):
+            assert "torch.compile is switched off" in str(flex.flex().refusal(made("random")))
 
     def test_it_refuses_what_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         narrow = torch.ones(1, 1, 4, 8)

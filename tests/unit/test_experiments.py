@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tiebreak.matrix import experiments
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.programs import profiles
-from tiebreak.programs.profiles import PROFILES, Selector, profile
+from tiebreak.programs.statement import profiles
+from tiebreak.programs.statement.profiles import PROFILES, Selector, profile
 from tiebreak.reports import cli
 from tiebreak.reports.records.record import CLAIM, FELL, HELD, Run
 
@@ -26,7 +26,6 @@ from typing import ClassVar
 import torch
 
 from tiebreak.cases.case import Case
-from tiebreak.cases.measures import Measure
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix.experiment import SelectionContext, Cell, Experiment, Kind, Pair
 from tiebreak.matrix.result import Claimed, Result
@@ -77,22 +76,18 @@ KIND = Kind(
     Alone.kind,
     records.ExperimentRecord("a call compared with its heads alone", "the share of heads with the same bits alone"),
     experiments=[Alone(case) for case in SCRIPTED if case.name in ("random", "no_tail")],
-    measured=[Measure("equal_alone", TOLD, worse="less", limit=0.0, column=True)],
+    measured={"equal_alone": records.MeasureRecord(TOLD, worse="less", limit=0.0, column=True)},
 )
 '''
 
 
 @pytest.fixture
-def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one file more, beside those of the folder."""
-    folder = tmp_path_factory.mktemp("experiments")
-    (folder / "alone.py").write_text(ALONE, encoding="utf-8")
-    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
-    experiments.kinds.cache_clear()
+def alone(plugged: Callable[..., Path]) -> Iterator[None]:
+    """The one file more, of a package that registers it."""
+    plugged("heads-alone", "[tiebreak.experiments]\nalone = alone_kind:KIND\n", alone_kind=ALONE)
     yield
-    experiments.kinds.cache_clear()
     profile.cache_clear()
-    sys.modules.pop(f"{experiments.__name__}.alone", None)
+    sys.modules.pop("alone_kind", None)
 
 
 def hashes() -> dict[str, str]:

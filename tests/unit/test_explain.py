@@ -24,8 +24,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import SharedBatch, Workbench
+from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import (
     BEHAVES_LIKE,
     FOLLOWED,

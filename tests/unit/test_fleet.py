@@ -18,10 +18,10 @@ from tiebreak.laboratory import fleet, sweep
 from tiebreak.laboratory import ray_cluster as on_ray
 from tiebreak.laboratory.fleet import LEVEL_LABEL, MatrixResult, kinds, level_of
 from tiebreak.laboratory.ray_cluster import Node
+from tiebreak.laboratory.sweep_store import Place, SweepRun, keep, read_sweep
 from tiebreak.reports.cli import main
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
-from tiebreak.reports.sweeps.store import Place, SweepRun, keep, read_sweep
 
 LOWEST = LEVELS[-1]
 RECORDS = made_up.run()

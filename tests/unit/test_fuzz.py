@@ -40,8 +40,7 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import FELL, Record
 from tiebreak.reports.terminal import runnable
@@ -208,7 +207,7 @@ def open_to_reading(batch: Batch, kernel: Kernel) -> set[str]:
 def not_held_to(batch: Batch, kernel: Kernel) -> set[str]:
     """The checks that a sound kernel may fail on an input: numbers leave the formats that it keeps them in."""
     # Of means over heads: here are too few.
-    names = {name for name, check in checks().items() if check.judges} | open_to_reading(batch, kernel)
+    names = {name for name, check in checks().items() if check.described.judges} | open_to_reading(batch, kernel)
     inputs, declaration = batch.inputs, kernel.declaration or UNDECLARED
     if shifted_away(inputs, declaration) or overflows(forward_sizes(inputs, declaration)):
         return names | {"finite", "bound", "range", "gradients"}

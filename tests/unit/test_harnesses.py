@@ -181,9 +181,9 @@ def test_backend_bench_judges_attention_operators_once_each(
     assert len(asked) == 1
 
 
-def test_tensors_on_a_device_without_a_backend_are_one_line() -> None:
-    with pytest.raises(UsageError, match=r"^device mps:0: no backend computes there; they do on cpu, cuda, npu$"):
-        tiebreak.check(attention, device="mps:0")
+def test_tensors_on_a_device_that_is_not_here_are_one_line() -> None:
+    with pytest.raises(UsageError, match=r"^--backend: torch:mps can't run here: .*$"):
+        tiebreak.check(attention, device="mps:0", in_process=True)
 
 
 def test_public_judges_pass_what_is_no_attention(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

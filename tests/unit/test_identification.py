@@ -19,14 +19,15 @@ from tiebreak.kernels.formats import BF16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
+from tiebreak.matrix import designed, settling
+from tiebreak.matrix.asking import Asked, threads
 from tiebreak.matrix.candidates import candidates
-from tiebreak.matrix.identification import designed, identity, known, search
-from tiebreak.matrix.identification.asking import Asked, threads
-from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES, Designed
+from tiebreak.matrix.designed import DESIGNED, LONG, SHAPES, Designed
+from tiebreak.matrix.identification import identity, search
 from tiebreak.matrix.identification.identity import Rivals, identify
-from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import Change, changes, combined, forward_alone, moves, plainness, text
+from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.texts import explanation_text
 
@@ -90,7 +91,7 @@ def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with(monkeypat
     many, wide = (designed._normal(*size) for size in ((16, 16, 64, 64), (1, 8, 64, 128)))
     monkeypatch.setattr(identity, "SHAPES", (Designed("many", many, ""), Designed("wide", wide, "")))
     kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
-    found = identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
+    found = identify(Asked(EMULATION, kernel, BF16))
     assert _plan(str(found.plan)) == _plan("flash@paper,tile=64")
     assert found.share == 1.0
     assert found.bias["tied_maxima[k=2]"].verdict == "biased"
@@ -158,10 +159,10 @@ class _TruncatedSum(EmulatedArithmetic):
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of a few designed inputs, which more plans explain than explain all."""
-    monkeypatch.setattr(known, "DESIGNED", tuple(designed for designed in DESIGNED if designed.name in FEW))
+    monkeypatch.setattr(settling, "DESIGNED", tuple(designed for designed in DESIGNED if designed.name in FEW))
     monkeypatch.setattr(search, "_MOST", 200)
     monkeypatch.setattr(identity, "_SWAPS", 0)
-    found = identify(KnownPlans(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16)))
+    found = identify(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16))
     assert (found.plan, found.stopped) == (None, True)
     assert "none known" in found.headline
     assert found.unexplained
@@ -174,7 +175,7 @@ def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(_on(EMULATED, "standard"), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
-        identify(KnownPlans(Asked(EMULATION, kernel, BF16)))
+        identify(Asked(EMULATION, kernel, BF16))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ MODULES = (
     "tiebreak.laboratory.train",
     "tiebreak.laboratory.sweep",
     "tiebreak.laboratory.fleet",
-    "tiebreak.programs.shrink",
+    "tiebreak.programs.shrink.command",
     "tiebreak.cases.capture",
     "tiebreak.programs.audit.command",
 )

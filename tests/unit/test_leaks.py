@@ -7,18 +7,14 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.repetition import CALLS, left_behind, mallinfo
+from tiebreak.matrix.experiments.contract import CALLS, CASES, Contract, left_behind, mallinfo
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import FELL, HELD, Record
+from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.reports.records.record import FELL, MEASURED, Record
 
-CASES = {case.name: case for case in SCRIPTED}
 KERNEL = """
 import threading
 from functools import lru_cache
@@ -51,7 +47,7 @@ needs_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="t
 def record(folder: Path, body: str) -> Record:
     (folder / "mine.py").write_text(KERNEL.format(body=body), encoding="utf-8")
     kernel = external_kernel(f"{folder / 'mine.py'}:attention")
-    return run_cell(Cell(CPU, kernel, Call(CASES["random"]), BF16), Workbench(Settings(heads=16)))
+    return run_cell(Cell(CPU, kernel, Contract(CASES[0]), BF16), Workbench(Settings(heads=16)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, bod
 )
 def test_what_is_kept_once_is_no_leak(tmp_path: Path, body: str) -> None:
     result = record(tmp_path, body)
-    assert result.outcome == HELD
+    assert result.outcome == MEASURED
     assert result.met("contract")
 
 

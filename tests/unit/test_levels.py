@@ -10,9 +10,10 @@ import pytest
 from tiebreak.backends import levels as table
 from tiebreak.backends.levels import EMULATED, LEVELS, VARIABLES, Level, current, supported
 from tiebreak.backends.platform import cpu_features
-from tiebreak.programs import levels, sysroot
-from tiebreak.programs.levels import main
-from tiebreak.programs.processes import finished
+from tiebreak.programs.levels import command as levels
+from tiebreak.programs.levels import sysroot
+from tiebreak.programs.levels.command import main
+from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 
@@ -168,7 +169,7 @@ def test_ctrl_c_lets_the_running_process_end_by_itself() -> None:
     child = "import time\ntry:\n print('up', flush=True)\n time.sleep(60)\nexcept KeyboardInterrupt:\n print('tidied')"
     # A process that a shell has put into the background inherits a Ctrl-C that is ignored. The table needs no torch.
     parent = (
-        "import signal, sys\nfrom tiebreak.programs.levels import finished, main\nmain(['--list'])\n"
+        "import signal, sys\nfrom tiebreak.programs.levels.command import finished, main\nmain(['--list'])\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n finished([sys.executable, '-c', sys.argv[1]], shown=True)\n"
         "except KeyboardInterrupt:\n sys.exit(1 if 'torch' in sys.modules else 130)"
@@ -204,9 +205,9 @@ def test_list_shows_names_and_environments_the_highest_first(
 
 def test_what_goes_to_pytest_runs_the_cells_with_workers_unless_it_says_otherwise(runner: Runner) -> None:
     assert main(["--level", "b", "--cases", "tied*", "--heads", "64"]) == 0
-    assert runner.calls[0][0][5:] == ["-n", "auto", *levels.CELLS, "--cases", "tied*", "--heads", "64"]
+    assert runner.calls[0][0][5:] == ["-n", "auto", *CELLS, "--cases", "tied*", "--heads", "64"]
     main(["--level", "b", "-n0"])
-    assert runner.calls[1][0][5:] == [*levels.CELLS, "-n0"]
+    assert runner.calls[1][0][5:] == [*CELLS, "-n0"]
 
 
 def test_an_emulated_level_runs_the_python_prepared_for_it(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

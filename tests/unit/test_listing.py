@@ -1,18 +1,30 @@
 """`tiebreak list` lists what there is, and what they list can be run."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.adapters import ADAPTERS
+from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.matrix.experiments import contract
 from tiebreak.matrix.questions import invariance, usage
 from tiebreak.reports import cli
 
-ALL = [*(case.name for case in SCRIPTED), *SNIPPETS, *(each.name for each in (*usage.QUESTIONS, *invariance.QUESTIONS))]
+ALL = [
+    *(case.name for case in SCRIPTED),
+    *(case.name for case in contract.CASES),
+    "identity",
+    *(each.name for each in invariance.QUESTIONS),
+    "log_probabilities",
+    *SNIPPETS,
+    *(each.name for each in usage.QUESTIONS),
+]
 
 
 def names(lines: list[str]) -> list[str]:
@@ -56,6 +68,19 @@ def test_the_kernels_of_a_backend_are_listed_and_why_one_cannot_run(capsys: pyte
     assert names(lines[at : lines.index("", at)]) == [kernel.name for kernel in CPU.kernels()]
     assert any(line.startswith("ascend: ") and "; can't run here: " in line for line in lines)
     assert set(ADAPTERS) < set(names(lines))
+
+
+def test_backends_are_listed_by_the_package_that_brings_them(
+    plugged: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = (
+        "from dataclasses import replace\nfrom tiebreak.backends.backend import CPU\nOTHER = replace(CPU, name='other')"
+    )
+    plugged("others", "[tiebreak.backends]\nother = other_device:OTHER\n", other_device=module)
+    lines = told(capsys, "list", "backends")
+    at = lines.index("others 1.0")
+    assert {"emulation", "cpu", "interpreter", "cuda"} < set(names(lines[lines.index("tiebreak") : at]))
+    assert names(lines[at:]) == ["other"]
 
 
 def test_every_plan_and_rule_is_listed_and_plan_takes_them(capsys: pytest.CaptureFixture[str]) -> None:

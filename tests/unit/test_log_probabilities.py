@@ -24,8 +24,7 @@ from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.through_model import OwnModel, difference, own_model, through_model
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import EXACT, FLOOR, MEASURES, PAIR, WAYS, figures, number, parts
 from tiebreak.reports.records.decode import encode

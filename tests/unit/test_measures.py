@@ -24,9 +24,8 @@ from tiebreak.cases.gradients import (
     row_units,
     ulps_of_rows,
 )
-from tiebreak.cases.measures.accuracy import LIMIT, MEASURES, ROUNDED_ONCE, WORSE, ratio_of_means
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import interval
+from tiebreak.cases.verdicts import LIMIT, ROUNDED_ONCE, WORSE, interval
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import twin, users
 from tiebreak.kernels.external import external_kernel
@@ -39,18 +38,20 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import accepted, candidates
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import contract
 from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.contract import Contract
+from tiebreak.matrix.measures import BESIDE_A_PLAN, ratio_of_means
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.reports.records.record import FELL, HELD, Answer, Record
+from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.reports.records.record import FELL, HELD, MEASURED, Answer, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def record(case: str, change: Change) -> Record:
+def record(case: str | Contract, change: Change) -> Record:
     """Of a kernel whose gradients are the reference's, rounded once, then changed."""
 
     def compute(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> AttentionOutput:
@@ -59,7 +60,8 @@ def record(case: str, change: Change) -> Record:
         return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
 
     kernel = Kernel("theirs", compute, None, takes=COMMON)
-    return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(heads=32)))
+    experiment = Call(CASES[case]) if isinstance(case, str) else case
+    return run_cell(Cell(CPU, kernel, experiment, BF16), Workbench(Settings(heads=32)))
 
 
 def bounds_of(inputs: AttentionInputs) -> GradientBounds:
@@ -109,19 +111,21 @@ def test_gradients_of_numbers_that_end_below_the_normal_ones_are_within_their_bo
 
 
 def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
-    """Of 3 tensors of as many elements, every second row of one differs from run to run: atomics do that."""
+    """Of 3 tensors of as many elements, half of one differ from run to run, to both sides: atomics do that."""
     calls = itertools.count()
 
     def racing(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if next(calls) % 2:
-            dq[:, :, ::2] *= 1 + 2.0**-7  # a last bit or two of bf16
+            dq[:, :, ::4] *= 1 + 2.0**-7  # a last bit or two of bf16
+            dq[:, :, 2::4] *= 1 - 2.0**-7
         return dq, dk, dv
 
-    judged = record("random_causal", racing)
+    twice = Contract(contract.CASES[0])
+    judged = record(twice, racing)
     assert judged.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
     assert judged.met("repeatable")
-    assert judged.outcome == HELD
-    assert record("random_causal", lambda *gradients: gradients).number("gradients_repeated") == 1.0
+    assert judged.outcome == MEASURED
+    assert record(twice, lambda *gradients: gradients).number("gradients_repeated") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -215,15 +219,15 @@ def test_one_head_that_cancels_does_not_fall_and_a_share_of_all_heads_does() -> 
 
 
 def test_one_head_that_errs_alone_is_the_worst_one() -> None:
-    measures = {measure.name: measure for measure in MEASURES}
     plans = torch.linspace(0.1, 0.15, HEADS, dtype=torch.float64)
     ours = plans.clone()
     ours[3] *= WORSE + 1.0
-    observed: Any = SimpleNamespace(
-        held_to=(SimpleNamespace(head_size_square=ours), SimpleNamespace(head_size_square=plans)),
-        normal=True,
+    sample: Any = SimpleNamespace(
+        errors=SimpleNamespace(head_size_square=ours),
+        plan_errors=SimpleNamespace(head_size_square=plans),
+        bench=SimpleNamespace(case=SimpleNamespace(normal=True)),
     )
-    assert measures["worst_head"].of(observed) == pytest.approx(WORSE + 1.0)
+    assert BESIDE_A_PLAN["worst_head"].of(sample) == pytest.approx(WORSE + 1.0)
 
 
 def test_errors_of_an_exact_plan_count_as_those_of_one_rounding() -> None:

@@ -22,8 +22,7 @@ from tiebreak.kernels.kernel import composed
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Record
 

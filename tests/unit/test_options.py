@@ -16,7 +16,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Settings
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store

@@ -43,8 +43,12 @@ def test_a_wheel_leaves_out_what_only_a_checkout_uses(editable: bool, monkeypatc
     given: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", given.update)
     runpy.run_path(str(CHECKOUT / "setup.py"))
-    left = ["tiebreak.defects", "tiebreak.studies"]
+    left = ["tiebreak.defects", "tiebreak.laboratory", "tiebreak.studies"]
     build = given["cmdclass"]["build_py"](setuptools.Distribution({"packages": ["tiebreak", "tiebreak.matrix", *left]}))
     build.editable_mode = editable
     build.ensure_finalized()
     assert build.packages == ["tiebreak", "tiebreak.matrix", *(left if editable else [])]
+    verbs = {"tiebreak.verbs": ["pair = tiebreak.programs.pair:main", "lab.train = tiebreak.laboratory.train:main"]}
+    distribution = setuptools.Distribution({"name": "some", "version": "1", "entry_points": verbs})
+    given["cmdclass"]["egg_info"](distribution).ensure_finalized()
+    assert distribution.entry_points == {"tiebreak.verbs": verbs["tiebreak.verbs"][:1]}

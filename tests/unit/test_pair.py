@@ -20,12 +20,12 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.asking import Asked, threads
 from tiebreak.matrix.identification.identity import Identity
-from tiebreak.matrix.identification.known import KnownPlans, UnidentifiedError
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import judged, limited
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.settling import UnidentifiedError
+from tiebreak.matrix.workbench import Settings
 from tiebreak.programs import pair as program
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
@@ -284,7 +284,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _unknown(known: KnownPlans) -> Identity:
+def _unknown(kernel: Asked, *_: object) -> Identity:
     raise UnidentifiedError("it is not deterministic")
 
 
@@ -336,9 +336,9 @@ def test_json_alone_goes_to_the_terminal_and_apart_is_exit_code_1(capsys: pytest
 def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 
-    def asking(known: KnownPlans) -> Identity:
-        asked.append(known.asked.kernel.name)
-        return _unknown(known)
+    def asking(kernel: Asked, *_: object) -> Identity:
+        asked.append(kernel.kernel.name)
+        return _unknown(kernel)
 
     def silent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -373,7 +373,7 @@ def test_inputs_that_the_nearest_plan_misses_are_named(monkeypatch: pytest.Monke
     nearly = SimpleNamespace(
         plan=None, nearest="flash@fused", share=1.0, evidence=CPU.evidence, held_out=held_out, explanation=missed
     )
-    monkeypatch.setattr(program, "identify", lambda known: nearly)
+    monkeypatch.setattr(program, "identify", lambda *_: nearly)
     found = tiebreak.pair(torch.nn.functional.scaled_dot_product_attention, "sdpa_flash", cases="no_tail", model="none")
     bits = "100.00 % of bits on this machine on 1 input"
     assert found.sides[0].rests_on == f"nearest, none is known: {bits}, not all of few_keys"

@@ -17,8 +17,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FELL, HELD, IN_TIME, PREDICTION, RUNS, Record, Run
 from tiebreak.reports.verdict import verdicts
 from tiebreak.studies.power import CASES, EXPERIMENTS, run_one

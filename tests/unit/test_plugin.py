@@ -107,7 +107,7 @@ class TestBadInput:
     KNOWN = (
         ("--fair", "--fair .*needs --kernel"),
         ("--kernel mine.py:fair --kernels fair", "--kernel mine.py:fair: --kernels has a fair too; give your function"),
-        ("--kernel mine", r"--kernel mine: no adapter 'mine': .*known are flash_attn, .*path/to/file.py:function.*"),
+        ("--kernel mine", r"--kernel mine: no adapter 'mine': .*known are aiter, .*path/to/file.py:function.*"),
         ("--kernel mine.py:N", r"--kernel mine.py:N: .*no function 'N'.* fair, mine, plain"),
         ("--kernel exits.py:f", r"--kernel exits.py:f: .*SystemExit: usage: exits.py FILE \(exits.py, line 1\)"),
         ("--kernel ends.py:f", r"--kernel ends.py:f: .*Exit: bye \(ends.py, line 2\)"),

@@ -7,8 +7,8 @@ import pytest
 
 from tiebreak.matrix.run import blank_record
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.programs.profiles import PROFILES, profile
+from tiebreak.matrix.workbench import Settings
+from tiebreak.programs.statement.profiles import PROFILES, profile
 from tiebreak.reports.records.record import CRASHED, Record, Run
 from tiebreak.reports.statement import faults_of_runs
 
@@ -26,7 +26,7 @@ def missing(records: list[Record], name: str, kernel: str | None = None) -> list
 
 @pytest.mark.parametrize("backend", ["emulation", "cpu"])
 def test_a_default_run_is_the_full_profile_cell_by_cell(backend: str) -> None:
-    whole = records(Selection(backends=backend, experiments="call,training"))  # other kinds are in no profile
+    whole = records(Selection(backends=backend, experiments="call,contract,training"))  # other kinds are in no profile
     assert [missing(whole, name) for name in PROFILES] == [[]] * len(PROFILES)
     for taken in whole[::397]:  # a few: each takes a look at all
         assert missing([record for record in whole if record is not taken], "full") == [taken.id]
@@ -37,7 +37,7 @@ def test_a_users_kernel_has_each_case_of_a_profile(tmp_path: Path) -> None:
     path.write_text("def mine(q, k, v, *, causal=False, scale=None):\n    return q\n")
     whole = records(Selection(kernel=(f"{path}:mine",)))
     assert missing(whole, "full", "mine.py:mine") == []
-    calls = [record for record in whole if record.experiment == "call"]
+    calls = [record for record in whole if record.experiment in ("call", "contract")]
     assert missing(calls, "inference", "mine.py:mine") == []
     trained = [record.id for record in whole if record.experiment == "training"]
     assert missing(calls, "full", "mine.py:mine") == trained
@@ -45,9 +45,9 @@ def test_a_users_kernel_has_each_case_of_a_profile(tmp_path: Path) -> None:
 
 
 def test_profiles_need_no_device_and_ask_the_same_of_every_one() -> None:
-    asked = profile("full").suite
-    assert asked["cuda"] == asked["ascend"] == asked["cpu"]
-    assert asked["interpreter"] == {}
+    asked = profile("full").kernels_on
+    assert asked("cuda") == asked("ascend") == asked("torch:mps") == asked("cpu")
+    assert asked("interpreter") == {}
 
 
 def test_the_hash_is_of_what_is_asked_for() -> None:

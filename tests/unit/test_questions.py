@@ -31,8 +31,7 @@ from tiebreak.matrix.questions.log_sum_exp import judge_lse
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, misaligned, transposed, within_nan
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 from tiebreak.reports.tables.texts import worst
@@ -94,7 +93,7 @@ def splitting(partial: torch.dtype = torch.float32, shortest: int = 1) -> Callab
 )
 def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], fmt: Format) -> None:
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
-    assert all(record.measures.keys() <= {each.name for each in USAGE.measured} for record in outcomes.values())
+    assert all(record.measures.keys() <= USAGE.measured.keys() for record in outcomes.values())
     assert {name: record.reasons for name, record in outcomes.items() if record.outcome != records.MEASURED} == {
         "log_sum_exp": ("returns O alone, no log-sum-exp",)
     }

@@ -20,8 +20,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
 from tiebreak.reports.page import mechanism
 from tiebreak.reports.records.record import CLAIM, HELD, PREDICTION
@@ -197,11 +196,11 @@ def test_added_backend_does_all_kinds_of_experiments_on_a_device_without_fp64(tm
     done = subprocess.run([sys.executable, STAND_IN, example], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert [text.split(" ")[-1] for text in answer["refused"]] == ["float64", "stand_in"], "the stand-in is too kind"
+    assert [text.split(" ")[-1] for text in answer["refused"]] == ["float64", "CPU"], "the stand-in is too kind"
     device, cpu = answer["device"], answer["cpu"]
     assert device["call"] == cpu["call"]
     assert device["call"][0] == HELD
-    assert device["losses"] == cpu["losses"]
+    assert [device[name] for name in ("losses", "log_probabilities")] == [cpu["losses"], cpu["log_probabilities"]]
     # Which are sums, over tensors that lie in another order in memory.
     assert device["monitors"] == pytest.approx(cpu["monitors"], rel=1e-6, nan_ok=True)
     assert device["fingerprint"] == cpu["fingerprint"]

@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
+from tiebreak import plugins
+
 CHECKOUT = Path(__file__).parents[2]
 PUBLIC = "tiebreak.kernels.public"  # the package that is installed as tiebreak itself
+CORE_LINES = 19_500  # at most, of modules that are no plug-in's and are shipped
+PLUGIN_ROW = re.compile(r"\| [\w, ]+ \| ((?:`[\w/]+(?:/|\.py)` ?)+)\|")
 ROW = re.compile(r"\| `([\w/]+)/` \| `tiebreak\.(\w+)` \| ([\w, ]+) \|")
 
 
@@ -78,6 +82,20 @@ def _imported(name: str, module: Module) -> Iterator[str]:
                 yield told
 
 
+def plug_ins() -> list[str]:
+    """The folders and files of CONTRIBUTING.md's table of plug-ins, from the checkout."""
+    rows = PLUGIN_ROW.findall((CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    return [place for row in rows for place in re.findall("`(.+?)`", row)]
+
+
+def is_core(name: str) -> bool:
+    """Whether a module is shipped and no plug-in's."""
+    if _room(name) in ("defects", "studies"):
+        return False
+    inside = "/".join([ROOMS[_room(name)].folder, *name.split(".")[2:]])
+    return not any(f"{inside}/".startswith(place) or f"{inside}.py" == place for place in plug_ins())
+
+
 def broken_arrows(arrows: Mapping[str, set[str]]) -> list[str]:
     """Imports that the table does not allow, one line each."""
     return [
@@ -117,7 +135,7 @@ def test_the_table_names_every_room_where_it_is_installed_from() -> None:
     data = {f"tiebreak.reports.{name}" for name in ("baselines", "known", "platforms")}  # without a module
     assert set(settings["packages"]) == packages - {PUBLIC} | {"tiebreak"} | data
     links = {path.name: path.resolve() for path in (CHECKOUT / ".typing/tiebreak").iterdir()}
-    public = {"__init__.py": CHECKOUT / "kernels/public/__init__.py"}
+    public = {name: CHECKOUT / "kernels/public" / name for name in ("__init__.py", "plugins.py")}
     assert links == {name: CHECKOUT / room.folder for name, room in ROOMS.items()} | public
 
 
@@ -128,6 +146,31 @@ def test_every_import_goes_along_an_arrow() -> None:
 
 def test_no_modules_import_one_another() -> None:
     assert circle(drawn()) == []
+
+
+def test_the_core_imports_no_plug_in() -> None:
+    assert len(plug_ins()) > 20, "the table was not read"
+    assert [place for place in plug_ins() if not (CHECKOUT / place).exists()] == []
+    core = [name for name in drawn() if is_core(name)]
+    imported = {(name, other) for name in core for other in drawn()[name] if not is_core(other)}
+    assert imported == set()
+
+
+def test_the_core_is_small() -> None:
+    lines = {name: module.text.count("\n") for name, module in modules().items() if is_core(name)}
+    assert 10_000 < sum(lines.values()) <= CORE_LINES
+
+
+def test_what_is_plugged_in_is_a_plug_in_s_and_loads() -> None:
+    groups = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    registered = {name: group for name, group in groups.items() if name.startswith("tiebreak.")}
+    assert len(registered) > 3
+    for group, entries in registered.items():
+        assert set(entries) <= set(plugins.registered(group))
+        for name, target in entries.items():
+            assert plugins.registered(group)[name].entry.value == target
+            assert not is_core(target.partition(":")[0])
+            assert plugins.loaded(group, name) is not None
 
 
 @pytest.mark.parametrize(

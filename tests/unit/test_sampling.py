@@ -14,13 +14,11 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix import sampling
 from tiebreak.matrix.experiment import Cell, time_limit
+from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.matrix.identification.known import KnownPlans
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.reports.records.record import UNDECIDED
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -36,7 +34,7 @@ def _theirs(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> Att
 
 
 KERNEL = Kernel("theirs", _theirs, None, has_backward=False, takes=COMMON, external=True)
-KNOWN: dict[tuple[str, str, str], KnownPlans] = {}  # its plan is looked for once
+SETTLED = dict[tuple[str, str, str], Settled]()  # its plan is looked for once
 CELL = Cell(CPU, KERNEL, Call(CASES["random"]), BF16)
 
 
@@ -46,8 +44,8 @@ def test_a_look_is_left_out_for_which_the_time_is_too_short(
 ) -> None:
     """Each look takes ten seconds by this clock; three times the time so far is what the next one may come to."""
     clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(sampling, "process_time", lambda: next(clock))
-    record = run_cell(CELL, Workbench(Settings(heads=16, cell_timeout=seconds), _known=KNOWN))
+    monkeypatch.setattr(call, "process_time", lambda: next(clock))
+    record = run_cell(CELL, Workbench(Settings(heads=16, cell_timeout=seconds), settled=SETTLED))
     assert record.heads == looked_at
     assert record.verdict == UNDECIDED
 

@@ -116,7 +116,7 @@ def test_a_users_kernel_runs_alone_on_the_cpu_and_never_in_the_emulation(mine: s
     assert chosen(Selection(kernel=(mine,), cases="random")) == ["cpu-mine-random-bf16"]
     # With a plan the emulation would compare that plan with itself, and every kernel would pass.
     message = (
-        r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, interpreter, ptx, cuda, ascend"
+        r"^a kernel of your own runs on a device, not in the emulation: --backend cpu, ascend, cuda, interpreter, ptx"
     )
     with pytest.raises(UsageError, match=message):
         cells(Selection(backends="emulation", kernel=(mine,), plan="fused"))

@@ -18,8 +18,8 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
-from tiebreak.programs import shrink
-from tiebreak.programs.shrink_search import FINITE, MANY, Part, Shrinker, cut
+from tiebreak.programs.shrink import command as shrink
+from tiebreak.programs.shrink.search import FINITE, MANY, Part, Shrinker, cut
 from tiebreak.reports import cli
 
 CASES = {case.name: case for case in SCRIPTED}

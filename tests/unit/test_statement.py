@@ -21,7 +21,6 @@ from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
-from tiebreak.cases.measures import core
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects import mutations
 from tiebreak.defects.mutations import consistent_edits, found, leaves, name_of, plain_of, unnoticed
@@ -29,18 +28,17 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.roster import composed_kernel
-from tiebreak.matrix import options
+from tiebreak.matrix import measures, options
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import CaseBench, Workbench
-from tiebreak.programs import profiles, verification
-from tiebreak.programs import statement as program
-from tiebreak.programs.verification import judged, recomputed, sample
+from tiebreak.matrix.workbench import CaseBench, Settings, Workbench
+from tiebreak.programs.statement import command as program
+from tiebreak.programs.statement import profiles, verification
+from tiebreak.programs.statement.verification import judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import main
 from tiebreak.reports.gate.consistency import differing
@@ -77,7 +75,7 @@ def mine(q, k, v, *, causal=False, scale=None):
 """
 Calls = Callable[..., tuple[int, list[str]]]
 Keep = Callable[..., Path]
-WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "repeatable"\nreason = "issue 12"\nexpires = 2999-01-31\n'
+WAIVER = '[[expected]]\ncells = "cpu-sdpa_math-*"\ncheck = "bound"\nreason = "issue 12"\nexpires = 2999-01-31\n'
 
 
 def made(kernels: Sequence[tuple[Backend, Kernel]], kernel: str | None, name: str) -> Run:
@@ -86,7 +84,7 @@ def made(kernels: Sequence[tuple[Backend, Kernel]], kernel: str | None, name: st
     asked = [*(offered[case] for case in CASES), *(kinds()["usage"].experiments[:1] if kernel else ())]
     cells = [Cell(*pair, each, BF16) for each in asked for pair in kernels]
     bench = Workbench(Settings())
-    platform = describe().as_dict() | {"commit": COMMIT, "fingerprint": {"cpu": {"matmul_subnormals": "kept"}}}
+    platform = describe() | {"commit": COMMIT, "fingerprint": {"cpu": {"matmul_subnormals": "kept"}}}
     platform |= {"evidence": {cell.backend.name: cell.backend.evidence for cell in cells}}
     typed = {"seed": "1", "heads": "256", "kernel": kernel, "dtype": "bf16",
              "cases": ",".join(each.name for each in asked)}  # fmt: skip
@@ -223,7 +221,7 @@ def changing(name: str, change: Callable[[Record], Record]) -> Callable[[Run], R
 def test_a_statement_of_a_run_verifies_and_says_what_nobody_can_check(stated: Path, verified: Calls) -> None:
     assert sorted(path.name for path in stated.iterdir()) == ["records-1.json", "statement.json", "summary.md"]
     summary = (stated / "summary.md").read_text(encoding="utf-8")
-    for told in (describe().cpu, COMMIT, "10 cells: ", "two cases", "sdpa_math", "flash@paper", "1 of 1"):
+    for told in (describe()["cpu"], COMMIT, "10 cells: ", "two cases", "sdpa_math", "flash@paper", "1 of 1"):
         assert told in summary
     code, (told, *unchecked) = verified(stated, "--sample", "99")
     assert code == 0
@@ -286,7 +284,7 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
     f"{VENDORS}: answers.bound: not asked, and such a cell is: largest error is 3 times": changing(
         VENDORS,
         lambda cell: replace(cell, measures={**cell.measures, "error_over_bound": 3.0},
-                             answers={"claim": cell.answers["repeatable"]}),
+                             answers={"claim": cell.answers["finite"]}),
     ),
     f"missing: {VENDORS}, which profile small asks for": lambda run: replace(
         run, records=tuple(record for record in run.records if record.id != VENDORS)
@@ -525,10 +523,13 @@ def test_a_statement_that_is_none_is_one_line_and_exit_code_2(
 
 @pytest.fixture
 def failing(keep: Keep, ran: Run) -> Path:
-    """A run in which a kernel of the backend's own did not repeat to the bit, as it says, excused in the run itself."""
+    """A run in which a kernel of the backend's own errs beyond its bound, as it says, excused in the run itself."""
     (record,) = (cell for cell in ran.records if cell.id == VENDORS)
-    answers = {**record.answers, "repeatable": Answer(False, "the same bits twice", "other bits")}
-    changed = {VENDORS: {"answers": answers, "outcome": "fell", "excused": "so it is in baseline.json"}}
+    answers = {**record.answers, "bound": replace(record.answers["bound"], met=False, why="too large")}
+    measures = {**record.measures, "error_over_bound": 3.0}
+    changed = {
+        VENDORS: {"answers": answers, "measures": measures, "outcome": "fell", "excused": "so it is in baseline.json"}
+    }
     return keep(changed, "failing")
 
 
@@ -539,10 +540,10 @@ def test_what_fell_makes_the_statement_fall_unless_a_waiver_covers_it_until_its_
     waivers.write_text(WAIVER)
     assert stating(failing)[0] == 1
     assert "10 cells: 9 held, 1 fell" in (folder / "summary.md").read_text()
-    assert verified(folder) == (1, [f"refused: fell, and no waiver: {VENDORS}: other bits"])
+    assert verified(folder) == (1, [f"refused: fell, and no waiver: {VENDORS}: too large"])
     assert stating(failing, "--waivers", waivers)[0] == 0
     assert "issue 12" in (folder / "summary.md").read_text()
-    message = "refused: waiver cpu-sdpa_math-*, repeatable: expired on 2999-01-31"
+    message = "refused: waiver cpu-sdpa_math-*, bound: expired on 2999-01-31"
     for today, expected in ((date(2999, 1, 31), 0), (date(2999, 2, 1), (1, [message]))):
         monkeypatch.setattr("tiebreak.reports.gate.expected.date", SimpleNamespace(today=lambda today=today: today))
         told = verified(folder)
@@ -553,9 +554,9 @@ def test_what_fell_makes_the_statement_fall_unless_a_waiver_covers_it_until_its_
     ("change", "message"),
     [
         (("expires = 2999-01-31\n", ""), "expected[0].expires: missing: a waiver of a statement has a last day"),
-        (("2999-01-31", "2020-01-31"), "waiver cpu-sdpa_math-*, repeatable: expired on 2020-01-31"),
-        (("repeatable", "bound"), "waiver cpu-sdpa_math-*, bound: covers nothing: every cell that it names meets"),
-        (("sdpa_math", "nothing"), "waiver cpu-nothing-*, repeatable: covers nothing"),
+        (("2999-01-31", "2020-01-31"), "waiver cpu-sdpa_math-*, bound: expired on 2020-01-31"),
+        (("bound", "finite"), "waiver cpu-sdpa_math-*, finite: covers nothing: every cell that it names meets"),
+        (("sdpa_math", "nothing"), "waiver cpu-nothing-*, bound: covers nothing"),
     ],
 )
 def test_a_waiver_that_does_not_hold_is_refused_and_nothing_is_written(
@@ -652,8 +653,8 @@ UNKNOWN = {
     "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
 }
 #: Answers of a user's kernel of which no number is recorded, or not all that they rest on.
-UNTOLD = {"repeatable", "contract", "claim", "usage"}
-OF_O = {"row_coherence", "row_coherence_independent", *(measure.name for measure in core.MEASURES)}
+UNTOLD = {"claim", "usage"}
+OF_O = {"row_coherence", "row_coherence_independent", *measures.OF_O}
 OF_GRADIENTS = frozenset(verification._OF_GRADIENTS)  # what equal bits of O tell nothing of
 
 

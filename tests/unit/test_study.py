@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs import resumable
+from tiebreak.laboratory import resumable
 from tiebreak.studies import study
 from tiebreak.studies.study import Study
 

@@ -13,8 +13,8 @@ from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import sweep as program
 from tiebreak.laboratory.reduced import Reduction
 from tiebreak.laboratory.sweep import Task, batches, parse, run, settings
+from tiebreak.laboratory.sweep_store import RUNS, Place, SweepRun, read_sweep
 from tiebreak.reports.cli import main
-from tiebreak.reports.sweeps.store import RUNS, Place, SweepRun, read_sweep
 
 SMALL = "--layers 3 --heads 2 --width 8 --context 8 --sequences 2 --warm-up 1 --attention same --steps 3 --workers 1"
 QUICK = [*SMALL.split(), "--formats", "E8M7", "--kernels", "flash@paper", "--lr", "1e-2"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiebreak.programs import sysroot
-from tiebreak.programs.sysroot import Pin, pins
+from tiebreak.programs.levels import sysroot
+from tiebreak.programs.levels.sysroot import Pin, pins
 from tiebreak.reports.errors import UsageError
 
 
@@ -89,6 +89,7 @@ def test_the_python_runs_under_qemu_with_this_suite(home: Path, tmp_path: Path) 
     assert words[-4].endswith("/usr/bin/python3.11")
     assert "TIEBREAK_QEMU=8.0" in words
     assert (program.parent / "tiebreak" / "kernels" / "plans.py").is_file()
+    assert (program.parent / "tiebreak" / "plugins.py").is_file()
 
 
 @pytest.mark.parametrize(

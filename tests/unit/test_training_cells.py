@@ -15,8 +15,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.training import KIND, TrainingRun, trained_kernel
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord, Shown
 
@@ -126,7 +125,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
     assert record.met("loss")
     described = TrainingRun(SHORT).described()
     assert (described.label, described.headline, record.evidence["paper"]) == ("A", "delta_error_mean", "fails")
-    assert set(record.measures) == {each.name for each in KIND.measured}
+    assert set(record.measures) == set(KIND.measured)
     mean = record.number("delta_error_mean")
     assert record.shown == Shown("delta_error_mean", mean, spec="+.1e")
     assert record.number("finite_steps") == record.number("steps") == SHORT.steps

@@ -34,7 +34,7 @@ from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, PLANS, PRESETS, Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
-from tiebreak.kernels.triton.launch import Call, run
+from tiebreak.kernels.triton.launch import run
 from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
 
@@ -324,7 +324,7 @@ def test_padding_is_not_seen(first: int, kernel: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["triton_fair", "triton_paper", "triton_standard"])
-def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_takes(
+def test_the_bits_depend_neither_on_the_query_block_nor_on_the_programs_that_run_together(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Integers and equal keys: every sum is exact, in whatever order a matrix product of another shape adds up.
@@ -334,8 +334,7 @@ def test_the_bits_depend_neither_on_the_query_block_nor_on_the_heads_a_program_t
     together = _run(inputs, declaration).o
     for queries in (16, 32):
         assert torch.equal(_run(inputs, replace(declaration, block=Block(queries, 64))).o, together)
-    monkeypatch.setattr("tiebreak.kernels.triton.launch._TILE_ELEMENTS", 1)
-    assert Call.from_inputs(inputs, declaration).tiled(declaration.block, 4)[0].heads == 1
+    monkeypatch.setattr("tiebreak.backends.interpreter.programs._MOST_AT_ONCE", 1)
     assert torch.equal(_run(inputs, declaration).o, together)
 
 

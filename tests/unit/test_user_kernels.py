@@ -18,7 +18,7 @@ from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.records.record import CLAIM, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
 
 MatrixRun = Callable[..., pytest.RunResult]

@@ -17,8 +17,8 @@ from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.record_collector import RecordCollector
-from tiebreak.matrix.settings import Settings
 from tiebreak.matrix.watch import Watch, timed_out
+from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, MEASURED, TIMED_OUT, Run
 

@@ -29,7 +29,7 @@ def named(heading: str) -> set[str]:
     ("heading", "known"),
     [
         ("Rounding plans", set(PLANS)),
-        ("Measures", {each.name for kind in kinds().values() for each in kind.measured}),
+        ("Measures", {name for kind in kinds().values() for name in kind.measured}),
         ("Checks", set(checks())),
     ],
 )
@@ -41,7 +41,7 @@ def test_names_are_some_that_there_are(heading: str, known: set[str]) -> None:
 def test_every_measure_of_a_training_claim_is_one_of_them() -> None:
     snippets = SNIPPETS.values()
     named = {claim.measure for each in snippets for claim in each.claims} | {each.headline for each in snippets}
-    assert named <= {each.name for each in kinds()["training"].measured}
+    assert named <= kinds()["training"].measured.keys()
 
 
 def test_every_outcome_and_verdict_has_a_row() -> None:

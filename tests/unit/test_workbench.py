@@ -19,13 +19,11 @@ from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FP32_PLAN, Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
-from tiebreak.matrix import sharing
+from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.sharing import SharedEmulation
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, SharedEmulation, Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
 
@@ -85,7 +83,7 @@ def test_nothing_is_remembered_of_an_operand_that_was_forgotten_meanwhile(
     shared.exp(p, Exponential())
     with monkeypatch.context() as narrow:
         # Room for p and its exponential, but not for p in fp64, of which the product is made.
-        narrow.setattr(sharing, "_KEPT", 2 * p.numel())
+        narrow.setattr(workbench, "_KEPT", 2 * p.numel())
         shared.matmul(p, k, FP32_PLAN.s, Accumulator.EXACT)
     p.data.neg_()  # unseen by its version, as what is made anew in its place
     shared.exp(p, Exponential())

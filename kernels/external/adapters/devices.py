@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.options import NO_BACKWARD, kernel
+from tiebreak.kernels.external.adapters.foreign import Foreign
+from tiebreak.kernels.external.options import NO_BACKWARD, kernel, needs
 from tiebreak.kernels.npu import causal_mask
 
 _ALL = -1, -1  # a window of all keys

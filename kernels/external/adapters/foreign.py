@@ -2,17 +2,14 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any
 
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 
-_ATTRIBUTE = "__tiebreak_needs__"
-_F = TypeVar("_F", bound=Callable[..., Any])
 _BACKENDS = {"cuda": "cuda", "npu": "ascend"}  # of this suite, by device type
 
 
@@ -83,19 +80,3 @@ class Foreign:
         with suppress(PackageNotFoundError):
             release = version(self.distribution)
         return f"{self.distribution} {release}"
-
-
-def needs(*foreign: Foreign) -> Callable[[_F], _F]:
-    """Say which functions of other packages an adapter calls."""
-
-    def mark(function: _F) -> _F:
-        setattr(function, _ATTRIBUTE, foreign)
-        return function
-
-    return mark
-
-
-def needs_of(function: object) -> tuple[Foreign, ...]:
-    """Which functions of other packages an adapter calls; none of any other function."""
-    foreign = getattr(function, _ATTRIBUTE, ())
-    return foreign if isinstance(foreign, tuple) else ()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.options import kernel
+from tiebreak.kernels.external.adapters.foreign import Foreign
+from tiebreak.kernels.external.options import kernel, needs
 from tiebreak.kernels.formats import BF16, FP32
 
 _TPU = "jax.experimental.pallas.ops.tpu"

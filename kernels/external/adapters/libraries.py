@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiebreak.kernels.external.adapters.foreign import Foreign, needs
-from tiebreak.kernels.external.options import NO_BACKWARD, kernel
+from tiebreak.kernels.external.adapters.foreign import Foreign
+from tiebreak.kernels.external.options import NO_BACKWARD, kernel, needs
 from tiebreak.kernels.formats import FP16, FP32
 
 HF_EAGER = Foreign("transformers.models.llama.modeling_llama:eager_attention_forward", "transformers", "4.48 to 5.23")

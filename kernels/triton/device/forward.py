@@ -5,14 +5,14 @@ import triton.language as tl
 
 from .rounding import absorb, cast, narrow, rounded, row_state
 from .softmax import exp, hide, log, propose, scores
-from .tiles import across, dot, down, first_head, load, row_max, row_sum, store, transposed, zeros
+from .tiles import across, dot, down, load, row_max, row_sum, store, zeros
 
 
 @triton.jit(do_not_specialize=["dither_start", "cast_start"])
 def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
     """O and the log-sum-exp of one block of queries.
 
-    Grid: (blocks of queries, batch x query heads / C.heads).
+    Grid: (blocks of queries, batch x query heads).
 
     Args:
         Q, O: (batch x heads, queries, d), contiguous.
@@ -24,13 +24,13 @@ def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C
         cast_start: the same for the stream of O's cast.
         C: `Config`.
     """
-    head = first_head(1, C)
+    head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * C.block.queries
-    row = down(first, C.block.queries, C)
+    row = down(first, C.block.queries)
     q = load(Q, head, row, queries, C)
-    m = zeros(C.block.queries, 1, C) - float("inf")
-    l = zeros(C.block.queries, 1, C)
-    o_bar = zeros(C.block.queries, C.block_d, C)
+    m = zeros(C.block.queries, 1) - float("inf")
+    l = zeros(C.block.queries, 1)
+    o_bar = zeros(C.block.queries, C.block_d)
     dither = l
     if C.shift.dithered:
         dither = row_state(dither_start, head, row, C).to(tl.float32) * (1.0 / 4294967296.0)
@@ -39,7 +39,7 @@ def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C
         m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, C.padded)
     for start in range(whole, end, C.block.keys):
         m, l, o_bar = attend(q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C, True)
-    finish(O, PADDING, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d, C)), cast_start, C)
+    finish(O, PADDING, head, row, queries, keys, tl.div_rn(o_bar, l + zeros(1, C.block_d)), cast_start, C)
     write_lse(LSE, head, row, queries, (m + log(l, C) - C.log_raised) * (1.0 / C.unit), C)
 
 
@@ -50,22 +50,22 @@ def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, 
     S is computed three times and never held: for a row's maximum, for its sum, for O. Arguments and grid as of
     `forward`; `dither_start` is not used.
     """
-    head = first_head(1, C)
-    row = down(tl.program_id(0) * C.block.queries, C.block.queries, C)
+    head = tl.program_id(1).to(tl.int64)
+    row = down(tl.program_id(0) * C.block.queries, C.block.queries)
     q = load(Q, head, row, queries, C)
-    m = zeros(C.block.queries, 1, C) - float("inf")
+    m = zeros(C.block.queries, 1) - float("inf")
     for start in range(0, keys, C.block.keys):
         m = tl.maximum(m, row_max(visible_scores(q, K, PADDING, head, row, start, queries, keys, C)))
     shift = tl.where(m == float("-inf"), 0.0, m)
-    l = zeros(C.block.queries, 1, C)
+    l = zeros(C.block.queries, 1)
     for start in range(0, keys, C.block.keys):
         l += row_sum(exp(visible_scores(q, K, PADDING, head, row, start, queries, keys, C) - shift, C))
-    o = zeros(C.block.queries, C.block_d, C)
+    o = zeros(C.block.queries, C.block_d)
     P_BAR: tl.constexpr = C.plan.p_bar
     for start in range(0, keys, C.block.keys):
         p = exp(visible_scores(q, K, PADDING, head, row, start, queries, keys, C) - shift, C)
-        v = load(V, head // C.groups, down(start, C.block.keys, C), keys, C)
-        o = dot(narrow(tl.div_rn(p, l + zeros(1, C.block.keys, C)), P_BAR), v, o)
+        v = load(V, head // C.groups, down(start, C.block.keys), keys, C)
+        o = dot(narrow(tl.div_rn(p, l + zeros(1, C.block.keys)), P_BAR), v, o)
     O_BAR: tl.constexpr = C.plan.o_bar
     finish(O, PADDING, head, row, queries, keys, cast(o, O_BAR), cast_start, C)
     write_lse(LSE, head, row, queries, (shift + log(l, C)) * (1.0 / C.unit), C)
@@ -74,9 +74,9 @@ def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, 
 @triton.jit
 def visible_scores(q, K, PADDING, head, row, start, queries, keys, C: tl.constexpr):
     """One tile of S, with -Inf where a query does not see a key."""
-    k = load(K, head // C.groups, down(start, C.block.keys, C), keys, C)
-    s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
-    return hide(s, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
+    k = load(K, head // C.groups, down(start, C.block.keys), keys, C)
+    s = scores(q, tl.trans(k), zeros(C.block.queries, C.block.keys), C)
+    return hide(s, PADDING, head, row, across(start, C.block.keys), queries, keys, C)
 
 
 @triton.jit
@@ -97,11 +97,11 @@ def attend(
     q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C: tl.constexpr, MASKED: tl.constexpr
 ):
     """The running shift, row sum and output after one more block of keys."""
-    key = down(start, C.block.keys, C)
+    key = down(start, C.block.keys)
     k = load(K, head // C.groups, key, keys, C)
-    s = scores(q, transposed(k, C), zeros(C.block.queries, C.block.keys, C), C)
+    s = scores(q, tl.trans(k), zeros(C.block.queries, C.block.keys), C)
     if MASKED:
-        s = hide(s, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
+        s = hide(s, PADDING, head, row, across(start, C.block.keys), queries, keys, C)
     largest = row_max(s)
     # A wholly masked block has no maximum to shift by.
     proposed = tl.where(largest == float("-inf"), largest, propose(s, largest, dither, C))
@@ -127,7 +127,7 @@ def attend(
     v = load(V, head // C.groups, key, keys, C)
     if C.plan.o_bar.narrows:
         O_BAR: tl.constexpr = C.plan.o_bar
-        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d, C)), O_BAR)
+        pv = cast(dot(p_bar, v, zeros(C.block.queries, C.block_d)), O_BAR)
         o_bar = cast(cast(alpha * o_bar, O_BAR) + pv, O_BAR)
     else:
         o_bar = dot(p_bar, v, alpha * o_bar)
@@ -142,7 +142,7 @@ def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr)
     elif C.causal:
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
     if C.plan.stochastic:
-        random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d, C))
+        random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d))
         FMT: tl.constexpr = C.plan.o.fmt
         o = rounded(o, random, FMT, "stochastic")
     CAST: tl.constexpr = C.plan.o
@@ -152,10 +152,10 @@ def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr)
 @triton.jit
 def blind(PADDING, head, row, queries, keys, C: tl.constexpr):
     """Whether a row sees no key. Its row sum does not tell: that is 0 too where every P-bar has underflowed."""
-    most = zeros(C.block.queries, 1, C) - float("inf")
+    most = zeros(C.block.queries, 1) - float("inf")
     for start in range(0, keys, C.block.keys):
-        shown = zeros(C.block.queries, C.block.keys, C)
-        shown = hide(shown, PADDING, head, row, across(start, C.block.keys, C), queries, keys, C)
+        shown = zeros(C.block.queries, C.block.keys)
+        shown = hide(shown, PADDING, head, row, across(start, C.block.keys), queries, keys, C)
         most = tl.maximum(most, row_max(shown))
     return most == float("-inf")
 

@@ -1,74 +1,58 @@
-"""Indices, loads, products and sums of tiles: of (rows, columns), or of (heads, rows, columns)."""
+"""Indices, loads, products and sums of tiles of (rows, columns)."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def first_head(axis: tl.constexpr, C: tl.constexpr):
-    """Index over batch and heads of what this program works on: a scalar, or (heads, 1, 1)."""
-    first = tl.program_id(axis).to(tl.int64) * C.heads
-    if C.heads == 1:
-        return first
-    else:
-        return tl.expand_dims(tl.expand_dims(first + tl.arange(0, C.heads), 1), 2)
-
-
-@triton.jit
-def down(start, SIZE: tl.constexpr, C: tl.constexpr):
+def down(start, SIZE: tl.constexpr):
     """Indices start, start + 1, ... along a tile's rows."""
-    index = tl.expand_dims(start + tl.arange(0, SIZE), 1)
-    return index if C.heads == 1 else tl.expand_dims(index, 0)
+    return tl.expand_dims(start + tl.arange(0, SIZE), 1)
 
 
 @triton.jit
-def across(start, SIZE: tl.constexpr, C: tl.constexpr):
+def across(start, SIZE: tl.constexpr):
     """Indices start, start + 1, ... along a tile's columns."""
-    index = tl.expand_dims(start + tl.arange(0, SIZE), 0)
-    return index if C.heads == 1 else tl.expand_dims(index, 0)
+    return tl.expand_dims(start + tl.arange(0, SIZE), 0)
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr):
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """An fp32 tile of zeros."""
-    if C.heads == 1:
-        return tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    else:
-        return tl.full([C.heads, ROWS, COLUMNS], 0.0, tl.float32)
+    return tl.full([ROWS, COLUMNS], 0.0, tl.float32)
 
 
 @triton.jit
 def load(base, head, row, length, C: tl.constexpr):
     """Rows, indices `down`, of a head of a (heads, length, d) tensor as a tile; zeros beyond its end."""
-    column = across(0, C.block_d, C)
-    pointers = base + head * (length * C.d) + row * C.d + column
-    if C.block_d == C.d:
-        return tl.load(pointers, mask=row < length, other=0.0)
-    else:
-        return tl.load(pointers, mask=(row < length) & (column < C.d), other=0.0)
+    return tl.load(places(base, head, row, length, C), mask=inside(row, length, C), other=0.0)
 
 
 @triton.jit
 def store(base, head, row, length, tile, C: tl.constexpr):
     """Write a tile to rows of a (heads, length, d) tensor. Arguments as for `load`."""
-    column = across(0, C.block_d, C)
-    pointers = base + head * (length * C.d) + row * C.d + column
-    tl.store(pointers, tile, mask=(row < length) & (column < C.d))
+    tl.store(places(base, head, row, length, C), tile, mask=inside(row, length, C))
+
+
+@triton.jit
+def places(base, head, row, length, C: tl.constexpr):
+    """Pointers to such rows."""
+    return base + head * (length * C.d) + row * C.d + across(0, C.block_d)
+
+
+@triton.jit
+def inside(row, length, C: tl.constexpr):
+    """Whether they lie in the tensor."""
+    if C.block_d == C.d:
+        return row < length
+    else:
+        return (row < length) & (across(0, C.block_d) < C.d)
 
 
 @triton.jit
 def load_rows(base, head, index, length):
     """One number a row of a (heads, length) tensor, wherever `index` lies in a tile; zeros beyond its end."""
     return tl.load(base + head * length + index, mask=index < length, other=0.0)
-
-
-@triton.jit
-def transposed(x, C: tl.constexpr):
-    """A tile with rows and columns swapped."""
-    if C.heads == 1:
-        return tl.trans(x)
-    else:
-        return tl.permute(x, (0, 2, 1))
 
 
 @triton.jit

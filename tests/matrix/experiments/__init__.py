@@ -1,19 +1,23 @@
 """Experiments: what a backend and a kernel are put through, to a result, by kinds.
 
 A kind offers experiments by name (`--cases` chooses among them), says which kernels each is for, runs one cell, and
-describes its measures. It is found by being in a module of this folder.
+describes its measures. A call and its contract are the core's; the others are plug-ins.
 """
 
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 
 from tiebreak.matrix.experiment import Kind
+from tiebreak.matrix.experiments import call, contract
+from tiebreak.plugins import Door
 
 
 @cache
 def kinds() -> Mapping[str, Kind]:
-    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Kind)]
-    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+    return dict(
+        sorted(
+            Door("tiebreak.experiments", Kind, {kind.name: kind for kind in (call.KIND, contract.KIND)})
+            .usable()
+            .items()
+        )
+    )

@@ -5,44 +5,46 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from time import process_time
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.cases.batch import Batch, trace
+from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
-from tiebreak.cases.claims import bias_text, of_tied_outputs, predicted
-from tiebreak.cases.errors import difference, signed_error_ulps
+from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
+from tiebreak.cases.errors import Errors, difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
-from tiebreak.cases.measures import HeadErrors, MoreGradients, Observed, Value, call_measures
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
-from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Verdict, heads_to_tell
+from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN
+from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel
+from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.attribution import HeldTo, attributed, plan_held_to, slip_bits
+from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, on_device
-from tiebreak.matrix.checks import Check
-from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
-from tiebreak.matrix.identification.known import KnownPlans
+from tiebreak.matrix.candidates import accepted, on_device, tilings
+from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks
+from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
+from tiebreak.matrix.measures import CALL_MEASURES, measured
 from tiebreak.matrix.off import gradient_off, o_off
-from tiebreak.matrix.repetition import repetition
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sampling import Sample, batches_of, looks
+from tiebreak.matrix.sample import OnTheWhole, Sample
+from tiebreak.matrix.settling import settled
 from tiebreak.matrix.trial import failed_trial
-from tiebreak.matrix.workbench import CaseBench, Fit, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
@@ -51,6 +53,8 @@ NO_WORSE = "no more bias than a correctly rounded O", "--no-worse-than rounded" 
 _GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
 _CAPTURED = "captured from training runs"
 _LONG = 600.0  # seconds that a call which is run on request may take
+_NEXT_LOOK = 3.0  # times the time so far: when one more look is done, for gradients too
+FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
 _SHRUNK = 0.9  # an output of less than this share of the reference is shown as such
 
 
@@ -150,127 +154,153 @@ class Call(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        case, kernel, case_bench = self.case, cell.kernel, bench.case(self.case, cell.fmt)
-        known = bench.known(cell.backend, kernel, cell.fmt)
-        sample, fits, held_to = _looked_at(cell, case_bench, known)
-        outputs = sample.outputs
-        repeated = repetition(cell, outputs[0], case_bench.batch(0).inputs)
-        observed = replace(
-            _observed(sample, held_to),
-            predicted=sample.prediction,
-            equal_bits=sample.equal_bits,
-            rounded=sample.rounded,
-            equal_gradients=repeated.equal_gradients,
-        )
-        observed, backward = _with_gradients(observed, sample, held_to, repeated.other_gradients, known)
-        measures = {name: measure.of(observed) for name, measure in call_measures().items()}
+        sample, backward = _with_gradients(*_drawn(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
+        measures, held_to, errors = measured(sample), sample.held_to, sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
-        tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
+        tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
             measures=measures,
-            shown=shown(sample.errors.nonfinite, sample.errors.gain, sample.errors.bias.mean, verdict),
+            shown=shown(errors.nonfinite, errors.gain, errors.bias.mean, verdict),
             verdict=verdict,
             tied=tied,
             in_training=in_training,
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
-            backward_error=outputs[0].backward_error,
+            backward_error=sample.outputs[0].backward_error,
             held_to=held_to.plan if held_to else None,
             refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
-            gradient_heads=_gradient_heads(observed),
-            repeatable=repeated.same,
-            failure=case.failure,
-            contract=kernel.external,
-            leaks=repeated.leaks,
+            gradient_heads=sample.gradient_heads,
+            failure=self.case.failure,
+            external=cell.kernel.external,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
             obstacle=sample.obstacle,
-            digest=digest(outputs[0]),
-            off=(o_off(observed), gradient_off(observed, measures)),
-            evidence=_evidence(sample, fits, backward),
+            digest=digest(sample.outputs[0]),
+            off=(o_off(sample), gradient_off(sample, measures)),
+            evidence=_evidence(sample, backward),
         )
 
 
-def _looked_at(cell: Cell, bench: CaseBench, known: KnownPlans) -> tuple[Sample, Mapping[str, Fit], HeldTo | None]:
-    """Draw heads until all that is asked of O is told; what it follows is known from the first."""
-    fits: Mapping[str, Fit] = {}
-    held_to = None
-    for sample in looks(cell, bench):
-        if len(sample.outputs) == 1:
-            fits = attributed(sample, known)
-            held_to = plan_held_to(sample, fits, known)
-        if sample.settled and _told(ACCURACY, _observed(sample, held_to)):
+def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+    """Draw heads until all that is asked of O is told, there are no more, the cap is reached or time is short.
+
+    A look draws as many heads as all before it did, and takes as long. What the kernel follows is known from the first.
+    """
+    began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
+    output = _output(cell, bench, 0)
+    declaration = _in_its_tiles(cell, bench, output)
+    sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
+    for look in range(LOOKS):
+        for index in batches_of(look):
+            if bench.has(index):
+                output = _output(cell, bench, index) if index else output
+                sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
+        if not look:
+            fits = attributed(sample, plan)
+            sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
+        exhausted = not bench.has(len(sample.outputs))
+        out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
+        sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
+        if exhausted or out_of_time or (sample.settled and _told(ACCURACY, sample)):
             break
-    return sample, fits, held_to
+    return sample, plan
 
 
-def _told(check: Check, observed: Observed) -> bool:
+def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
+    """What a kernel makes of one batch. Gradients are measured on the first alone."""
+    kernel, gradients = cell.kernel, bench.case.gradients and cell.kernel.has_backward
+    if kernel.declaration is not None and cell.backend.predicts:
+        return bench.emulated(index, kernel.declaration)[0]
+    run = kernel if index == 0 else delta_alone(kernel)
+    return cell.backend.run(run, bench.batch(index).inputs, gradients=gradients)
+
+
+def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
+    if cell.kernel.declaration is not None and cell.backend.predicts:
+        return bench.emulated(index, declaration)[1]
+    return bench.measure(index, output, declaration)
+
+
+def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Declaration:
+    """The declaration whose bounds a kernel is held to: a user's in the tiles that it works in.
+
+    A bound grows with the number of tiles: a kernel that declares nothing may work in the smallest.
+    """
+    declaration = cell.kernel.declaration or UNDECLARED
+    if not cell.kernel.external:
+        return declaration
+    tiled = tilings(declaration)
+    if cell.kernel.declaration is None or len(tiled) == 1:
+        return tiled[-1]
+    named = {str(each.block): each for each in tiled}
+    found = bench.batch(0).fits(output.o, named)
+    return named[max(found, key=lambda name: found[name].bits)]  # the first of equals
+
+
+def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
+    """What the case, or --fair, claims about such a kernel."""
+    case, kernel = bench.case, cell.kernel
+    if kernel.external and bench.settings.fair and case.failure:
+        return FAIR_CLAIM
+    if kernel.declaration is None or not kernel.external:
+        return case.claim_about(kernel.declaration, cell.fmt)
+    # Where a case cuts its rows into tiles, what it claims is of kernels that cut them too.
+    keys = bench.batch(0).inputs.k.shape[-2]
+    uncut = tiled.algorithm.tiled and keys > BLOCK.keys and tiled.block.keys > BLOCK.keys
+    return None if uncut else case.claim_about(tiled, cell.fmt)
+
+
+def _told(check: str, sample: Sample) -> bool:
     """Tell whether each interval that a check limits lies on one side of its limit, so that more heads tell no more."""
-    needed = {name for limit in check.limits for name in (limit.measure, limit.or_within)}
-    measures = recorded({name: measure.of(observed) for name, measure in call_measures().items() if name in needed})
-    return all(limit.kept(measures) is not None for limit in check.limits)
-
-
-def _observed(sample: Sample, held_to: HeldTo | None) -> Observed:
-    return Observed(
-        sample.errors,
-        sample.outputs,
-        [sample.bench.batch(index) for index in range(len(sample.outputs))],
-        sample.declaration,
-        held_to=held_to.errors(sample) if held_to else None,
-        normal=sample.bench.case.normal,
+    limits = checks()[check].described.limits
+    numbers = recorded(
+        measured(sample, {name for limit in limits for name in (limit.measure, limit.or_within) if name})
     )
+    return all(limit.kept(numbers) is not None for limit in limits)
 
 
-def _gradient_heads(observed: Observed) -> int:
-    inputs = observed.batches[0].inputs
-    key_heads = inputs.k.shape[0] * inputs.k.shape[1] + sum(len(more.delta) for more in observed.more_gradients)
-    return inputs.groups * key_heads
-
-
-def _with_gradients(
-    observed: Observed, sample: Sample, held_to: HeldTo | None, second_run: Gradients | None, known: KnownPlans
-) -> tuple[Observed, BackwardHeldTo | None]:
+def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeldTo | None]:
     """Draw heads until it is told whether gradients err too much; a user's are held to a known backward pass."""
-    cell, bench, (first, *_) = sample.cell, sample.bench, sample.outputs
+    cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
     if held_to is None or first.gradients is None or not bench.case.normal:
-        return observed, None
-    backward, heads, worst = None, list[Mapping[str, HeadErrors]](), None
+        return sample, None
+    backward = None
     if cell.kernel.external:
-        whole, runs = bench.batch(0), [run for run in (first.gradients, second_run) if run is not None]
-        backward = backward_held_to(first.gradients, first.o, held_to.declaration, whole, known)
-        heads = [backward.errors(run, first.o, whole) for run in runs]
-        worst = max(backward.worst(errors, run, first.o, whole) for errors, run in zip(heads, runs, strict=True))
-    elif sample.prediction is not None:
-        emulated = bench.emulated(0, sample.declaration)[0].gradients
-        predicted = None if emulated is None else MoreGradients.of(emulated, bench.batch(0))
-        observed = replace(observed, predicted_gradients=predicted)
-    observed, more = replace(observed, backward_heads=heads, worst_gradient=worst), list[MoreGradients]()
+        shown = plan.backward if held_to.plan == plan.followed else None
+        backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
+        sample = _beside(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, observed):
+        if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, sample):
             break
         for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
             if output.gradients is None:
                 continue
-            more.append(MoreGradients.of(output.gradients, batch))
-            if backward is not None and worst is not None:
-                errors = backward.errors(output.gradients, output.o, batch)
-                heads[0] = {name: mine.joined(errors[name]) for name, mine in heads[0].items()}
-                worst = max(worst, backward.worst(errors, output.gradients, output.o, batch))
-        observed = replace(observed, backward_heads=heads, worst_gradient=worst, more_gradients=more)
-    return observed, backward
+            more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
+            sample = replace(sample, more_gradients=more)
+            if backward is not None:
+                sample = _beside(sample, backward, output.gradients, output.o, batch)
+    return sample, backward
 
 
-def _evidence(sample: Sample, fits: Mapping[str, Fit], backward: BackwardHeldTo | None) -> dict[str, Any]:
+def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+    """The sample with a batch's errors of gradients, beside those of the backward passes that they are held to."""
+    errors, heads = backward.errors(made, o, batch), sample.backward_heads
+    joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
+    worst = backward.worst(errors, made, o, batch)
+    found = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
+    return replace(sample, backward_heads=joined, worst_gradient=found)
+
+
+def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
     """What a record keeps beside the measures: of the first batch."""
     cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
     evidence: dict[str, Any] = {}
-    if fits:
+    if sample.fits:
         evidence["fits"] = {
             name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
-            for name, fit in fits.items()
+            for name, fit in sample.fits.items()
         }
     slips = backward.slips if backward is not None else {}
     if cell.kernel.external and (sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite):
@@ -412,6 +442,6 @@ KIND = _Calls(
         agreement="equal_bits",
         carried="delta_bias_in_dq",
     ),
-    measured=tuple(call_measures().values()),
+    measured={name: measure.described for name, measure in CALL_MEASURES.items()},
     advice="triton_fp8 runs in the cases called fp8_... alone",
 )

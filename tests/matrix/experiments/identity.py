@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiebreak.cases.measures import Measure
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.kernel import CannotRunError, Kernel
-from tiebreak.matrix.backward_attribution import find_backward_pass
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.identity import identify
-from tiebreak.matrix.identification.known import UnidentifiedError
 from tiebreak.matrix.result import Result
+from tiebreak.matrix.settling import UnidentifiedError, asking, settled
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -33,11 +31,10 @@ class Identification(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
-            known = bench.known(cell.backend, cell.kernel, cell.fmt)
-            identity = identify(known, beyond_known=False)
+            settled(cell, bench)
+            identity = identify(asking(cell, bench), bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
-        find_backward_pass(known)
         share = identity.share or 0.0
         return Result(
             measures={_BITS: share},
@@ -53,5 +50,5 @@ KIND = Kind(
         "share of bits that the plan has of inputs by which it was not chosen; the verdict names it.",
     ),
     experiments=(Identification(),),
-    measured=(Measure(_BITS, "share of bits that the plan has, of inputs by which it was not chosen"),),
+    measured={_BITS: records.MeasureRecord("share of bits that the plan has, of inputs by which it was not chosen")},
 )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tiebreak.cases.gpt2 import fixture
-from tiebreak.cases.measures import Measure
 from tiebreak.kernels.formats import Format
 from tiebreak.matrix.experiment import Cell, Experiment, Kind
 from tiebreak.matrix.pairs import Side
@@ -46,7 +45,7 @@ class LogProbabilities(Experiment):
         return Result(
             measures=numbers,
             shown=records.Shown.of(_MEASURED["rms"], numbers[_MEASURED["rms"]], spec=".2e"),
-            contract=cell.kernel.external,
+            external=cell.kernel.external,
             # In fp32, as the logits are: log-softmax in fp64 has another last bit at each instruction-set level.
             digest=hashlib.sha256(read.log_probabilities.float().numpy().tobytes()).hexdigest()[:16],
             evidence={records.NUMBERS: records.NumbersRecord(_ABOUT, "nats", fixture.fixture().digest, kept)},
@@ -61,9 +60,11 @@ KIND = Kind(
         "rms error of its tokens' log-probabilities in nats.",
     ),
     experiments=(LogProbabilities(),),
-    measured=tuple(
-        Measure(own, f"{MEASURES[name].about}: with exact attention, then the kernel", MEASURES[name].unit, column=True)
+    measured={
+        own: records.MeasureRecord(
+            f"{MEASURES[name].about}: with exact attention, then the kernel", MEASURES[name].unit, column=True
+        )
         for name, own in _MEASURED.items()
-    ),
+    },
     on_request=True,
 )

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiebreak.cases.verdicts import LOOKS
+from tiebreak.cases.verdicts import LOOKS, batches_of
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
 from tiebreak.kernels.kernel import CannotRunError, Kernel
@@ -41,7 +41,7 @@ class _Asked(Experiment):
         session = Session(cell, bench.settings.seed, bench.settings.heads)
         found = self.comparing(session)
         for look in range(LOOKS):
-            for session.index in range(2**look // 2, 2**look):
+            for session.index in batches_of(look):
                 self.question.ask(session, found)
             if found.nothing:
                 raise CannotRunError("; ".join(session.refused))

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tiebreak.backends.backend import Backend
-from tiebreak.cases.gpt2.snippets import GROUP, MEASURED, SNIPPETS, Snippet, SnippetClaim, run_snippet
+from tiebreak.cases.gpt2.snippets import GROUP, SNIPPETS, Snippet, SnippetClaim, run_snippet
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.result import Claimed, Result
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import record as records
+from tiebreak.reports.records.record import MeasureRecord
 
 EMULATED_BACKWARD = "+emulated_backward"  # what the name of a kernel that trains with the suite's backward ends with
 _DIGITS = 6  # significant ones of a series: it is there to be drawn
@@ -45,6 +45,25 @@ def trained_kernel(variant: Variant) -> Kernel:
     return composed(variant.name, variant.scripted)
 
 
+#: What the numbers of a result are; all but `steps`, that the recipe asks for, are those of a snippet.
+MEASURED: Mapping[str, MeasureRecord] = {
+    "delta_error_mean": MeasureRecord("mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
+    "delta_error_drift": MeasureRecord("sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
+    "delta_error_share": MeasureRecord("size of the mean of s over that of delta_hp's sum: 1 of a delta of 0"),
+    "output_delta_error_mean": MeasureRecord("mean of s, had delta been computed from O: of rowsum(dO * error of O)"),
+    "direction_cosine": MeasureRecord("cosine of the error of dW_Q to R (paper, equation 3)"),
+    "repeated_rows": MeasureRecord("share of rows with a repeated maximum"),
+    "wq_norm_growth": MeasureRecord("spectral norm of W_Q, last over first"),
+    "row_max_first": MeasureRecord("mean largest logit of a row, at the start", "logits"),
+    "row_max_rise": MeasureRecord("mean largest logit of a row, last less first", "logits"),
+    "loss_first": MeasureRecord("loss of the first step", "nats"),
+    "loss_last": MeasureRecord("loss of the last step", "nats"),
+    "loss_rise": MeasureRecord("largest loss less the first", "nats"),
+    "finite_steps": MeasureRecord("steps with a loss that is a number; the first one without ends the run", "steps"),
+    "steps": MeasureRecord("steps that the run was to take", "steps"),
+}
+
+
 @dataclass(frozen=True)
 class TrainingRun(Experiment):
     kind: ClassVar[str] = "training"
@@ -71,6 +90,11 @@ class TrainingRun(Experiment):
             group=GROUP,
             figure=_FIGURES.get(snippet.headline),
         )
+
+    def told(self) -> Sequence[tuple[str, str]]:
+        claims = ((", ".join(sorted(claim.variants)), claim) for claim in self.snippet.claims)
+        rows = [("claim", f"{variants}: {claim.text} ({claim.source})") for variants, claim in claims]
+        return [("steps", str(self.snippet.steps)), *rows]
 
     def formats(self) -> Sequence[Format]:
         return (BF16,)
@@ -163,7 +187,7 @@ def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measur
         in_training=None if drifts is None else drifts.value,
         shown=records.Shown.of(snippet.headline, measures[snippet.headline], spec=snippet.spec),
         claims=tuple(_claimed(claim, measures) for claim in snippet.claims_about(_variant(kernel, settings))),
-        contract=kernel.external,
+        external=kernel.external,
     )
 
 
@@ -186,6 +210,6 @@ KIND = _TrainingRuns(
         pooled=True,
     ),
     experiments=tuple(map(TrainingRun, SNIPPETS.values())),
-    measured=tuple(MEASURED.values()),
+    measured=MEASURED,
     advice="kernels called ...@train run in the cases called train_... alone, and those in bf16 alone",
 )

@@ -13,14 +13,15 @@ from tiebreak.kernels.declarations import values_apart
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.bits import same_bits
+from tiebreak.kernels.roster import eight_bit_kernels
+from tiebreak.matrix.asking import Answer, Asked, threads
+from tiebreak.matrix.candidates import on_device
+from tiebreak.matrix.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
 from tiebreak.matrix.identification import space
-from tiebreak.matrix.identification.asking import Answer, Asked, threads
-from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
-from tiebreak.matrix.identification.known import DESIGNED_MISSED, KnownPlans, unexplained
-from tiebreak.matrix.identification.space import Change, changes, text
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import CaseBench
+from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.space import Change, changes, forward_alone, text
+from tiebreak.matrix.settling import DESIGNED_MISSED, designed_answers, unexplained
+from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
@@ -71,7 +72,7 @@ class Identity:
     asked: Mapping[str, tuple[str, str]]  # designed inputs by name: what each shows, and whose method it is
     refused: Mapping[str, str]  # inputs that it does not take, and why
     elsewhere: Mapping[str, Elsewhere]  # by heads x queries x keys, or case, where the plan is another
-    settled: Mapping[str, bool] = field(default_factory=dict)  # by point of a nearest plan: see `_settling`
+    settled: Mapping[str, bool] = field(default_factory=dict)  # by point of a nearest plan: see `_points_settled`
     tried: int = 0  # plans, held against one input each, up to the nearest
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
@@ -121,26 +122,28 @@ class Identity:
         return {name: share for name, share in self.held_out.items() if share < FOLLOWED}
 
 
-def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
-    """Find the plan that a kernel follows, from its outputs alone; it raises what `KnownPlans.designed` does.
+def identify(
+    asked: Asked, seed: int = 1, tell: Callable[[str], None] = lambda line: None, *, beyond_known: bool = True
+) -> Identity:
+    """Find the plan that a kernel follows, from its outputs alone; it raises what `designed_answers` does.
 
     Args:
-        known: what the kernel has been asked so far, and whom to tell how far it is.
+        asked: what the kernel has been asked so far.
+        seed: of the inputs that the plan is not chosen by.
+        tell: whom to tell how far it is.
         beyond_known: whether to look for a nearer plan where a known one explains every designed input.
     """
-    asked, tell = known.asked, known.tell
     with threads(1):
-        search = known.search()
+        designed = designed_answers(asked, tell)
+        search = _search(asked, designed)
         plan = search.nearest_known()
-        explained = not unexplained(known.designed, plan)
-        known.followed = known.named(plan) if explained else None
-        if beyond_known or not explained:
+        if beyond_known or unexplained(designed, plan):
             plan = search.nearest(tell)
         tried, stopped = search.tried, search.stopped
-        plan, alike = _settled(known, plan)
+        plan, alike = _against_rivals(asked, designed, plan, tell)
         tell("running inputs that it was not chosen by")
-        held_out, elsewhere = _held_out(asked, plan, known.seed)
-        missed = unexplained(known.designed, plan)
+        held_out, elsewhere = _held_out(asked, plan, seed)
+        missed = unexplained(designed, plan)
         follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
         any_tile = len(alike.get(space.TILE, ())) > _ANY_TILE
         declaration = space.named(plan)
@@ -156,25 +159,35 @@ def identify(known: KnownPlans, *, beyond_known: bool = True) -> Identity:
             held_out=held_out,
             unexplained=missed,
             alike=alike,
-            bias=_biases(declaration, asked.fmt, known.seed) if follows else {},
+            bias=_biases(declaration, asked.fmt, seed) if follows else {},
             asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
             refused=asked.refused,
             elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
-            settled={} if follows else _settling(known, plan),
+            settled={} if follows else _points_settled(asked, designed, plan),
             tried=tried,
             stopped=stopped,
         )
 
 
-def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping[str, Sequence[str]]]:
+def _search(asked: Asked, designed: Sequence[Answer]) -> Search:
+    """A search from the known plans, by all designed inputs but those that ask of sums."""
+    eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
+    known = [*on_device(asked.backend).values(), *eight_bits]
+    answers = [answer for answer in designed if answer.name not in OF_SUMS]
+    return Search(answers, asked.fmt, [forward_alone(each, asked.fmt) for each in known])
+
+
+def _against_rivals(
+    asked: Asked, designed: Sequence[Answer], plan: Declaration, tell: Callable[[str], None]
+) -> tuple[Declaration, Mapping[str, Sequence[str]]]:
     """The plan that no change betters, the plainest of those that are like it, and what is, by point."""
-    rivals = Rivals(known.asked)
+    rivals = Rivals(asked)
     for _ in range(_SWAPS):
-        known.tell(f"holding {text(plan)} against its changes")
+        tell(f"holding {text(plan)} against its changes")
         if (better := rivals.better(plan)) is None:
             break
         plan = better
-    if unexplained(known.designed, plan):  # what is like the nearest plan is not the kernel's either
+    if unexplained(designed, plan):  # what is like the nearest plan is not the kernel's either
         return plan, {}
     alike = rivals.alike(plan)
     for _ in range(_SWAPS):
@@ -188,11 +201,11 @@ def _settled(known: KnownPlans, plan: Declaration) -> tuple[Declaration, Mapping
     return plan, points
 
 
-def _settling(known: KnownPlans, plan: Declaration) -> dict[str, bool]:
+def _points_settled(asked: Asked, designed: Sequence[Answer], plan: Declaration) -> dict[str, bool]:
     """By point of a plan, whether every other value there explains fewer of the designed inputs that it explains."""
-    explained = [each for each in known.designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
+    explained = [each for each in designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
     settled: dict[str, bool] = {}
-    for change, rival in changes(plan, known.asked.fmt, space.QUICK):
+    for change, rival in changes(plan, asked.fmt, space.QUICK):
         fewer = any(each.missed(rival) > DESIGNED_MISSED for each in explained)
         settled[change.key] = settled.get(change.key, True) and fewer
     return settled

@@ -8,17 +8,26 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.errors import Errors, by_key_head, in_units, merge
-from tiebreak.cases.measures.accuracy import LIMIT, ROUNDED_ONCE, ratio_of_means
-from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, heads_to_tell, interval, judge
+from tiebreak.cases.verdicts import (
+    LIMIT,
+    LOOKS,
+    ROUNDED_ONCE,
+    Interval,
+    Verdict,
+    batches_of,
+    heads_to_tell,
+    interval,
+    judge,
+)
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.asking import Asked
 from tiebreak.matrix.attribution import slip_bits
-from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
-from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.measures import ratio_of_means
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
-from tiebreak.matrix.workbench import CaseBench
+from tiebreak.matrix.workbench import CaseBench, equal_bits
 from tiebreak.reports.pairs.log_probabilities import SIDES, A, B
 from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, GradientRecord
 from tiebreak.reports.records.record import Estimate, finite
@@ -47,7 +56,7 @@ class PairedCall:
         """Draw ever more heads until all is told; what a kernel refuses or raises is in the record."""
         try:
             for look in range(LOOKS):
-                for index in range(2**look // 2, 2**look):
+                for index in batches_of(look):
                     self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
                 if self._verdict()[0] != NOT_TOLD:
                     break

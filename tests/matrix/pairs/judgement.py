@@ -9,17 +9,16 @@ from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.plans import Accumulator
+from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.questions import INVARIANCE
-from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import FAILING
 from tiebreak.matrix.pairs import DECLARED, Side
 from tiebreak.matrix.pairs.calls import PairedCall
 from tiebreak.matrix.pairs.separation import separation
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import CaseBench, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settings, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs import verdict as verdicts
 from tiebreak.reports.pairs.log_probabilities import ModelRecord

@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, composed, first_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.asking import threads
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.reports.errors import UsageError
@@ -75,7 +75,7 @@ class OwnModel:
                 q, k, v, q, Formats.of(fmt), given.causal, noise_seed=noise, softmax_scale=given.scale
             )
             o.copy_(_attention(side, inputs))
-            outputs.append(o.double().cpu())
+            outputs.append(o.cpu().double())
 
         watch = Watch(self.module, {}, put)
         try:

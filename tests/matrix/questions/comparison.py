@@ -23,15 +23,13 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.gradients import row_units
-from tiebreak.cases.measures import Measure
-from tiebreak.cases.measures.accuracy import WORSE
-from tiebreak.cases.verdicts import Interval, Verdict, interval, judge
+from tiebreak.cases.verdicts import WORSE, Interval, Verdict, interval, judge
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.reference import reference, reference_gradients
-from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.result import Result
-from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, Shown
+from tiebreak.matrix.workbench import equal_bits
+from tiebreak.reports.records.record import BIASED, UNBIASED, Answer, ChangeRecord, Estimate, MeasureRecord, Shown
 from tiebreak.reports.tables.texts import changes_text, worst
 
 O, DQ, DK, DV = "O", "dQ", "dK", "dV"
@@ -45,21 +43,27 @@ _ALL: Mapping[str, float] = {}
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
 _ASKED, _DECLARED = "no bias that comes of the change", "the same bits, as the kernel declares"
-WITHIN_ERROR = (
-    Measure("other_bits", "largest share of elements of O or a gradient that have other bits in the other call"),
-    Measure("difference_ulps", "largest difference between the two calls", "ulp"),
-    Measure("error_ratio", "mean squared error of the worst head over that of the plain call", worse="more", limit=1.0),
-    Measure("nan_let_in", "largest share of O, dQ, dK or dV that a NaN or Inf makes one which a mask hides"),
-    Measure("lse_ulps", "largest error of the log-sum-exp, in fp32 ulps", "ulp"),
-    Measure("lse_error_over_bound", "largest error of the log-sum-exp as a share of what rounding allows"),
-)
-WITHOUT_BIAS = (
-    Measure(_DIFFERING, "largest share of elements with other bits after a change", worse="more", limit=0.0, share=0.1),
-    Measure(_DIFFERENCE, "changed answer less the plain one, + away from 0, where largest", "ulp", "farther", 0.02),
-    Measure("bias_before", "bias of the plain call there", unit="ulp"),
-    Measure("bias_after", "bias of the changed call there", unit="ulp"),
-    Measure("control_bits", "least share of elements of O that a control changes: 0 of a knob that does nothing"),
-)
+WITHIN_ERROR = {
+    "other_bits": MeasureRecord("largest share of elements of O or a gradient that have other bits in the other call"),
+    "difference_ulps": MeasureRecord("largest difference between the two calls", "ulp"),
+    "error_ratio": MeasureRecord(
+        "mean squared error of the worst head over that of the plain call", worse="more", limit=1.0
+    ),
+    "nan_let_in": MeasureRecord("largest share of O, dQ, dK or dV that a NaN or Inf makes one which a mask hides"),
+    "lse_ulps": MeasureRecord("largest error of the log-sum-exp, in fp32 ulps", "ulp"),
+    "lse_error_over_bound": MeasureRecord("largest error of the log-sum-exp as a share of what rounding allows"),
+}
+WITHOUT_BIAS = {
+    _DIFFERING: MeasureRecord(
+        "largest share of elements with other bits after a change", worse="more", limit=0.0, share=0.1
+    ),
+    _DIFFERENCE: MeasureRecord(
+        "changed answer less the plain one, + away from 0, where largest", "ulp", "farther", 0.02
+    ),
+    "bias_before": MeasureRecord("bias of the plain call there", unit="ulp"),
+    "bias_after": MeasureRecord("bias of the changed call there", unit="ulp"),
+    "control_bits": MeasureRecord("least share of elements of O that a control changes: 0 of a knob that does nothing"),
+}
 
 
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
@@ -215,7 +219,7 @@ class WithinError:
         return Result(
             measures=measures,
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
-            agreement={USAGE: answer} if self.asked else {},
+            answers={USAGE: answer} if self.asked else {},
             heads=BATCH * HEADS,
         )
 
@@ -306,7 +310,7 @@ class WithoutBias:
                 "control_bits": min(self.controls.values()),
             },
             shown=shown if change.bits else Shown.of(_DIFFERING, 0.0, spec=".0f"),
-            agreement={} if answer is None else {INVARIANCE: answer},
+            answers={} if answer is None else {INVARIANCE: answer},
             heads=heads,
             evidence={"changes": changes, "controls": self.controls},
         )

@@ -20,11 +20,11 @@ from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.bits import equal_bits
 from tiebreak.matrix.candidates import drawn
 from tiebreak.matrix.questions.comparison import DQ, OF_QUERIES, Answers, Cut, O, WithoutBias, joined
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
 from tiebreak.matrix.questions.session import SHARE, Material, Question, Session
+from tiebreak.matrix.workbench import equal_bits
 
 GROUP = "a call compared with itself"
 _Pieces = Mapping[str, Sequence[AttentionInputs]]  # calls that have the queries of another between them, by words

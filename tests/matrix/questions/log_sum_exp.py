@@ -156,7 +156,7 @@ def _per_row(returned: object, batch: int, heads: int, queries: int) -> Tensor |
     """Return one number a row, fp64 on the host, (batch, heads, queries); None where it is nothing of the kind."""
     if not isinstance(returned, Tensor) or not returned.is_floating_point():
         return None
-    x, rows = returned.double().cpu(), (batch, heads, queries)
+    x, rows = returned.cpu().double(), (batch, heads, queries)
     if x.shape in (rows, (*rows, 1), (batch, heads, 1, queries), (batch * heads, queries)):
         return x.reshape(rows)
     turned = (batch, queries, heads)

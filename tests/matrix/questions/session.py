@@ -13,13 +13,13 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION, Backend, to_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
-from tiebreak.cases.measures.accuracy import WAYS
+from tiebreak.cases.verdicts import WAYS
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
 from tiebreak.kernels.formats import FP32, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import CannotRunError, Kernel, run_backward, run_forward
+from tiebreak.kernels.kernel import CannotRunError, Kernel, in_one_line, run_backward, run_forward
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.comparison import BATCH, HEADS, PARTS, Answers, O, exact, worst_head
 from tiebreak.matrix.trial import failed_trial
@@ -272,8 +272,7 @@ class Session:
         except Exception as error:  # it says that it takes no such view, and computes nothing wrong
             if self.cell.backend.poisoned():
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.refused[f"takes no such view, contiguous=true says so: {reason}"] = None
+            self.refused[f"takes no such view, contiguous=true says so: {in_one_line(error)}"] = None
             return {}
 
 

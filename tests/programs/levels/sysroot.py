@@ -144,14 +144,16 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
     assert spec.origin is not None
     init, told = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
     version = told[1] if told else "of unknown version"
-    folder = home / f"suite-{hashlib.sha256(f'{init} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
+    own = sorted(init.parent.glob("*.py"))  # the package itself, beside its rooms
+    folder = home / f"suite-{hashlib.sha256(f'{own} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
     script = folder / "python"
     if script.exists():
         return script
     with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
         whole = Path(partial, "whole")
         (whole / "tiebreak").mkdir(parents=True)
-        (whole / "tiebreak" / init.name).symlink_to(init)
+        for file in own:
+            (whole / "tiebreak" / file.name).symlink_to(file)
         for room in _ROOMS:
             found = importlib.util.find_spec(f"tiebreak.{room}")
             if found is not None and found.submodule_search_locations:

@@ -19,15 +19,14 @@ from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import UserKernel, external_kernel
-from tiebreak.kernels.external.adapters import is_adapter
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
-from tiebreak.kernels.external.loading import EXPECTED, package_of
+from tiebreak.kernels.external.loading import EXPECTED, is_adapter, package_of
 from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
-from tiebreak.programs.shrink_search import BOUND, FINITE, Finding, Seen, Shrinker
+from tiebreak.programs.shrink.search import BOUND, FINITE, Finding, Seen, Shrinker
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from tiebreak.backends.levels import EMULATED, VARIABLES, Level, supported
 from tiebreak.backends.platform import cpu_features
-from tiebreak.programs import sysroot
-from tiebreak.programs.processes import finished
+from tiebreak.programs.levels import sysroot
+from tiebreak.programs.processes import CELLS, finished
 from tiebreak.reports.cli import Parser
 from tiebreak.reports.names import pick
-
-CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")
 
 
 def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | Path, out: Path) -> int:

@@ -7,12 +7,13 @@ from typing import NoReturn
 
 from tiebreak.backends.backend import CPU, Backend
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Experiment, SelectionContext
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.selection import cells_of
-from tiebreak.matrix.settings import Settings
+from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.statement import Profile
 
@@ -55,6 +56,9 @@ def profile(name: str) -> Profile:
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
     users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
+    own = (name for name in BACKENDS if BACKENDS.origin(name) == "tiebreak")
+    suites = {name: BACKENDS[name] for name in own}  # the same wherever it is asked for
+    suites[PREFIX[:-1]] = torch_device(PREFIX)  # each torch:DEVICE has the same
     return Profile(
         name,
         asks.about,
@@ -62,7 +66,7 @@ def profile(name: str) -> Profile:
         settings.seed,
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
-        {backend.name: _suite_cases(backend, experiments, asks.kernels) for backend in BACKENDS.values()},
+        {name: _suite_cases(backend, experiments, asks.kernels) for name, backend in suites.items()},
         {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,

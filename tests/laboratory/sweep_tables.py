@@ -2,15 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from html import escape
 from itertools import combinations, product
+from pathlib import Path
 from statistics import NormalDist, median
 
-from tiebreak.reports.page.svg import Figure, Series
+from msgspec.structs import replace
+
+from tiebreak.laboratory.sweep_store import SETTINGS, Settings, Sweep, SweepRun, read_sweep
+from tiebreak.reports.files import FileKind
+from tiebreak.reports.page.svg import Figure, Series, section
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.sweeps.store import Settings, Sweep, SweepRun
-from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.compare import distinct
+from tiebreak.reports.tables.grids import Grid, Part, html
 from tiebreak.reports.tables.run import counted
 
 CONFIDENCE = 0.95
@@ -161,3 +167,30 @@ def _figure(
         series += [Series(variant, points, marked=points, bars=bars)] if marked else []
     ticks = tuple((math.log10(rate), f"{rate:g}") for rate in sorted(settings.rates))
     return Figure(title, note, "learning rate", y_label, tuple(series), ticks)
+
+
+def _only(sweep: Sweep, names: Collection[str]) -> Sweep:
+    kernels = tuple(name for name in sweep.settings.kernels if name in names)
+    return Sweep(replace(sweep.settings, kernels=kernels), tuple(run for run in sweep.runs if run.kernel in names))
+
+
+def _on_page(files: Mapping[Path, Sweep]) -> str:
+    parts = []
+    for label, sweep in zip(distinct([folder.name for folder in files], list(files)), files.values(), strict=True):
+        heading = f'<h2 class="sweep">Sweep {escape(label)}: how often training diverged</h2>'
+        parts.append(section(sweep_figures(sweep, label), f"{heading}\n{html(sweep_tables(sweep))}"))
+    return "\n".join(parts)
+
+
+SETTINGS_KIND, RUN_KIND = FileKind(Settings), FileKind(SweepRun)
+KIND = FileKind(
+    Sweep,
+    "a sweep",
+    told_by=SETTINGS,
+    folder=read_sweep,
+    parts=sweep_tables,
+    grid=csv_grid,
+    kernels=lambda sweep: sweep.settings.kernels,
+    only=_only,
+    page=_on_page,
+)

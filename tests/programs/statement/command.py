@@ -10,10 +10,9 @@ import torch
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import NO_BUDGET
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.profiles import PROFILES, profile
-from tiebreak.programs.verification import Judged, judged, recomputed, sample
+from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs.statement.profiles import PROFILES, profile
+from tiebreak.programs.statement.verification import Judged, judged, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FELL, HELD, Parser, count
 from tiebreak.reports.errors import UsageError

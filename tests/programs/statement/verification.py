@@ -14,33 +14,29 @@ from msgspec import structs
 
 from tiebreak.backends.backend import BITS_OF_INSTRUCTIONS, EMULATION, Backend
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
 from tiebreak.cases.errors import Errors, merge
-from tiebreak.cases.gpt2.snippets import MEASURED
-from tiebreak.cases.measures import core, gradients, output
 from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.candidates import tilings
-from tiebreak.matrix.checks import ask_all
-from tiebreak.matrix.checks.expectations import CONTRACT, REPEATABLE
-from tiebreak.matrix.checks.limits import ACCURACY, GRADIENTS
+from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import NO_WORSE, Call, shown, where_bias_is
-from tiebreak.matrix.experiments.training import TrainingRun, training_result
+from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, Call, shown, where_bias_is
+from tiebreak.matrix.experiments.training import MEASURED, TrainingRun, training_result
+from tiebreak.matrix.measures import MORE_OF_O, OF_GRADIENTS, OF_O
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.matrix.run import blank_record, run_cell
-from tiebreak.matrix.sampling import FAIR_CLAIM
-from tiebreak.matrix.settings import Settings
-from tiebreak.matrix.workbench import Workbench
-from tiebreak.programs.profiles import ABSENT
+from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs.statement.profiles import ABSENT
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import contradictions, differing
 from tiebreak.reports.records.record import CLAIM, NONFINITE, PREDICTION, SKIPPED, Estimate, Record, Run, Value
@@ -51,8 +47,8 @@ _CLONE = frozenset({"", ".", "..", "tests", "matrix"})  # parts of the path by w
 _INSTALLED = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix")  # how it finds them elsewhere
 _AFTER_KERNEL = frozenset({"--fair", "--no-worse-than", "--rules", "--cases"})  # what a command has behind --kernel
 _OF_PREDICTION = frozenset({"predicted_bias", "prediction_difference", "equal_bits"})
-_OF_EVERY_CALL = frozenset(each.name for each in (*core.MEASURES, *output.MEASURES)) - {*_OF_PREDICTION, "rounded_bias"}
-_OF_GRADIENTS = frozenset({"delta_bias", *(measure.name for measure in gradients.MEASURES)})
+_OF_EVERY_CALL = (OF_O.keys() | MORE_OF_O.keys()) - {*_OF_PREDICTION, "rounded_bias"}
+_OF_GRADIENTS = frozenset({"delta_bias", *OF_GRADIENTS})
 _SAID = {True: frozenset({"rules"}), False: frozenset[str]()}  # evidence that is not asked again: of --rules
 _NOISE = 1e-6  # what fp64 sums leave of a number that should be 0
 _MET = {True: "met", False: "not met", None: "not told"}
@@ -107,7 +103,9 @@ def _settings(run: Run, asked: Profile) -> Settings:
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
     """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
     formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
-    for field, known in (("backend", BACKENDS), ("experiment", kinds()), ("format", formats)):
+    of_torch = {record.backend: torch_device(record.backend)} if record.backend.startswith(PREFIX) else {}
+    backends = {**BACKENDS, **of_torch}
+    for field, known in (("backend", backends), ("experiment", kinds()), ("format", formats)):
         if (said := getattr(record, field)) not in known:
             raise ValueError(f"{field}: {said}: the suite has no such {field}")
     name, *features = record.case.split(JOINED)
@@ -116,7 +114,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
         experiment = experiment.with_features(features)
     if experiment is None:
         raise ValueError(f"case: {record.case}: not one of the suite's, so nobody else can verify it")
-    backend, card = BACKENDS[record.backend], run.options.get("as")
+    backend, card = backends[record.backend], run.options.get("as")
     backend = backend.assuming(str(card)) if card else backend
     key = record.backend, record.kernel
     kernels[key] = kernels.get(key) or _kernel(record, backend)
@@ -256,7 +254,7 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
             yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
         elif told.met is not answer.met:
             yield f"answers.{name}: {_MET[told.met]}, and its measures say {_MET[answer.met]}"
-        elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY.name:
+        elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY:
             yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
 
 
@@ -268,7 +266,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
     nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
     verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
-    backward, kept = record.answers.get(GRADIENTS.name), record.answers.get(CONTRACT.name)
+    backward = record.answers.get(GRADIENTS)
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
     prediction = None
     if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
@@ -283,10 +281,8 @@ def _call_result(judged: Judged, case: Case) -> Result:
         claims=tuple(_claims(judged, case)),
         prediction=prediction,
         backward_error=backward.why if backward is not None and raised else None,
-        repeatable=None if cell.backend.repeats(cell.kernel) else record.met(REPEATABLE.name) is True,
         failure=case.failure,
-        contract=cell.kernel.external,
-        leaks=None if kept is None or kept.met else kept.why,
+        external=cell.kernel.external,
         bound_of=(declared or UNDECLARED).plan.name,
         heads=record.heads,
     )

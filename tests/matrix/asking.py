@@ -11,10 +11,9 @@ from tiebreak.backends.backend import Backend, to_device
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
-from tiebreak.matrix.bits import same_bits
-from tiebreak.matrix.identification.designed import Designed
-from tiebreak.matrix.sharing import Emulated
+from tiebreak.matrix.designed import Designed
 from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.workbench import Emulated, same_bits
 
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
 

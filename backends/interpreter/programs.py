@@ -1,0 +1,118 @@
+"""Programs of a launch that run together: a leading axis of all data, as long as they go the same way.
+
+Where one after the other would give something else, or might, memory is put back, and they run so.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Shape
+from tiebreak.backends.interpreter.numbers import Array
+
+_MOST_AT_ONCE = 2**21  # elements of a tile, of all programs that run together
+_PARTINGS = 8  # after which the programs of a group run alone: each has begun anew as often
+
+
+class PartingError(Exception):
+    """Programs go different ways from here on: those that go together begin anew."""
+
+    def __init__(self, parts: Sequence[Array]) -> None:
+        super().__init__()
+        self.parts = parts  # their places in the group
+
+
+class ApartError(Exception):
+    """The order of programs shows."""
+
+
+@dataclass
+class Together:
+    """What the programs of a launch have done to memory, while they may run together.
+
+    One after the other would do the same where all that touch what one of them writes touch it in their order.
+    """
+
+    followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address
+    fit: int = 2**62  # programs of which tiles are not too large
+    _read: set[int] = field(default_factory=set)
+    #: Of storages, how many bytes lie together, and the last program that touched such a unit.
+    _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
+    _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
+    _once: bool = False  # whether something was done that doing it anew would change
+
+    def run(self, program: Callable[[Array, "Together"], None], count: int) -> bool:
+        """Run programs 0 to `count` - 1; False, and memory is as it was, where it takes one after the other."""
+        waiting, known = [(np.arange(count), 0)], len(self.followed)
+        try:
+            while waiting:
+                group, partings = waiting.pop()
+                fit = self.fit if partings < _PARTINGS else 1
+                if len(group) > fit:
+                    waiting += [(group[at : at + fit], partings) for at in reversed(range(0, len(group), fit))]
+                    continue
+                try:
+                    program(group, self)
+                except PartingError as parting:
+                    if self._once:
+                        raise ApartError from parting
+                    waiting += [(group[part], partings + 1) for part in reversed(parting.parts)]
+        except Exception:  # an error too comes when it should: one after the other
+            for address, held in self._before.items():
+                ctypes.memmove(address, held, len(held))
+            return len(self.followed) > known and Together(self.followed, self.fit).run(program, count)
+        return True
+
+    def agreed(self, values: Array) -> Any:
+        """Return the one value that all programs of a group have, (programs,)."""
+        if (values == values[0]).all():
+            return values[0]
+        _, first, kinds, counts = np.unique(values, return_index=True, return_inverse=True, return_counts=True)
+        parts = np.split(np.argsort(kinds, kind="stable"), np.cumsum(counts)[:-1])
+        raise PartingError([parts[kind] for kind in np.argsort(first)])
+
+    def tile(self, shape: Shape) -> None:
+        """Part a group whose tiles, of this shape, would be too large."""
+        programs, size = shape[0], math.prod(shape[1:])
+        if programs > 1 and programs * size > _MOST_AT_ONCE:
+            self.fit = max(1, _MOST_AT_ONCE // size)
+            raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
+
+    def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
+        """Take note of an access.
+
+        Args:
+            boxes: that are touched.
+            programs: the first and the last that touch a box, for each box or for all.
+            writes: whether it is written to.
+            atomic: whether it is read at once with that.
+        """
+        address, (first, last) = boxes.holder.start, programs
+        if boxes.holder.name == ANYWHERE:
+            raise ApartError("it isn't known what is touched")
+        if not writes and address not in self.followed:
+            self._read.add(address)
+            return
+        if address in self._read:
+            self.followed.add(address)
+            raise ApartError("it was read before: from the start on, it is followed who does")
+        self._once |= atomic or (writes and address in self.followed)
+        if writes and address not in self._before:
+            self._before[address] = ctypes.string_at(address, boxes.holder.end - address)
+        each, (unit, touched) = boxes.size * boxes.unit, self._last.get(address, (0, np.full(1, -1, np.int32)))
+        common = math.gcd(each, unit)  # bytes
+        if common % boxes.size:
+            raise ApartError("its elements have two sizes")
+        if common != unit:
+            length = -(-(boxes.holder.end - address) // common)
+            touched = np.repeat(touched, unit // common if unit else length)[:length]
+            self._last[address] = common, touched
+        boxes = boxes.coarse(common // boxes.size)
+        across = (..., *(None,) * len(boxes.shape))
+        if (boxes.read(touched) > first[across]).any():
+            raise ApartError("a later program was first")
+        boxes.write(touched, last[across])

@@ -1,0 +1,156 @@
+"""What a program asks of the builder, written down: to be asked for others that go the same way, without their source.
+
+To run the source costs more than to compute what it says, and a kernel is launched again and again.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+_LONGEST = 3_000  # steps
+_SMALL = 2**12  # elements of what a tape holds on to
+
+
+class _Place(int):
+    """Stands for a handle: its place among all of a program's."""
+
+
+class UnrecordableError(Exception):
+    """A program does what isn't written down."""
+
+
+Step = tuple[Callable[..., Any], Any, Any, Any]  # what is called; arguments, those by name, result: with places in them
+
+
+class Tape:
+    """The steps of a program."""
+
+    def __init__(self, steps: list[Step], handles: int) -> None:
+        """Of so many handles."""
+        later: set[_Place] = set()
+        self._handles, self._steps = handles, []
+        for step in reversed(steps):
+            last = {leaf for leaf in leaves(step) if leaf.__class__ is _Place} - later
+            later |= last
+            self._steps.append((*step, last))
+        self._steps.reverse()
+
+    def play(self, given: Iterable[Any]) -> bool:
+        """Take the steps with other handles; False where the way parts, before anything is written."""
+        handles = [*given]
+        handles += [None] * (self._handles - len(handles))
+
+        def known(leaf: Any) -> Any:
+            return handles[leaf] if leaf.__class__ is _Place else leaf
+
+        for call, args, named, result, last in self._steps:
+            positional = [known(arg) if arg.__class__ is _Place else _mapped(arg, known) for arg in args]
+            now = call(*positional, **_mapped(named, known))
+            for place, leaf in zip(leaves(result), leaves(now), strict=True):
+                if place.__class__ is _Place:
+                    handles[place] = leaf
+                elif place != leaf:
+                    return False
+            for place in last:
+                handles[place] = None  # arrays may be large
+        return True
+
+
+class Recorder:
+    """The builder, as upstream's language sees it."""
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Write down nothing, or no more, of a program."""
+        self._steps: list[Step] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._builder, name)
+        return member if self._steps is None or not name.startswith("create_") else self.noted(member, name)
+
+    def noted(self, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+        """Return a function whose calls are steps, but not what it asks in its turn."""
+
+        def call(*args: Any, **named: Any) -> Any:
+            steps, self._steps = self._steps, None
+            result = function(*args, **named)
+            if steps is not None and len(steps) < _LONGEST:
+                self._note(steps, function, args, named, result, name)
+            return result
+
+        return call
+
+    def record(self, program: Callable[[], None], given: Iterable[Any]) -> list[Tape]:
+        """Run a program that is given these handles; its tape, or none if it can't be played."""
+        self._steps, self._handles, self._written, self._mark = [], 0, False, object()
+        for handle in given:
+            self._named(handle)
+        try:
+            program()
+            return [] if self._steps is None else [Tape(self._steps, self._handles)]
+        finally:
+            self.spoil()
+
+    def _note(
+        self, steps: list[Step], function: Callable[..., Any], args: Any, named: Any, result: Any, name: str
+    ) -> None:
+        self._asks = "program" in name or "dot" in name  # which the builder keeps in mind
+        try:
+            asked = _mapped(args, self._standing), _mapped(named, self._standing)
+            if self._asks or not _small(result):  # else it is the same for all programs
+                steps.append((function, *asked, _mapped(result, self._named)))
+        except UnrecordableError:
+            return
+        self._written |= any(word in name for word in ("store", "atomic", "scatter"))
+        self._steps = steps
+
+    def _standing(self, leaf: Any) -> Any:
+        mark, place = getattr(leaf, "place", (None, None))
+        if mark is self._mark:
+            self._asks = True
+            return place
+        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _small(leaf)):
+            raise UnrecordableError  # a descriptor; what nobody has noted
+        return leaf
+
+    def _named(self, leaf: Any) -> Any:
+        if not isinstance(leaf, TensorHandle):
+            if hasattr(leaf, "block_shape") or (leaf is not None and self._written):
+                raise UnrecordableError  # a descriptor; a decision after something was written
+            return leaf
+        place = _Place(self._handles)
+        self._handles += 1
+        leaf.place = self._mark, place
+        return place
+
+
+def _small(x: Any) -> bool:
+    """Whether it is a handle that a tape may hold on to, whatever broadcasting makes of it."""
+    axes = zip(x.data.shape, x.data.strides, strict=True) if isinstance(x, TensorHandle) else ()
+    return isinstance(x, TensorHandle) and math.prod(length for length, stride in axes if stride) <= _SMALL
+
+
+def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """Change handles, and what stands for them, wherever they are."""
+    if isinstance(x, tl.core.tensor):
+        return tl.core.tensor(change(x.handle), x.type)
+    if isinstance(x, tuple | list):
+        return type(x)(_mapped(part, change) for part in x)
+    return {name: _mapped(part, change) for name, part in x.items()} if isinstance(x, dict) else change(x)
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Everything that a result or an argument is made of."""
+    if isinstance(x, tl.core.tensor):
+        yield x.handle
+    elif isinstance(x, tuple | list | dict):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from leaves(part)
+    else:
+        yield x

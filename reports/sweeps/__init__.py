@@ -1,1 +1,0 @@
-"""Sweeps: the store of training runs over seeds and learning rates, and its tables."""

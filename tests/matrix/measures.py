@@ -1,0 +1,323 @@
+"""The measures of one call of attention: a number each, described once, in one table.
+
+Records, tables, gate, CSV, JUnit's XML, the page and the JSON Schema read the descriptions and know no measure by name.
+Attention is a weighted mean of the values that a row sees, whatever its scores are. A bound that follows from errors of
+the scores is of no use where scores are so large that their rounding can move any weight to any key; the range of V
+does not look at them.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, isfinite
+
+from tiebreak.cases.errors import Errors, coherence, difference, independent_coherence
+from tiebreak.cases.gradients import delta_errors_of, ulps_of_rows
+from tiebreak.cases.verdicts import MARGIN_ULPS, ROUNDED_ONCE, Interval, Value, interval, quantile
+from tiebreak.matrix.sample import Sample
+from tiebreak.reports.records.record import FARTHER, LESS, MORE, MeasureRecord
+
+_FALSE_ALARMS = 1e-4  # a run, at most
+_USUAL_HEADS = 256
+_QUESTIONS = 300  # a run: a ratio of O in about 65 cells, a bias in about 10, three ratios and four gains in about 10
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class CallMeasure:
+    """A measure of one call."""
+
+    of: Callable[[Sample], Value]  # how it is computed
+    described: MeasureRecord
+
+
+def _half_width(samples: Tensor) -> float:
+    """Of a one-sided interval for the mean of independent samples, for one question of a run."""
+    widening = quantile(samples.numel(), 1.0 - 2.0 * _FALSE_ALARMS / _QUESTIONS)
+    return widening * samples.std().item() / math.sqrt(samples.numel())
+
+
+def _mean(samples: Tensor) -> Interval | None:
+    """The mean of what is finite; None of fewer than two."""
+    samples = samples[isfinite(samples)]
+    return Interval(samples.mean().item(), _half_width(samples)) if samples.numel() > 1 else None
+
+
+def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval | None:
+    """Ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
+
+    NaN and Inf are left out in pairs; None of fewer than two. The denominator counts as at least `floor`.
+    """
+    both = isfinite(ours) & isfinite(theirs)
+    if int(both.sum()) < 2:
+        return None
+    ours, theirs = ours[both], theirs[both]
+    base = max(theirs.mean().item(), floor)
+    if base == 0.0:
+        return Interval(1.0, 0.0) if ours.abs().max().item() == 0.0 else None
+    ratio = ours.mean().item() / base
+    return Interval(ratio, _half_width(ours - ratio * theirs) / base)
+
+
+def _largest_ratio(ours: Errors, theirs: Errors) -> float:
+    """Return the largest ratio of what two have in one head; what is NaN or Inf is told elsewhere."""
+    ratios = ours.head_size_square / theirs.head_size_square.clamp(min=ROUNDED_ONCE)
+    return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
+
+
+def _paired(of: Callable[[Errors, Errors], Value], *, normal: bool = False) -> Callable[[Sample], Value]:
+    """Measure the errors of O beside those of the plan that it is held to, where there is one."""
+
+    def measured(sample: Sample) -> Value:
+        theirs = sample.plan_errors if sample.bench.case.normal or not normal else None
+        return None if theirs is None else of(sample.errors, theirs)
+
+    return measured
+
+
+def _relative_error(at: int, sample: Sample) -> Value:
+    assert sample.gradient_errors is not None
+    return float(sample.gradient_errors.each[at].rows.norm() / sample.first.gradients.norms[at])
+
+
+def _ulps(at: int, sample: Sample) -> Value:
+    assert sample.gradient_errors is not None
+    exact = sample.first.gradients
+    return ulps_of_rows(sample.gradient_errors.each[at].rows, exact.units[at], exact.gradients[at].shape[-1])
+
+
+def _delta(sample: Sample) -> Value:
+    gradients, batch = sample.outputs[0].gradients, sample.first
+    if gradients is None or gradients.delta is not None:
+        return None
+    first = delta_errors_of(gradients.dq, batch.inputs, batch.ref, batch.gradients.gradients[0])
+    samples = torch.cat([first, *(more.delta for more in sample.more_gradients)])
+    return interval(samples) if samples.isfinite().all() else Interval(torch.nan, torch.inf)
+
+
+def _sink(sample: Sample) -> Value:
+    gradients, exact = sample.outputs[0].gradients, sample.first.gradients.sink
+    if gradients is None or gradients.dsink is None or exact is None:
+        return None
+    return float((gradients.dsink.double() - exact).norm() / exact.norm())
+
+
+def _backward_ratio(at: int, sample: Sample) -> Value:
+    heads = sample.backward_heads[GRADIENTS[at]] if sample.backward_heads else None
+    return None if heads is None else ratio_of_means(heads.square, heads.their_square)
+
+
+def _gain(at: int, sample: Sample) -> Value:
+    errors, batch = sample.gradient_errors, sample.first
+    if errors is None or sample.held_to is None or not sample.bench.case.normal:
+        return None
+    beside: Tensor | None
+    if sample.backward_heads:
+        heads = sample.backward_heads[GRADIENTS[at]]
+        plain, beside = heads.gain, heads.gain - heads.their_gain
+    else:
+        groups = 1 if at else batch.inputs.groups  # K and V have key heads alone; heads that share one are one sample
+        first = errors.each[at].along / batch.gradients.squares[at].reshape(-1, groups).mean(1)
+        plain = torch.cat([first, *(more.gains[at] for more in sample.more_gradients)])
+        predicted = sample.predicted_gradients
+        beside = None if predicted is None else first - predicted.gains[at]
+    # Where it is the kernel's own, what is left beside the known pass is next to nothing.
+    means = [mean for samples in (plain, beside) if samples is not None and (mean := _mean(samples)) is not None]
+    return min(means, key=lambda mean: mean.half_width, default=None)
+
+
+def _gain_noise(at: int, sample: Sample) -> Value:
+    inputs = sample.first.inputs
+    if sample.backward_heads:
+        gains = sample.backward_heads[GRADIENTS[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]
+    elif sample.held_to is not None and sample.gradient_errors is not None and sample.predicted_gradients is not None:
+        gains = sample.predicted_gradients.gains[at]
+    else:
+        return None
+    noise = _mean(gains)
+    return None if noise is None else noise.half_width * math.sqrt(inputs.q.shape[0] * inputs.q.shape[1] / _USUAL_HEADS)
+
+
+def _of(name: str, about: str, of: Callable[[Sample], Value], unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
+    return name, CallMeasure(of, MeasureRecord(about, unit, **more))
+
+
+def _of_errors(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
+    """Measure what `Errors` has by this name."""
+    return _of(name, about, lambda sample: getattr(sample.errors, name), unit, **more)
+
+
+def _of_each(
+    name: str, about: str, of: Callable[[int, Sample], Value], unit: str = "", **more: Any
+) -> list[tuple[str, CallMeasure]]:
+    """Measure each gradient; {} stands for how it is written."""
+    return [
+        _of(f"{each}_{name}", about.format(f"d{each[1].upper()}"), partial(of, at), unit, **more)
+        for at, each in enumerate(GRADIENTS)
+    ]
+
+
+_FAULT: Mapping[str, Any] = {"worse": MORE, "limit": 0.0, "per": "elements", "portable": True}
+_BIAS: Mapping[str, Any] = {"worse": FARTHER, "limit": 0.02, "margin": MARGIN_ULPS, "column": True}
+#: Errors of O against the fp64 reference, in ulps, and of delta.
+OF_O: Mapping[str, CallMeasure] = dict(
+    [
+        _of_errors("bias", "mean signed error of O; + is away from zero", "ulp", **_BIAS),
+        _of_errors("rms_ulps", "root mean square error of O", "ulp", worse=MORE, column=True),
+        _of_errors("max_ulps", "largest error of O", "ulp", worse=MORE, limit=1.0, share=0.1, column=True),
+        _of_errors("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse=MORE),
+        _of_errors("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
+        _of_errors(
+            "delta_bias",
+            "mean of delta_lp - delta_hp, relative to mean |delta_hp|; delta is rowsum(dO * O)",
+            worse=FARTHER,
+            column=True,
+        ),
+        _of_errors("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
+        _of_errors(
+            "nonfinite", "elements of O that are NaN or Inf where the reference is finite", **_FAULT, column=True
+        ),
+        _of_errors("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
+        _of_errors("elements", "elements of O"),
+    ]
+)
+#: The same beside the plan that a kernel declares, or follows.
+BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
+    [
+        _of(
+            "square_ratio",
+            "mean squared error of O over that of the plan it is held to, on the same heads",
+            _paired(lambda ours, plans: ratio_of_means(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE)),
+        ),
+        _of(
+            "worst_head",
+            "the same ratio in the head where it is largest, on normal numbers",
+            _paired(_largest_ratio, normal=True),
+        ),
+        _of(
+            "worst_gradient",
+            "the same ratio of dQ, dK and dV, over that of the known backward pass that errs most in that head",
+            lambda sample: sample.worst_gradient,
+        ),
+        _of(
+            "bias_apart",
+            "bias of O less that of the plan it is held to, on normal numbers",
+            _paired(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), normal=True),
+            "ulp",
+        ),
+        *_of_each(
+            "square_ratio",
+            "mean squared error of {} over that of the backward pass it is held to, on normal numbers",
+            _backward_ratio,
+        ),
+        *_of_each("gain_error", "how much too large {} is on the whole, as a share, on normal numbers", _gain),
+        *_of_each(
+            "gain_noise",
+            f"half the width of the interval that {_USUAL_HEADS} heads of the known backward pass give the same number",
+            _gain_noise,
+        ),
+    ]
+)
+#: Errors of the gradients, and how much of them is the error of delta (paper, equations 1 and 2).
+OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
+    [
+        *_of_each(
+            "relative_error",
+            "norm of the error of {0} over the norm of {0}",
+            lambda at, sample: _relative_error(at, sample) if sample.gradient_errors else None,
+            worse=MORE,
+        ),
+        *(
+            _of(
+                f"equation_{at + 1}_cosine",
+                f"cosine of the error of {gradient} to what the error of delta makes of it (paper, equation {at + 1})",
+                partial(lambda at, sample: sample.equation_cosines and sample.equation_cosines[at], at),
+            )
+            for at, gradient in enumerate(("dQ", "dW_Q"))
+        ),
+        *_of_each(
+            "ulps",
+            "root mean square error of {}, in ulps of the largest element of its row",
+            lambda at, sample: _ulps(at, sample) if sample.gradient_errors else None,
+            "ulp",
+            worse=MORE,
+        ),
+        _of(
+            "delta_bias_in_dq",
+            "mean error of delta as the error of dQ shows it (paper, equation 1), relative to mean |delta|",
+            _delta,
+            worse=FARTHER,
+        ),
+        _of(
+            "gradients_nonfinite",
+            "elements of dQ, dK, dV that are NaN or Inf, the reference's are finite",
+            lambda sample: float(sample.gradient_errors.faults.nonfinite) if sample.gradient_errors else None,
+            worse=MORE,
+        ),
+        _of("dsink_relative_error", "norm of the error of dSink, of a learned sink, over its norm", _sink, worse=MORE),
+        _of(
+            "gradient_error_over_bound",
+            "largest error of dQ, dK and dV as a share of its rounding-error bound",
+            lambda sample: sample.gradient_errors.faults.over_bound if sample.gradient_errors else None,
+            worse=MORE,
+        ),
+    ]
+)
+#: What else is measured of O: beside a prediction and the range of V, and what the errors of a row have in common.
+MORE_OF_O: Mapping[str, CallMeasure] = dict(
+    [
+        _of(
+            "predicted_bias",
+            "bias of the emulation of the declared plan on the same inputs",
+            lambda sample: None if sample.prediction is None else sample.prediction.bias,
+            "ulp",
+        ),
+        _of(
+            "rounded_bias",
+            "bias of a correctly rounded O on the same heads, of a user's kernel that is biased on a failure input",
+            lambda sample: None if sample.rounded is None else sample.rounded.bias,
+            "ulp",
+        ),
+        _of(
+            "prediction_difference",
+            "bias less the predicted one, paired head by head",
+            lambda sample: None if sample.prediction is None else difference(sample.errors, sample.prediction),
+            "ulp",
+            worse=FARTHER,
+        ),
+        _of(
+            "equal_bits",
+            "share of elements of O that agree with the prediction to the bit",
+            lambda sample: sample.equal_bits,
+            worse=LESS,
+        ),
+        _of_errors(
+            "outside_values",
+            "largest distance of O from the range of V, as a share of what the plan's rounding allows",
+            worse=MORE,
+        ),
+        _of(
+            "row_coherence",
+            "mean over rows of the absolute mean signed error of a row: what delta, a sum over it, feels",
+            lambda sample: coherence(sample.row_errors).nanmean().item(),
+            "ulp",
+            worse=MORE,
+        ),
+        _of(
+            "row_coherence_independent",
+            "what row_coherence would be if a row's errors, of that size, were independent",
+            lambda sample: independent_coherence(sample.row_errors).nanmean().item(),
+            "ulp",
+        ),
+    ]
+)
+CALL_MEASURES = {**OF_O, **BESIDE_A_PLAN, **OF_GRADIENTS, **MORE_OF_O}
+
+
+def measured(sample: Sample, names: Collection[str] = CALL_MEASURES.keys()) -> dict[str, Value]:
+    """Return the numbers of some measures, None where there is none."""
+    return {name: measure.of(sample) for name, measure in CALL_MEASURES.items() if name in names}

@@ -1,0 +1,1 @@
+"""The matrix at each instruction-set level, of this CPU and of emulated ones."""

@@ -1,0 +1,1 @@
+"""The smallest input on which a kernel goes wrong."""

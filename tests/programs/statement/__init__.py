@@ -1,0 +1,1 @@
+"""What a lab hands in, held to a profile, and verified without its device."""

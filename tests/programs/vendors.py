@@ -1,0 +1,18 @@
+"""`tiebreak list vendors`: plans of kernels that vendors ship, with their sources."""
+
+from collections.abc import Sequence
+
+from tiebreak.kernels.vendor_plans import VENDOR_PLANS
+from tiebreak.programs.listing import chosen, lines_of
+from tiebreak.reports.cli import HELD
+
+
+def main(arguments: Sequence[str]) -> int:
+    about = "What vendors' kernels round, by their sources, as --plan takes it."
+    told = []
+    for plan in (VENDOR_PLANS[name] for name in chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
+        rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
+        rows += [("rests on", plan.rests_on), ("note", plan.note)]
+        told.append("\n".join(lines_of(f"{plan.name}: {plan.kernel}", rows)))
+    print("\n\n".join(told))
+    return HELD

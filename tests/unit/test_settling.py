@@ -1,0 +1,131 @@
+"""A kernel's plan is settled before its cells: whichever of them come first, and in whichever process."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tiebreak.backends.backend import CPU
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.formats import BF16
+from tiebreak.matrix import settling
+from tiebreak.matrix.experiment import Cell, Experiment
+from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.identity import Identification
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.settling import settled
+from tiebreak.matrix.workbench import Settings, Settled, Workbench
+
+CASES = {case.name: case for case in SCRIPTED}
+# Eager attention in one tile, S in fp32; of `clamped` no known plan explains the designed inputs.
+KERNELS = """
+import torch
+
+
+def eager(q, k, v, *, causal=False, scale=None, most=None):
+    s = (q.float() @ k.float().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).tril().logical_not(), -torch.inf)
+    s = s if most is None else s.clamp(max=most)
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    return ((p.to(v.dtype) @ v).float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def clamped(q, k, v, *, causal=False, scale=None):
+    return eager(q, k, v, causal=causal, scale=scale, most=-1.0)
+
+
+def ends(q, k, v):
+    import os
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Callable[[str], Cell]:
+    (tmp_path / "mine.py").write_text(KERNELS)
+    return lambda name: Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:{name}"), Call(CASES["random"]), BF16)
+
+
+@pytest.mark.parametrize("name", ["eager", "clamped"])
+def test_no_order_and_no_subset_of_cells_changes_a_record(named: Callable[[str], Cell], name: str) -> None:
+    kernel = named(name).kernel
+    experiments: list[Experiment] = [Call(CASES[case]) for case in ("random", "tied_maxima[k=2]")]
+    experiments += [Identification()] if name == "eager" else []  # for another it searches for minutes
+    cells = [Cell(CPU, kernel, each, BF16) for each in experiments]
+    rounds = []
+    for order in (cells, cells[::-1], cells[:1]):
+        bench = Workbench(Settings(heads=16))
+        rounds.append({each.id: run_cell(each, bench) for each in order})
+    assert rounds[0] == rounds[1]
+    assert rounds[2].items() <= rounds[0].items()
+    assert rounds[0][cells[0].id].answers["accuracy"].met is (name == "eager")
+
+
+def test_one_process_asks_and_the_others_take_what_it_found(
+    named: Callable[[str], Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = settled(named("eager"), Workbench(Settings(), tmp_path))
+    assert first.followed is not None
+    assert first.rests_on.startswith(CPU.evidence)
+    monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked twice"))
+    assert settled(named("eager"), Workbench(Settings(), tmp_path)) == first
+
+
+def test_who_waits_takes_what_is_found_meanwhile(
+    named: Callable[[str], Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, key = Settled("what another process found", "flash@fused"), "cpu-eager-bf16"
+
+    def wait(seconds: float) -> None:
+        settling.file_of(tmp_path, key, "settled").write_bytes(msgspec.json.encode(found))
+
+    monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked twice"))
+    monkeypatch.setattr("tiebreak.matrix.settling.time.sleep", wait)
+    with settling._owned(settling.file_of(tmp_path, key, "owner")) as own:
+        assert own
+        assert settled(named("eager"), Workbench(Settings(), tmp_path)) == found
+
+
+def test_what_a_budget_ends_in_the_midst_of_asking_is_asked_again(
+    named: Callable[[str], Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> Settled:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(settling, "_settle", ended)
+    with pytest.raises(KeyboardInterrupt):
+        settled(named("eager"), Workbench(Settings(), tmp_path))
+    monkeypatch.setattr(settling, "_settle", lambda *_: Settled("the second time"))
+    assert settled(named("eager"), Workbench(Settings(), tmp_path)).rests_on == "the second time"
+
+
+def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable[[str], Cell], tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from tiebreak.backends.backend import CPU\n"
+        "from tiebreak.kernels.external import external_kernel\n"
+        "from tiebreak.kernels.formats import BF16\n"
+        "from tiebreak.matrix.experiment import Cell\n"
+        "from tiebreak.matrix.experiments.identity import Identification\n"
+        "from tiebreak.matrix.settling import settled\n"
+        "from tiebreak.matrix.workbench import Settings, Workbench\n"
+        "cell = Cell(CPU, external_kernel(sys.argv[1]), Identification(), BF16)\n"
+        "settled(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
+    )
+    target = named("ends").kernel.origin[1]
+    ended = subprocess.run([sys.executable, "-c", script, target, str(tmp_path)], check=False)
+    assert ended.returncode == 3
+    assert settled(named("ends"), Workbench(Settings(), tmp_path)) == Settled(
+        "nothing: as it was asked for its plan, its process ended"
+    )
+
+
+def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
+    raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
+    assert settled(raising, Workbench(Settings())) == Settled("nothing: not I")
