@@ -38,7 +38,6 @@ class Experiment(ABC):
     kind: ClassVar[str]  # name of its kind
     options: tuple[str, ...] = ()  # of the command line, that bring it in
     time_limit: ClassVar[float] = 60.0  # seconds that a cell of a user's kernel may take
-    informs: ClassVar[bool] = False  # whether it comes first: what it finds spares the kernel's other cells work
 
     @property
     @abstractmethod

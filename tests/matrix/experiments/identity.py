@@ -21,7 +21,6 @@ class Identification(Experiment):
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "identity"
     version: ClassVar[int] = 1
-    informs: ClassVar[bool] = True
 
     def described(self) -> records.CaseRecord:
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
