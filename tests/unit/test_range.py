@@ -16,6 +16,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -49,6 +50,7 @@ def returning(fill: float) -> Kernel:
 def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros follow no plan, and to try them all takes a hundred times the cell."""
     monkeypatch.setattr(workbench.SharedBatch, "fits", lambda *_: {})
+    monkeypatch.setattr(call, "settled", lambda *_: workbench.Settled("nothing was asked"))
 
 
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
