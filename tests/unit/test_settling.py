@@ -129,3 +129,16 @@ def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
     raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
     assert settled(raising, Workbench(Settings())) == Settled("nothing: not I")
+
+
+def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:
+    """At this seed O of the very first row of `random` lies where dithering turns few of its bits."""
+    loops = Path(__file__).parents[1] / "defects/loops.py"
+    settling_of = {
+        name: settled(
+            Cell(CPU, external_kernel(f"{loops}:{name}"), Call(CASES["random"]), BF16), Workbench(Settings(seed=68))
+        ).candidates
+        for name in ("dithered", "split")
+    }
+    assert settling_of["dithered"] == ("dithered@fused",)
+    assert settling_of["split"] != ("dithered@fused",)
