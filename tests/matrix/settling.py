@@ -72,21 +72,32 @@ def asking(cell: Cell, bench: Workbench) -> Asked:
 
 
 def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settled:
-    """Make what all processes of a run share in one of them; the others wait for it."""
+    """Make what all processes of a run share in one of them; the others wait for it.
+
+    What leaves the device beyond use is raised in the process that asked, and no other asks again.
+    """
     if folder is None:
         return make()
     made, owner = (file_of(folder, name, kind) for kind in ("settled", "owner"))
     while not made.exists():
         with _owned(owner) as own:
             if own:
-                part = made.with_suffix(f".{os.getpid()}")
-                part.write_bytes(msgspec.json.encode(make()))
-                part.replace(made)
+                try:
+                    _share(made, make())
+                except Exception as error:
+                    _share(made, Settled(f"nothing: {first_line(error)}"))
+                    raise
             elif not _alive(owner):
                 return Settled("nothing: as it was asked for its plan, its process ended")
         if not made.exists():
             time.sleep(_LOOK)
     return msgspec.json.decode(made.read_bytes(), type=Settled)
+
+
+def _share(file: Path, found: Settled) -> None:
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(msgspec.json.encode(found))
+    part.replace(file)
 
 
 def file_of(folder: Path, name: str, kind: str) -> Path:
@@ -132,9 +143,12 @@ def _settle(asked: Asked, seed: int) -> Settled:
         followed, known = None, f"nothing: {first_line(error)}"
     if followed is not None:
         return Settled(known, followed, backward=_backward(asked, followed, seed))
-    with suppress(Exception):
+    try:
         return Settled(known, candidates=on_normal_numbers(asked, seed))
-    return Settled(known)
+    except Exception:  # its cells say what it was
+        if asked.backend.poisoned():
+            raise
+        return Settled(known)
 
 
 def designed_answers(asked: Asked, tell: Callable[[str], None] = lambda line: None) -> Sequence[Answer]:

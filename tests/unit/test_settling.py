@@ -125,6 +125,19 @@ def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable
     )
 
 
+def test_what_leaves_the_device_beyond_use_is_raised_once_and_asked_by_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise RuntimeError('illegal address')\n")
+    cell = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(CPU), "poisoned", lambda _: True)
+        with pytest.raises(RuntimeError, match="illegal address"):
+            settled(cell, Workbench(Settings(), tmp_path))
+    monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked again"))
+    assert settled(cell, Workbench(Settings(), tmp_path)) == Settled("nothing: illegal address")
+
+
 def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
     raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
