@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import Backend, to_device
+from tiebreak.backends.backend import Backend
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
 from tiebreak.matrix.designed import Designed
-from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Emulated, same_bits
 
 _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for it
@@ -77,8 +77,7 @@ class Asked:
 
     def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
         """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
-        why = self.kernel.refusal(to_device(inputs, self.backend.device))
-        why = why or failed_trial(self.backend, self.kernel, inputs)
+        why = refusal(self.backend, self.kernel, inputs)
         try:
             if why is None:
                 return Answer(inputs, self.run(inputs), name)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tiebreak.backends.backend import Backend
+from tiebreak.backends.backend import Backend, to_device
 from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import place_of
@@ -19,6 +19,14 @@ def raised(error: Exception, kernel: Kernel) -> str:
         return f"{first_line(error)}{at}"
     what = f"{type(error).__name__}: {first_line(error)}{at}"
     return "; ".join([what, *getattr(error, "__notes__", ())])  # with what is known of the cause
+
+
+def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
+    """Return None, or why a kernel can't run inputs that lie on the host.
+
+    What it says that it takes decides, and what it fails on that it never said it takes.
+    """
+    return kernel.refusal(to_device(inputs, backend.device)) or failed_trial(backend, kernel, inputs)
 
 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:

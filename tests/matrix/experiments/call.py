@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tiebreak.backends.backend import to_device
 from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.cases.batch import Batch, trace
@@ -43,7 +42,7 @@ from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
 from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.settling import settled
-from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
@@ -139,15 +138,12 @@ class Call(Experiment):
         return case.claim_about(plan) is not None  # in bf16: another format has the same kernels
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        """What the kernel takes decides, and what it fails on that it never said it takes."""
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
         if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
             return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
         if HIDDEN_NAN in self.case.needs - cell.kernel.takes:
             return f"takes no {HIDDEN_NAN.words}"
-        return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(
-            cell.backend, cell.kernel, inputs
-        )
+        return refusal(cell.backend, cell.kernel, inputs)
 
     def refused(self, cell: Cell) -> bool:
         case = self.case

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from tiebreak.backends.backend import to_device
 from tiebreak.cases.case import HEADS_PER_BATCH, OWN, Case, Shape, normal_numbers
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import GAIN, interval
@@ -27,13 +26,12 @@ from tiebreak.matrix.checks import CONTRACT, REPEATABLE, contract_broken
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.experiments.call import digest
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.trial import failed_trial
+from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Workbench, equal_bits
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer
 
 CALLS = 8
-_HEADS = HEADS_PER_BATCH
 _PAGE = 4096  # bytes: a call of a few numbers returns less than the process itself may keep meanwhile
 _COUNTED = {"threads": "/proc/self/task", "open files": "/proc/self/fd"}  # on Linux, one entry each
 _MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -85,13 +83,10 @@ class Contract(Experiment):
         return [(backend, kernel) for backend, kernel in super().pairs(asked) if not backend.repeats(kernel)]
 
     def _inputs(self, cell: Cell, bench: Workbench) -> AttentionInputs:
-        return self.case.make(bench.settings.seed, 0, min(_HEADS, bench.settings.heads), cell.fmt)
+        return self.case.make(bench.settings.seed, 0, min(HEADS_PER_BATCH, bench.settings.heads), cell.fmt)
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        inputs = self._inputs(cell, bench)
-        return cell.kernel.refusal(to_device(inputs, cell.backend.device)) or failed_trial(
-            cell.backend, cell.kernel, inputs
-        )
+        return refusal(cell.backend, cell.kernel, self._inputs(cell, bench))
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         inputs, external = self._inputs(cell, bench), cell.kernel.external
