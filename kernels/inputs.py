@@ -248,6 +248,9 @@ class AttentionInputs:
         return masks
 
 
+GRADIENT_NAMES = ("dq", "dk", "dv")  # those that every backward pass gives, as fields of the next
+
+
 @dataclass(frozen=True)
 class Gradients:
     """Gradients of the inputs, in the inputs' shapes, and the row term they were computed with."""

@@ -10,14 +10,13 @@ from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.slips import gradient_slips
 from tiebreak.cases.verdicts import GAIN, LIMIT, WAYS, WORSE, interval
 from tiebreak.kernels.backward_passes import BackwardPass, passes_after
-from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
 from tiebreak.matrix.sample import HeadErrors
 from tiebreak.matrix.workbench import SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
 
-_NAMES = ("dq", "dk", "dv")
 #: Gradients that must have the bits of a backward pass for the kernel to be held to it: a dV that has them says nothing
 #: of dS, from which the other two come.
 _SHOWN = 2
@@ -77,9 +76,9 @@ class BackwardHeldTo:
         emulation = _Emulation(batch.part(entries, keys), self.forward, o[own])
         ours, exact = emulation.parts(alone), emulation.exact(self.like)
         tried = [_errors(ours, emulation.after(each), exact, groups) for each in self.alike]
-        largest = {name: max(errors[name].their_square.item() for errors in tried) for name in _NAMES}
-        squares = {name: tried[0][name].square.item() / self._ways(name) for name in _NAMES}
-        return max(squares[name] / largest[name] for name in _NAMES if largest[name])
+        largest = {name: max(errors[name].their_square.item() for errors in tried) for name in GRADIENT_NAMES}
+        squares = {name: tried[0][name].square.item() / self._ways(name) for name in GRADIENT_NAMES}
+        return max(squares[name] / largest[name] for name in GRADIENT_NAMES if largest[name])
 
     def _ways(self, name: str) -> float:
         """Return how much more another sound pass may err: where none is followed, but in dV, which has no delta."""
@@ -103,7 +102,7 @@ def backward_held_to(
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     source = few.shown_source(ours)
     if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
-        held_to: Mapping[str, str] = dict.fromkeys(_NAMES, name)
+        held_to: Mapping[str, str] = dict.fromkeys(GRADIENT_NAMES, name)
         like = passes[name]
     else:
         tried = {name: few.compared(ours, each) for name, each in passes.items()}
@@ -178,12 +177,12 @@ def _chosen(
     if tried[name].agreeing < _SHOWN and source is DeltaSource.OUTPUT:
         name = nearest(alike)
     elif tried[name].agreeing < _SHOWN:
-        passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in _NAMES}
+        passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in GRADIENT_NAMES}
         return _LOOSEST, passes, _EXACT
     if not tried[name].covers:
         looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
-    return name, dict.fromkeys(_NAMES, name), known[name]
+    return name, dict.fromkeys(GRADIENT_NAMES, name), known[name]
 
 
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
@@ -192,8 +191,8 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
     Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass, and
     no gain error beyond `GAIN`.
     """
-    exact = dict(zip(_NAMES, batch.gradients.gradients, strict=True))
-    loosest = {name: max(each.strays[name] for each in tried.values()) for name in _NAMES}
+    exact = dict(zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True))
+    loosest = {name: max(each.strays[name] for each in tried.values()) for name in GRADIENT_NAMES}
 
     def sound(name: str, like: Tensor) -> bool:
         sharing, error = batch.inputs.groups if name == "dq" else 1, ours[name] - like
@@ -201,11 +200,11 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
         largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
         return bool(error.square().mean() <= largest) and not interval(gain).beyond(GAIN)
 
-    wrong = [name for name in _NAMES if not sound(name, exact[name])]
+    wrong = [name for name in GRADIENT_NAMES if not sound(name, exact[name])]
     named: dict[str, list[str]] = {}
     explained: dict[str, float] = {}
     for slip in gradient_slips(batch.inputs, batch.ref) if wrong else ():
-        made = dict(zip(_NAMES, slip.gradients, strict=True))
+        made = dict(zip(GRADIENT_NAMES, slip.gradients, strict=True))
         if names := [name for name in wrong if sound(name, made[name])]:
             left = [(ours[name] - made[name]).norm() / (ours[name] - exact[name]).norm() for name in names]
             about = f"{slip.about} in {', '.join(f'd{name[1].upper()}' for name in names)}"
@@ -235,7 +234,7 @@ class _Emulation:
     def parts(self, gradients: Gradients) -> Parts:
         """dQ, dK and dV of the heads that the batch has, in fp32."""
         inputs = self._batch.inputs
-        tensors = zip(_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
+        tensors = zip(GRADIENT_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
         return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}
 
     def exact(self, like: BackwardPass) -> Parts:
@@ -259,8 +258,8 @@ class _Emulation:
         theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
         errors = _errors(ours, theirs, self.exact(backward), self._batch.inputs.groups)
         sizes = [each.their_square.nanmean().item() / each.square.nanmean().item() for each in errors.values()]
-        bits = {name: equal_bits(ours[name], theirs[name]) for name in _NAMES}
-        strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in _NAMES}
+        bits = {name: equal_bits(ours[name], theirs[name]) for name in GRADIENT_NAMES}
+        strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in GRADIENT_NAMES}
         return _Comparison(bits, min(sizes), strays)
 
 
@@ -273,7 +272,7 @@ def _errors(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, 
         return (x * y).reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
 
     errors = {}
-    for name in _NAMES:
+    for name in GRADIENT_NAMES:
         sharing = groups if name == "dq" else 1  # K and V have key heads alone
         size = mean(exact[name], exact[name], sharing)
         off = [x[name] - exact[name] for x in (ours, theirs)]

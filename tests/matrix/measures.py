@@ -18,13 +18,13 @@ from torch import Tensor, isfinite
 from tiebreak.cases.errors import Errors, coherence, difference, independent_coherence
 from tiebreak.cases.gradients import delta_errors_of, ulps_of_rows
 from tiebreak.cases.verdicts import MARGIN_ULPS, ROUNDED_ONCE, Interval, Value, interval, quantile
+from tiebreak.kernels.inputs import GRADIENT_NAMES
 from tiebreak.matrix.sample import Sample
 from tiebreak.reports.records.record import FARTHER, LESS, MORE, MeasureRecord
 
 _FALSE_ALARMS = 1e-4  # a run, at most
 _USUAL_HEADS = 256
 _QUESTIONS = 300  # a run: a ratio of O in about 65 cells, a bias in about 10, three ratios and four gains in about 10
-GRADIENTS = ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _sink(sample: Sample) -> Value:
 
 
 def _backward_ratio(at: int, sample: Sample) -> Value:
-    heads = sample.backward_heads[GRADIENTS[at]] if sample.backward_heads else None
+    heads = sample.backward_heads[GRADIENT_NAMES[at]] if sample.backward_heads else None
     return None if heads is None else ratio_of_means(heads.square, heads.their_square)
 
 
@@ -117,7 +117,7 @@ def _gain(at: int, sample: Sample) -> Value:
         return None
     beside: Tensor | None
     if sample.backward_heads:
-        heads = sample.backward_heads[GRADIENTS[at]]
+        heads = sample.backward_heads[GRADIENT_NAMES[at]]
         plain, beside = heads.gain, heads.gain - heads.their_gain
     else:
         groups = 1 if at else batch.inputs.groups  # K and V have key heads alone; heads that share one are one sample
@@ -133,7 +133,7 @@ def _gain(at: int, sample: Sample) -> Value:
 def _gain_noise(at: int, sample: Sample) -> Value:
     inputs = sample.first.inputs
     if sample.backward_heads:
-        gains = sample.backward_heads[GRADIENTS[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]
+        gains = sample.backward_heads[GRADIENT_NAMES[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]
     elif sample.held_to is not None and sample.gradient_errors is not None and sample.predicted_gradients is not None:
         gains = sample.predicted_gradients.gains[at]
     else:
@@ -157,7 +157,7 @@ def _of_each(
     """Measure each gradient; {} stands for how it is written."""
     return [
         _of(f"{each}_{name}", about.format(f"d{each[1].upper()}"), partial(of, at), unit, **more)
-        for at, each in enumerate(GRADIENTS)
+        for at, each in enumerate(GRADIENT_NAMES)
     ]
 
 

@@ -29,7 +29,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
@@ -401,7 +401,7 @@ def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[
     if output.gradients is None:
         return o, []
     gradients = []
-    for name, exact in zip(("dq", "dk", "dv"), batch.gradients.gradients, strict=True):
+    for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
         out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
         gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
     return o, gradients

@@ -21,7 +21,7 @@ from tiebreak.cases.case import HEADS_PER_BATCH, OWN, Case, Shape, normal_number
 from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import GAIN, interval
 from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput
+from tiebreak.kernels.inputs import GRADIENT_NAMES, TORCH_DTYPES, AttentionInputs, AttentionOutput
 from tiebreak.matrix.checks import CONTRACT, REPEATABLE, contract_broken
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, Pair, SelectionContext
 from tiebreak.matrix.experiments.call import digest
@@ -130,7 +130,7 @@ def _repeated(first: AttentionOutput, second: AttentionOutput, groups: int) -> _
     if first.gradients is None or second.gradients is None:
         return _Repeated(shares, digest(second), drifts)
     bits = size = 0.0
-    for name, sharing in (("dq", groups), ("dk", 1), ("dv", 1)):
+    for name, sharing in zip(GRADIENT_NAMES, (groups, 1, 1), strict=True):  # K and V have key heads alone
         ours, theirs = (getattr(each.gradients, name).float() for each in (first, second))
         bits, size = bits + equal_bits(ours, theirs) * ours.numel(), size + ours.numel()
         drift = interval(by_key_head((theirs - ours) * ours, sharing) / by_key_head(ours.square(), sharing))
