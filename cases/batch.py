@@ -30,7 +30,7 @@ class Batch:
 
     @cached_property
     def size_units(self) -> Tensor | None:
-        """What errors of O are counted in beside the mean of |V| that its row sees; None: V has one sign, as `units`.
+        """Return the units of errors of O beside the mean of |V| that its row sees; None: V has one sign, as `units`.
 
         Where O cancels, an ulp of it says by how much: the mean of squares in such units has no finite variance.
         """

@@ -344,7 +344,7 @@ def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: 
 
 
 def contains_bias(delta: Interval, fmt: Format) -> Verdict:
-    """Whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
+    """Tell whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
     A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
     """

@@ -77,7 +77,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What was raised, all of it in one line."""
+    """Return what was raised, all of it in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -37,7 +37,7 @@ class _Pointers(TensorHandle):
     """Addresses of a tile, which are added up where someone asks for them: most tiles are boxes of a tensor."""
 
     def __init__(self, terms: Iterable[Array], shape: Shape, like: Any) -> None:
-        """Of terms, int64, that broadcast to a tile of this shape, for each program."""
+        """Add up terms, int64, that broadcast to a tile of this shape, for each program."""
         self._terms: dict[Shape, Array] = {}
         for term in terms:
             known = self._terms.get(term.shape)

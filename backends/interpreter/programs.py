@@ -32,7 +32,7 @@ class ApartError(Exception):
 
 @dataclass
 class Together:
-    """What the programs of a launch have done to memory, while they may run together.
+    """A record of what the programs of a launch do to memory, while they may run together.
 
     One after the other would do the same where all that touch what one of them writes touch it in their order.
     """

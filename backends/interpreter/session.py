@@ -112,7 +112,7 @@ class _Session:
     def launch(
         self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
     ) -> None:
-        """Run every program of a grid, as one after the other would: in the place of a function's `run`."""
+        """Run every program of a grid, with the result of one after the other; it stands in for a function's `run`."""
         if warmup:
             return
         if getattr(function, "is_gluon", bool)():
@@ -199,7 +199,7 @@ def _tapes_of(way: tuple[Any, ...]) -> tuple[list[Tape], Iterator[int]]:
 
 
 def _kind(value: Any) -> Any:
-    """What a program may ask of an argument while it is written down."""
+    """Return all that a program may ask of an argument while it is written down: its type, or a constant itself."""
     if isinstance(value, tl.core.tensor):
         return str(value.type)
     return tuple(map(_kind, value)) if isinstance(value, tuple) else (type(value), value)

@@ -1,4 +1,4 @@
-"""What a program asks of the builder, written down: to be asked for others that go the same way, without their source.
+"""Tapes: a program's calls of the builder, recorded, and played for others that go the same way without their source.
 
 To run the source costs more than to compute what it says, and a kernel is launched again and again.
 """
@@ -29,7 +29,7 @@ class Tape:
     """The steps of a program."""
 
     def __init__(self, steps: list[Step], handles: int) -> None:
-        """Of so many handles."""
+        """Keep the steps of a program that has so many handles."""
         later: set[_Place] = set()
         self._handles, self._steps = handles, []
         for step in reversed(steps):
@@ -131,7 +131,7 @@ class Recorder:
 
 
 def _small(x: Any) -> bool:
-    """Whether it is a handle that a tape may hold on to, whatever broadcasting makes of it."""
+    """Tell whether it is a handle that a tape may hold on to, whatever broadcasting makes of it."""
     axes = zip(x.data.shape, x.data.strides, strict=True) if isinstance(x, TensorHandle) else ()
     return isinstance(x, TensorHandle) and math.prod(length for length, stride in axes if stride) <= _SMALL
 

@@ -30,7 +30,7 @@ class PluginError(Exception):
 
 
 class PlugIn(NamedTuple):
-    """What a package registers."""
+    """An object that a package registers."""
 
     entry: "EntryPoint"
     origin: str  # the package, with its version; of the suite's own its name alone
@@ -42,7 +42,7 @@ class PlugIn(NamedTuple):
 
 
 class Door(Mapping[str, _T]):
-    """What there is of a group, by name: the core's own, then what packages bring, imported as its value is asked for.
+    """All that a group has, by name: the core's own, then what packages bring, imported as its value is asked for.
 
     A value that can't be had is a `PluginError`.
     """

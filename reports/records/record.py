@@ -149,7 +149,7 @@ class MeasureRecord(Data, frozen=True):
 
 
 class LimitRecord(Data, frozen=True):
-    """How far a measure may go for a check to be met."""
+    """The limit of a measure, which it keeps to for a check to be met."""
 
     measure: str  # by name
     most: float | str | None = None  # what it may reach, or the measure whose number that is; None: any number will do

@@ -36,7 +36,7 @@ class CallMeasure:
 
 
 def _half_width(samples: Tensor) -> float:
-    """Of a one-sided interval for the mean of independent samples, for one question of a run."""
+    """Return half the width of a one-sided interval for the mean of independent samples, for one question of a run."""
     widening = quantile(samples.numel(), 1.0 - 2.0 * _FALSE_ALARMS / _QUESTIONS)
     return widening * samples.std().item() / math.sqrt(samples.numel())
 

@@ -1,4 +1,4 @@
-"""What a wrong kernel is off by: which output, and by what share of the reference's norm, on the first heads drawn."""
+"""Names the output that a wrong kernel gets most wrong, and by what share of the reference's norm."""
 
 import math
 from collections.abc import Mapping

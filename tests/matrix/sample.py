@@ -1,4 +1,4 @@
-"""What a kernel has made of the heads of a case that were drawn so far: what measures are taken of."""
+"""A sample: a kernel's outputs for the heads of a case drawn so far, of which measures are taken."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ class OnTheWhole:
 
 @dataclass(frozen=True)
 class Sample:
-    """What all heads drawn so far say of a cell.
+    """A cell's outputs for all heads drawn so far, and the judgements that follow from them.
 
     A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one was met.
     """
@@ -148,7 +148,7 @@ class Sample:
 
     @cached_property
     def equation_cosines(self) -> tuple[float, float] | None:
-        """What the paper's equations 1 and 2 say of the first batch."""
+        """Return the cosines of the paper's equations 1 and 2 for the first batch."""
         errors, batch = self.gradient_errors, self.first
         return None if errors is None else equation_cosines(self.outputs[0], errors.dq, batch.inputs, batch.ref)
 
@@ -162,14 +162,14 @@ class Sample:
 
     @property
     def gradient_heads(self) -> int:
-        """How many heads gradients were measured on."""
+        """Return the number of heads that gradients were measured on."""
         inputs = self.first.inputs
         key_heads = inputs.k.shape[0] * inputs.k.shape[1] + sum(len(more.delta) for more in self.more_gradients)
         return inputs.groups * key_heads
 
     @property
     def cancelled(self) -> bool:
-        """Whether no element of O has an error in ulps."""
+        """Tell whether no element of O has an error in ulps."""
         return self.errors.left_out == self.errors.elements
 
     @cached_property
@@ -181,12 +181,12 @@ class Sample:
 
     @property
     def claim_met(self) -> bool | None:
-        """Whether what the case claims is so; None: the data do not tell."""
+        """Tell whether what the case claims is so; None: the data do not tell."""
         return self.claim is None or self.claim.expectation.met(self.errors)
 
     @cached_property
     def prediction_met(self) -> bool | None:
-        """Whether the output is what the declaration predicts; None: the data do not tell."""
+        """Tell whether the output is what the declaration predicts; None: the data do not tell."""
         errors, prediction = self.errors, self.prediction
         if prediction is None:
             return True
@@ -197,12 +197,12 @@ class Sample:
 
     @cached_property
     def rounded_met(self) -> bool | None:
-        """Whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
+        """Tell whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
         return not self.bench.settings.as_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
 
     @property
     def settled(self) -> bool:
-        """Whether more heads would tell nothing more of O."""
+        """Tell whether more heads would say nothing more of O."""
         answers = (self.claim_met, self.prediction_met, self.rounded_met)
         return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
 

@@ -1,4 +1,4 @@
-"""Which known plan a kernel follows: settled once for a kernel on a backend, in a format, before its cells.
+"""The known plan that a kernel follows, settled once for a kernel on a backend, in a format, before its cells.
 
 A kernel is asked designed inputs, of which a plan has to explain all. Where none does, normal numbers say which plans
 it is held to. Of all processes of a run one asks, and the others wait: no cell depends on which cells ran before it.
@@ -211,7 +211,7 @@ def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
 
 
 def _on(asked: Asked, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
-    """What it makes of so many inputs, but for those that it can't run."""
+    """Return what it makes of so many inputs, but for those that it can't run."""
     answers = []
     for at in range(number):
         emulated = _emulated(at, asked.fmt, seed)
@@ -227,19 +227,17 @@ def _on(asked: Asked, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
 
 
 def _random(asked: Asked, inputs: AttentionInputs) -> bool:
-    """Whether equal rows differ, of one head or of equal heads, or equal calls do.
+    """Tell whether equal rows differ, of one head or of equal heads, or equal calls do.
 
-    Of one row, whose O may lie far from where its bits turn, little is known: so each head has a row of its own first.
+    O of one row may lie far from where its bits turn. So every head has a row of its own first.
     """
-    q, k, v = inputs.q[:, :, :1].expand_as(inputs.q).contiguous(), inputs.k, inputs.v
-    rows = asked.run(replace(inputs, q=q, k=k, v=v, causal=False))
-    q, k, v = (x[:1, :1].expand_as(x).contiguous() for x in (q, k, v))
-    alike = replace(inputs, q=q, k=k, v=v, causal=False)
-    first, again = asked.run(alike), asked.run(alike)
-    shares = [
-        (o != like).any(-1).double().mean() for o, like in ((first, first[:1, :1, :1]), (again, first[:1, :1, :1]))
-    ]
-    return max(*shares, (rows[:, :, 1:] != rows[:, :, :1]).any(-1).double().mean()).item() > _OTHER_ROWS
+    q = inputs.q[:, :, :1].expand_as(inputs.q).contiguous()
+    rows = replace(inputs, q=q, causal=False)
+    q, k, v = (x[:1, :1].expand_as(x).contiguous() for x in (q, inputs.k, inputs.v))
+    alike = replace(rows, q=q, k=k, v=v)
+    own, first, again = map(asked.run, (rows, alike, alike))
+    pairs = (own[:, :, 1:], own[:, :, :1]), (first, first[:1, :1, :1]), (again, first[:1, :1, :1])
+    return any((o != like).any(-1).double().mean().item() > _OTHER_ROWS for o, like in pairs)
 
 
 def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:

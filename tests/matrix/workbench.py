@@ -1,4 +1,4 @@
-"""What cells of one case share on a worker: inputs, references, error bounds and what plans make of the inputs.
+"""Whatever cells of one case share on a worker: inputs, references, error bounds and what plans make of the inputs.
 
 What plans would each compute is computed once, the same to the bit.
 """
@@ -240,7 +240,7 @@ class SharedBatch(Batch, Emulated):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says of every cell."""
+    """Options of the command line that hold for every cell."""
 
     seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
@@ -252,7 +252,7 @@ class Settings:
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What is known of a kernel's plan before its cells."""
+    """The knowledge of a kernel's plan before its cells."""
 
     rests_on: str  # what that is known from, in words
     followed: str | None = None  # the known plan that it declares, or that explains every designed input

@@ -204,7 +204,7 @@ def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled
 
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
-    """What a kernel makes of one batch. Gradients are measured on the first alone."""
+    """Run a kernel on one batch. Gradients are measured on the first alone."""
     kernel, gradients = cell.kernel, bench.case.gradients and cell.kernel.has_backward
     if kernel.declaration is not None and cell.backend.predicts:
         return bench.emulated(index, kernel.declaration)[0]
@@ -235,7 +235,7 @@ def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Decl
 
 
 def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
-    """What the case, or --fair, claims about such a kernel."""
+    """Return what the case, or --fair, claims about such a kernel."""
     case, kernel = bench.case, cell.kernel
     if kernel.external and bench.settings.fair and case.failure:
         return FAIR_CLAIM

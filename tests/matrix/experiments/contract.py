@@ -118,7 +118,7 @@ class Contract(Experiment):
 
 
 class _Repeated(NamedTuple):
-    """What two runs have in common."""
+    """A comparison of two runs."""
 
     shares: dict[str, float]  # of elements that both gave to the bit, of O and of all gradients that there are
     digest: str  # of O of the second

@@ -30,7 +30,7 @@ class Identification(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
-            settled(cell, bench)
+            settled(cell, bench)  # first: if it ends the process, the other cells know
             identity = identify(asking(cell, bench), bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
