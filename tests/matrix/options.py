@@ -67,7 +67,7 @@ class Option:
 _POSITIVE = ("0*[1-9][0-9]{0,17}", "a positive integer")
 OPTIONS = {option.name: option for option in (
     Option("backend", "NAMES",
-           f"of {', '.join(BACKENDS)}, torch:DEVICE, FILE.py:NAME (default: all that can run; with --kernel: cpu)",
+           f"run on {', '.join(BACKENDS)}, torch:DEVICE, FILE.py:NAME (default: all that can; with --kernel: cpu)",
            narrows=("backend",)),
     Option("allow-missing", "NAMES",
            "backends that may be missing although --backend names them; without it the run falls", needs="backend"),
