@@ -70,7 +70,7 @@ matrix: $(STAMP)  ## the matrix on this platform
 platforms: $(STAMP)  ## the matrix once per instruction-set level of this CPU, then the comparison
 	$(VENV)/bin/tiebreak levels -n auto tests/matrix $(ARGS)
 
-# Every seed runs, whatever the seeds before it did; the table shows what fell.
+# Every seed runs, whatever the seeds before it did; the table shows what failed.
 training: $(STAMP)  ## the short training runs at three seeds: table and figure
 	@status=0; for seed in 1 2 3; do \
 	  $(PY) -m pytest -n auto tests/matrix/test_cells.py --cases 'train_*' --seed $$seed --save training-$$seed $(ARGS) \

@@ -173,7 +173,7 @@ def _mode_of(rounded: Tensor) -> Rounding | None:
 def _mode_of_products(arithmetic: Arithmetic, device: str) -> Rounding | None:
     """Of rows of two terms, which add up to one probe value, exactly in fp32."""
     values = _probe_values()
-    high = round_to(values, BF16, Rounding.TOWARD_ZERO)
+    high = round_to(values, BF16, Rounding.RTZ)
     return _mode_of(_dot(arithmetic, torch.stack([high, values - high], -1), device))
 
 
@@ -267,7 +267,7 @@ def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
     bit, in the other half above an odd one.
 
     Returns:
-        `even`, `away` or `zero`; `not seen` where its exponential misses the ties; `none known` else.
+        `rne`, `rtna` or `rtz`; `not seen` where its exponential misses the ties; `none known` else.
     """
     odd = torch.tensor([[False], [True]]).expand(2, _P_HEADS)
     inputs = tied_p_bar(np.random.Generator(np.random.Philox(1)), odd)
@@ -275,7 +275,7 @@ def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
     biases = ((run(inputs).double() - o) / ulp(o, BF16)).flatten(1).mean(1)
     # A mean error of 1,024 elements is within 0.05 by chance: 0.29 / 32 ulp, five times over.
     signs = tuple((biases.sign() * (biases.abs() >= 0.05)).tolist())
-    names = {(-1.0, 1.0): "even", (1.0, 1.0): "away", (-1.0, -1.0): "zero", (0.0, 0.0): "not seen"}
+    names = {(-1.0, 1.0): "rne", (1.0, 1.0): "rtna", (-1.0, -1.0): "rtz", (0.0, 0.0): "not seen"}
     return names.get(signs, "none known")
 
 

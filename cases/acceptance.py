@@ -65,7 +65,7 @@ class Reading:
     strict: bool = False  # whether it has to stay below
 
     @property
-    def met(self) -> bool:
+    def passed(self) -> bool:
         """Whether it keeps to the limit; NaN never does."""
         return self.number < self.limit if self.strict else self.number <= self.limit
 
@@ -101,7 +101,7 @@ class Rule:
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
             return Answer(None, needs=str(lacking))
-        return Answer(all(reading.met for reading in readings), readings)
+        return Answer(all(reading.passed for reading in readings), readings)
 
 
 def answers(output: Compared, gradients: Sequence[Compared] = ()) -> Iterator[tuple[str, Answer]]:

@@ -54,7 +54,7 @@ UNDECLARED = Declaration(
 
 def _roundoff(cast: Cast) -> float:
     """Largest relative error of a cast: half an ulp to nearest, a whole one otherwise."""
-    nearest = cast.rounding in (Rounding.TO_EVEN, Rounding.TIES_AWAY)
+    nearest = cast.rounding in (Rounding.RNE, Rounding.RTNA)
     return cast.fmt.unit_roundoff * (1.0 if nearest else 2.0)
 
 

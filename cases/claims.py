@@ -37,8 +37,8 @@ class Expectation:
     """One thing that can be expected of a cell's measures."""
 
     name: str  # how reports call it
-    met: Callable[[Errors], bool | None]  # True, False, or None while the data do not decide it yet
-    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is expected
+    passed: Callable[[Errors], bool | None]  # True, False, or None while the data do not decide it yet
+    waives: frozenset[str] = frozenset()  # names of checks that need not pass: that they fail is what is expected
     text: Callable[[Errors], str] = bias_text  # the measured number, in words
 
 
@@ -47,16 +47,16 @@ def _judged(
 ) -> Callable[[Errors], bool | None]:
     """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
 
-    def met(measures: Errors) -> bool | None:
+    def passed(measures: Errors) -> bool | None:
         estimate = of(measures)
         if measures.nonfinite or math.isnan(estimate.mean):  # NaN: nothing could be compared
             return False
         judgement = judge(estimate)
-        if judgement is Verdict.INCONCLUSIVE:
+        if judgement is Verdict.UNDECIDED:
             return None
         return judgement is verdict and (sign == 0 or estimate.mean * sign > 0)
 
-    return met
+    return passed
 
 
 def _rows_err(name: str, verdict: Verdict) -> Expectation:
@@ -214,7 +214,7 @@ def claims_about(case: str) -> tuple[Claim, ...]:
 def predicted(difference: Interval) -> bool | None:
     """Whether a bias is what the emulation predicts: their paired difference is inside the margin; None: not known."""
     verdict = judge(difference, MARGIN_ULPS)
-    return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED
+    return None if verdict is Verdict.UNDECIDED else verdict is Verdict.UNBIASED
 
 
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:

@@ -30,7 +30,7 @@ class Verdict(enum.Enum):
 
     BIASED = "biased"  # the whole interval lies beyond the margin
     UNBIASED = "unbiased"  # the whole interval lies inside the margin
-    INCONCLUSIVE = "inconclusive"  # neither: more heads are needed
+    UNDECIDED = "undecided"  # neither: more heads are needed
     NONFINITE = "nonfinite"  # NaN or Inf where the reference is finite: there is no bias to speak of
 
 
@@ -100,4 +100,4 @@ def judge(bias: Interval, margin: float = MARGIN_ULPS) -> Verdict:
     """The verdict on a bias at the interval's confidence."""
     if bias.beyond(margin):
         return Verdict.BIASED
-    return Verdict.UNBIASED if bias.inside(margin) else Verdict.INCONCLUSIVE
+    return Verdict.UNBIASED if bias.inside(margin) else Verdict.UNDECIDED

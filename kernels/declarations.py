@@ -75,11 +75,11 @@ def parse_declaration(text: str) -> Declaration:
     attention at it. Each change is `KEY=VALUE`:
 
     - a rounding point and its format, `input` (that of the call) or a very format, with `:` and a mode if it is not to
-      even (`o=bf16:away`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms;
+      even (`o=bf16:rtna`) or `:sat` if it saturates, `/512` where a product's sum is rounded after every 512 terms;
       `l` and `o_bar` are cast at every step of a tile, or `:kept`, all but what the tile adds, or `:once`, their sum
     - `l_from=rounded`, `clamped` or `unrounded`; `base=2` or `e`, of the exponential; `contract=yes` or `no`, of its
       argument; `offset=8`, a power of two that P-bar is multiplied by
-    - `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:away`, or `none`); `smooth_k=yes`
+    - `q8`, `k8`, `v8` and `p8`, 8 bits with scales (`k8=int8/block64:rtna`, or `none`); `smooth_k=yes`
     - `sink=first`, `maximum`, `last` or `afterwards`, where a learned sink enters a row
     - `accumulator=bfmmla`, how products are added up
     - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
@@ -178,13 +178,13 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
     if field not in _CASTS:
         return tuple(named)
     modes = [mode for mode in _MODES if mode != Rounding.STOCHASTIC.value or key == "o"]
-    modes = [Rounding.TO_EVEN.value] if key in ("k", "log2_e") else modes  # else they are many, and nobody has them
+    modes = [Rounding.RNE.value] if key in ("k", "log2_e") else modes  # else they are many, and nobody has them
     if key in _OUTPUTS:
         formats = [INPUT]  # which a kernel returns
     else:
         formats = [INPUT, *(fmt.name for fmt in (BF16, FP16) if fmt != inputs)]
         formats += [TF32.name] if key == "p_bar" else []  # which products of fp32 numbers may take
-    casts = [fmt if mode == Rounding.TO_EVEN.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
+    casts = [fmt if mode == Rounding.RNE.value else f"{fmt}:{mode}" for mode in modes for fmt in formats]
     steps = [f"{fmt}:{each}" for each in _STEPS for fmt in formats if key in _RUNNING]
     return tuple(dict.fromkeys([FP32.name, *casts, *steps, *named]))
 
@@ -237,7 +237,7 @@ def _cast(key: str, value: str) -> Cast:
     steps = next((Steps(word) for word in modifiers if word in _STEPS), Steps.EVERY)
     if steps is not Steps.EVERY and key not in _RUNNING:
         raise ValueError(f"{key}={value}: {' and '.join(_RUNNING)} alone are running sums")
-    mode = ":".join(word for word in modifiers if word not in (_SATURATES, *_STEPS)) or Rounding.TO_EVEN.value
+    mode = ":".join(word for word in modifiers if word not in (_SATURATES, *_STEPS)) or Rounding.RNE.value
     if mode not in _MODES:
         raise ValueError(f"{key}={value}: {mode!r} is none of the modes {', '.join(_MODES)}")
     rounding = _MODES[mode]
@@ -251,7 +251,7 @@ def _cast(key: str, value: str) -> Cast:
             fmt = parse_format(name)
         except ValueError as error:
             raise ValueError(f"{key}={value}: {error}; {INPUT} is the call's own") from None
-    if fmt == FP32 and rounding is not Rounding.TO_EVEN:
+    if fmt == FP32 and rounding is not Rounding.RNE:
         raise ValueError(f"{key}={value}: what is fp32 is not rounded")
     return Cast(fmt, rounding, follows, saturates=_SATURATES in modifiers, every=int(every or 0), steps=steps)
 
@@ -300,7 +300,7 @@ def _text(key: str, value: object) -> str:
     if not isinstance(value, Cast):
         return _NONE if value is None else str(value)
     fmt = value.fmt.name if value.follows is None else INPUT
-    mode = "" if value.rounding is Rounding.TO_EVEN else f":{value.rounding.value}"
+    mode = "" if value.rounding is Rounding.RNE else f":{value.rounding.value}"
     steps = "" if value.steps is Steps.EVERY else f":{value.steps.value}"
     return f"{fmt}{mode}{steps}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 

@@ -32,9 +32,9 @@ def hashed_once(data_class: type[_T]) -> type[_T]:
 class Rounding(enum.Enum):
     """How a value between two neighbours of a format is rounded."""
 
-    TO_EVEN = "even"  #: To the nearer neighbour; a tie to the one whose last bit is 0
-    TIES_AWAY = "away"  #: To the nearer neighbour; a tie to the one of larger magnitude
-    TOWARD_ZERO = "zero"  #: To the neighbour of smaller magnitude (truncation)
+    RNE = "rne"  #: To the nearer neighbour; a tie to the one whose last bit is 0
+    RTNA = "rtna"  #: To the nearer neighbour; a tie to the one of larger magnitude
+    RTZ = "rtz"  #: To the neighbour of smaller magnitude (truncation)
     UP = "up"  #: To the neighbour nearer +Inf
     DOWN = "down"  #: To the neighbour nearer -Inf
     STOCHASTIC = "stochastic"  #: To the one of larger magnitude with probability equal to the discarded fraction

@@ -56,7 +56,7 @@ class Whose(enum.Enum):
     """Whose it is that a call gives no answer."""
 
     CALL = "call"  # it is none for this kernel, or not here: its cell is skipped
-    KERNEL = "kernel"  # the kernel breaks its contract: its cell falls
+    KERNEL = "kernel"  # the kernel breaks its contract: its cell fails
 
 
 class CannotRunError(Exception):

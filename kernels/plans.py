@@ -30,7 +30,7 @@ class Cast:
     """One rounding: to a format, in a mode."""
 
     fmt: Format  # the format that holds the result
-    rounding: Rounding = Rounding.TO_EVEN  # how a value between two neighbours is placed
+    rounding: Rounding = Rounding.RNE  # how a value between two neighbours is placed
     follows: Follows | None = None  # the call's format that takes the place of `fmt`; None: `fmt`, whatever the call
     saturates: bool = False  # whether what lies beyond the format's largest value becomes that value, not Inf or NaN
     every: int = 0  # of a product's: after how many terms its sum is rounded, and the next ones' added; 0: after all
@@ -234,7 +234,7 @@ ISOLATION = (
 )
 
 # Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
-_AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
+_AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.RTNA) for cast in (_LOW, OUTPUT))
 FUSED_P_BAR_AWAY = _plan("fused_p_bar_away", FUSED, p_bar=_AWAY)
 FUSED_P_BAR_O_AWAY = _plan("fused_p_bar_o_away", FUSED, p_bar=_AWAY, o=_OUTPUT_AWAY)
 
@@ -268,8 +268,8 @@ MXFP8 = _all_in(FUSED, "mxfp8", _MX, p_bar=_HIGH, p8=_MX)
 SAGE = _plan(
     "sage",
     FUSED,
-    q8=Quantization(INT8, Scaling.BLOCK, 128, Rounding.TIES_AWAY, takes_scale=True),
-    k8=Quantization(INT8, Scaling.BLOCK, 64, Rounding.TIES_AWAY),
+    q8=Quantization(INT8, Scaling.BLOCK, 128, Rounding.RTNA, takes_scale=True),
+    k8=Quantization(INT8, Scaling.BLOCK, 64, Rounding.RTNA),
     smooth_k=True,
     p_bar=Cast(FP16),
     pv=Cast(FP16),

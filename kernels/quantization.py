@@ -38,7 +38,7 @@ class Quantization:
     fmt: Format  # what the numbers are held in; what lies beyond it becomes its largest value
     scaling: Scaling  # which numbers share a scale
     size: int = 0  # of a block, in rows, or of a microscaled group, in numbers
-    rounding: Rounding = Rounding.TO_EVEN  # of the numbers
+    rounding: Rounding = Rounding.RNE  # of the numbers
     takes_scale: bool = False  # q alone: whether it is multiplied by alpha first, in base two by log2 e too
 
     def __post_init__(self) -> None:
@@ -46,8 +46,8 @@ class Quantization:
             raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling in SIZED else 'take no'} size")
 
     def __str__(self) -> str:
-        """As declarations have it: `fp8_e4m3/head`, `int8/block128:away+scale`."""
-        mode = "" if self.rounding is Rounding.TO_EVEN else f":{self.rounding.value}"
+        """As declarations have it: `fp8_e4m3/head`, `int8/block128:rtna+scale`."""
+        mode = "" if self.rounding is Rounding.RNE else f":{self.rounding.value}"
         size, scaled = self.size or "", _TAKES_SCALE if self.takes_scale else ""
         return f"{self.fmt.name}/{self.scaling.value}{size}{mode}{scaled}"
 
@@ -107,9 +107,9 @@ def parse_quantization(text: str) -> Quantization:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r}: expected FORMAT/SCALES such as fp8_e4m3/head, int8/block64:away or fp8_e4m3/micro32;"
+            f"{text!r}: expected FORMAT/SCALES such as fp8_e4m3/head, int8/block64:rtna or fp8_e4m3/micro32;"
             f" scales go by {', '.join(scaling.value for scaling in Scaling)}"
         )
     fmt = INT8 if match["fmt"] == INT8.name else parse_format(match["fmt"])
-    rounding, scaled = _MODES[match["mode"] or Rounding.TO_EVEN.value], match["scaled"] is not None
+    rounding, scaled = _MODES[match["mode"] or Rounding.RNE.value], match["scaled"] is not None
     return Quantization(fmt, Scaling(match["scaling"]), int(match["size"] or 0), rounding, takes_scale=scaled)

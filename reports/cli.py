@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 from tiebreak import plugins
 from tiebreak.reports.errors import UsageError
 
-HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
+PASSED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
 def count(text: str, least: int = 0) -> int:
@@ -58,7 +58,7 @@ VERBS: Mapping[str, Verb] = {
     "list.kernels": Verb("tiebreak.programs.listing:kernels", "of every backend, and adapters of packages"),
     "list.plans": Verb("tiebreak.programs.listing:plans", "rounding plans and shift rules: what --plan takes"),
 }
-_CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unreadable input"
+_CODES = "exit codes: 0 all passed, 1 a claim or the gate failed, 2 bad usage or unreadable input"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         print(f"tiebreak {import_module('importlib.metadata').version('tiebreak')}")  # no verb needs that module
-        return HELD
+        return PASSED
     collecting = gc.isenabled()
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
@@ -138,7 +138,7 @@ def _choose(command: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -
         helps = {word: _help(own[""]) if "" in own else ", ".join(own) for word, own in known.items()}
         lines = [f"  {word:{width}}{text}" for word, text in helps.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
-        return HELD
+        return PASSED
     if name not in known:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
         print(f"{command}: {problem}: known are {', '.join(known)}; --help says more", file=sys.stderr)
@@ -167,7 +167,7 @@ def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
     except SystemExit as request:  # argparse ends the process; a function returns
-        return request.code if isinstance(request.code, int) else HELD
+        return request.code if isinstance(request.code, int) else PASSED
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED

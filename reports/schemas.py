@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.files import FILES
 from tiebreak.reports.records.decode import SCHEMA, Data
 from tiebreak.reports.records.record import EVIDENCE, Record, Run
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     known = [name for name, kind in FILES.usable().items() if kind.folder is None]
     parser.add_argument("file", choices=known, help="what the file has")
     print(json.dumps(schema_of(parser.parse_args(arguments).file), indent=2))
-    return HELD
+    return PASSED
 
 
 def schema_of(name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tiebreak.reports.gate.expected import Excuses, Expected, of_file
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.decode import SCHEMA, Data, FieldError, FileData, Schema
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import BIASED, FELL, HELD, NONFINITE, SKIPPED, Record, Run, record_id
+from tiebreak.reports.records.record import BIASED, FAILED, NONFINITE, PASSED, SKIPPED, Record, Run, record_id
 from tiebreak.reports.records.store import one_line
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.grids import Grid, Part
@@ -203,15 +203,15 @@ def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: 
 
 
 def result(records: Iterable[Record]) -> str:
-    """Return `held` where nothing fell and nothing is inconclusive but what is waived, else `fell`."""
-    return FELL if any(record.fails for record in records) else HELD
+    """Return `passed` where nothing failed and nothing is undecided but what is waived, else `failed`."""
+    return FAILED if any(record.fails for record in records) else PASSED
 
 
 def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     """Return the summary, as Markdown, of what is handed in: its runs and the profile that they are held to."""
     records = waived(runs, statement.waivers)
     where = ", ".join(sorted({record.backend for record in records}))
-    fell = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
+    failed = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
     covered = [(record.id, record.excused or "") for record in records if record.excused is not None]
     waivers = [(each.cells, each.check, each.reason, str(each.expires)) for each in statement.waivers]
     parts: list[Part] = [
@@ -220,7 +220,7 @@ def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
         "## Platform",
         _grid(("what", "is"), _platform(statement, runs, profile)),
         "## Fell, without a waiver",
-        *_listed(("cell", "why"), fell),
+        *_listed(("cell", "why"), failed),
         "## Waived",
         *_listed(("cell", "reason"), covered),
         "## Waivers",

@@ -14,8 +14,8 @@ from tiebreak.reports.records.store import one_line, write_text
 
 STDOUT = "-"  # in the place of a file
 
-_COLOURS = {"!": "31", "?": "33"}  # marks of cells that fell and that are not known yet: red, yellow
-_MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", re.MULTILINE)
+_COLOURS = {"!": "31", "?": "33"}  # marks of cells that failed and that are not known yet: red, yellow
+_MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:failed|crashed|timed_out) .*$", re.MULTILINE)
 _PYTEST = "pytest"
 
 
@@ -32,7 +32,7 @@ def clean(text: str) -> str:
 def show(text: str) -> None:
     """Print tables and lists, whose strings come from records.
 
-    What fell is red and what is not known yet yellow on a terminal that can, unless NO_COLOR is set (no-color.org).
+    What failed is red and what is not known yet yellow on a terminal that can, unless NO_COLOR is set (no-color.org).
     """
     text = clean(text)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":

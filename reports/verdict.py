@@ -17,10 +17,10 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_text, percent, plain_text, shown_text
 from tiebreak.reports.terminal import runnable
 
-# What there is to say of a kernel, the worst first. A run falls with any of the first three.
-DID_NOT_RUN, WRONG, NOT_TOLD, TIED = "did not run", "wrong", "not told", "biased where O itself ties"
+# What there is to say of a kernel, the worst first. A run fails with any of the first three.
+DID_NOT_RUN, WRONG, UNDECIDED, TIED = "did not run", "wrong", records.UNDECIDED, "biased where O itself ties"
 MARGIN, FAIR = "at the margin", "fair"
-SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, MARGIN, FAIR)
+SEVERITIES = (DID_NOT_RUN, WRONG, UNDECIDED, records.BIASED, TIED, MARGIN, FAIR)
 FAILING = SEVERITIES[:3]
 NOT_ASKED = "no failure input was run, nothing is known of its bias"
 SeverityName = Annotated[str, one_of(SEVERITIES)]
@@ -40,11 +40,11 @@ class Finding(Data, frozen=True, omit_defaults=False):
     cases: tuple[str, ...] = ()  # that it is about, if it is about some
 
 
-class FallenCell(Data, frozen=True, omit_defaults=False):
+class FailedCell(Data, frozen=True, omit_defaults=False):
     """A cell that fails the run."""
 
     cell: str  # backend-kernel-case-format
-    outcome: str  # fell, inconclusive, crashed, timed_out
+    outcome: str  # failed, undecided, crashed, timed_out
     reasons: tuple[str, ...]  # why
     command: str  # runs it again
 
@@ -52,12 +52,13 @@ class FallenCell(Data, frozen=True, omit_defaults=False):
 class Verdict(Data, frozen=True, omit_defaults=False):
     """What a run says of one kernel on one backend."""
 
-    headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
+    headline: str  # the result, the names, and the most serious finding, in one line
+    result: records.ResultName  # as the exit code has it: FAIL and UNDECIDED are 1; INCOMPLETE 130, or 0 in its budget
     severity: SeverityName | None  # of it; None: no failure input was run, so nothing is known of a bias
     kernel: str  # its name
     backend: str  # with what was assumed of a device that was not there
     formats: tuple[str, ...]  # of q, k, v and O
-    ok: bool  # as the exit code: the run ended, some of it ran, and nothing fell; a bias alone falls nothing
+    ok: bool  # as the exit code: the run ended, some of it ran, and nothing failed; a bias alone fails nothing
     complete: bool  # False: the run was interrupted
     inputs: Count  # failure inputs, on which rounding is known to fail, that were run
     biased: Count  # of them: the mean error of O is not 0, beyond the margin, at 99.9 % confidence
@@ -65,8 +66,8 @@ class Verdict(Data, frozen=True, omit_defaults=False):
     tied: Count | None  # of the biased: as biased as a correctly rounded O, since O itself ties; None: not looked at
     unknown: Count  # of them: too few heads to tell, or no result
     findings: tuple[Finding, ...]  # what there is to say, the worst first
-    fell: tuple[FallenCell, ...] = ()  # cells that fail the run
-    failures: tuple[str, ...] = ()  # what fails the run though no cell fell, as the gate
+    failed: tuple[FailedCell, ...] = ()  # cells that fail the run
+    failures: tuple[str, ...] = ()  # what fails the run though no cell failed, as the gate
     plan: records.Explanation | None = None  # that explains the bits of a kernel that declares none
     declared: str | None = None  # the plan that it declares
     in_training: records.VerdictName | None = None  # whether its gradients, or short training runs, contain the bias
@@ -80,7 +81,7 @@ class Verdict(Data, frozen=True, omit_defaults=False):
     @property
     def statement(self) -> str:
         """The headline without the names that it begins with."""
-        return self.headline.removeprefix(_names(self.kernel, self.backend, self.formats))
+        return self.headline.replace(f" {_names(self.kernel, self.backend, self.formats)}", " ", 1)
 
     def __str__(self) -> str:
         """As `tiebreak check` prints it: the headline, and a line for each finding."""
@@ -104,7 +105,7 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
     """Return what a run says of its kernels, the worst first.
 
-    `command` runs it again; `failures` are what fails it though no cell fell.
+    `command` runs it again; `failures` are what fails it though no cell failed.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return worst_first(_Kernel(*names, cells, run, failures).verdict(command) for names, cells in kernels.items())
@@ -114,7 +115,7 @@ def worst_first(judged: Iterable[Verdict]) -> list[Verdict]:
     """Return verdicts by what they come to: what fails a run, then the severest, then what is said of most cells."""
 
     def rank(verdict: Verdict) -> tuple[bool, int, int, int]:
-        return verdict.ok, (*SEVERITIES, None).index(verdict.severity), -len(verdict.fell), -verdict.biased
+        return verdict.ok, (*SEVERITIES, None).index(verdict.severity), -len(verdict.failed), -verdict.biased
 
     return sorted(judged, key=rank)
 
@@ -134,12 +135,12 @@ class _Kernel:
         self.margin = [cell for cell in self.asked if cell.verdict == records.UNDECIDED]
         self.nonfinite = [cell for cell in self.asked if cell.verdict == records.NONFINITE]
         self.ran_backward = [cell for cell in self.ran if cell.case in backward]
-        self.fell = [cell for cell in cells if cell.fails]
+        self.failed = [cell for cell in cells if cell.fails]
         wrong = {name for name, check in run.checks.items() if check.wrong}
         self.wrong = [
-            cell for cell in self.fell if any(cell.met(name) is False for name in wrong & cell.answers.keys())
+            cell for cell in self.failed if any(cell.passed(name) is False for name in wrong & cell.answers.keys())
         ]
-        self.untold = [cell for cell in self.fell if cell.outcome == records.INCONCLUSIVE]
+        self.undecided = [cell for cell in self.failed if cell.outcome == records.UNDECIDED]
         self.left_out = [cell for cell in cells if cell.skipped == records.NO_TIME]
         unfinished = [name for name in (*run.not_run, *run.running) if name.startswith(f"{backend}-{kernel}-")]
         self.left = len(unfinished) + len(self.left_out)
@@ -153,10 +154,11 @@ class _Kernel:
         shares = [share for cell in self.predicted if (share := run.number(cell, "agreement")) is not None]
         self.agreed = sum(shares) / len(shares) if shares else None
         self.severity = self._severity()
-        self.ok = self.run.complete and self.severity != DID_NOT_RUN and not self.fell and not failures
+        self.ok = self.run.complete and self.severity != DID_NOT_RUN and not self.failed and not failures
+        self.result = self._result()
         # The cell that the first line is about, if it fails: the one that is farthest off, the first of equals.
-        failed = self.ran if self.severity == DID_NOT_RUN else self.wrong or self.untold
-        self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_unmet(cell))), default=None)
+        failed = self.ran if self.severity == DID_NOT_RUN else self.wrong or self.undecided
+        self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_not_passed(cell))), default=None)
 
     def verdict(self, command: str) -> Verdict:
         """Return what there is to say of it."""
@@ -165,9 +167,9 @@ class _Kernel:
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
         # Whether gradients or training runs contain a bias: the worst of what they say.
         contained = [cell.in_training for cell in self.cells if cell.in_training is not None]
-        statement = f"{self._prefix(done.total())}{self._statement()}"
         return Verdict(
-            headline=f"{_names(first.kernel, backend, formats)}{statement}",
+            headline=f"{self.result}: {_names(first.kernel, backend, formats)}{self._statement(done.total())}",
+            result=self.result,
             severity=self.severity,
             kernel=first.kernel,
             backend=backend,
@@ -181,7 +183,9 @@ class _Kernel:
             unknown=sum(cell.verdict in (None, records.UNDECIDED) for cell in self.asked),
             tied=self.tied,
             findings=self._findings(),
-            fell=tuple(FallenCell(cell.id, cell.outcome, cell.reasons, runnable(cell.command)) for cell in self.fell),
+            failed=tuple(
+                FailedCell(cell.id, cell.outcome, cell.reasons, runnable(cell.command)) for cell in self.failed
+            ),
             failures=tuple(self.failures),
             plan=explained,
             declared=self.declared,
@@ -195,10 +199,10 @@ class _Kernel:
         )
 
     def _severity(self) -> str | None:
-        if all(cell.shown is None and cell.outcome != records.FELL for cell in self.cells):
+        if all(cell.shown is None and cell.outcome != records.FAILED for cell in self.cells):
             return DID_NOT_RUN
-        if self.wrong or self.untold:
-            return WRONG if self.wrong else NOT_TOLD
+        if self.wrong or self.undecided:
+            return WRONG if self.wrong else UNDECIDED
         if self.biased and self.tied == len(self.biased) and not self.nonfinite:
             return TIED
         if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
@@ -206,13 +210,37 @@ class _Kernel:
         told = all(cell.verdict == records.UNBIASED for cell in self.asked)
         return None if not self.asked else FAIR if told else MARGIN
 
-    def _statement(self) -> str:
-        """Return the worst that there is to say of it."""
+    def _result(self) -> str:
+        """Return the first word of its verdict; what fails for sure comes before what too few heads can tell."""
+        if self.severity == DID_NOT_RUN or self.wrong or self.failures or len(self.failed) > len(self.undecided):
+            return records.FAIL
+        return records.UNDECIDED.upper() if self.undecided else records.INCOMPLETE if self.left else records.PASS
+
+    def _statement(self, done: int) -> str:
+        """Return the most serious finding, what else made the run fail, and how much of the work was left."""
+        text = self._finding()
+        if self.severity not in (DID_NOT_RUN, WRONG) and (also := self._failed_otherwise()):
+            text = f"{also}, {text}"
+        if self.left and done:
+            why = "in its budget" if self.run.complete else "done"
+            text = f"{text}; {done} of {counted(done + self.left, 'cell')} {why}"
+        return text
+
+    def _failed_otherwise(self) -> str:
+        """Return what made the run fail that is neither wrong nor undecided; empty if nothing did."""
+        cells = [cell for cell in self.failed if cell not in self.wrong and cell not in self.undecided]
+        if not cells:
+            return f"({_first_clause(self.failures[0])})" if self.failures else ""
+        checks = dict.fromkeys(name for cell in cells for name in _not_passed(cell))
+        return f"by {', '.join(checks)} on {counted(len(cells), 'input')}"
+
+    def _finding(self) -> str:
+        """Return the most serious thing that there is to say of it."""
         if self.severity == DID_NOT_RUN:
             reasons = Counter("; ".join(cell.reasons) for cell in self.ran or self.cells)
-            return f"{'never ran' if self.ran else 'INCOMPLETE, no cell ran'}: {reasons.most_common(1)[0][0]}"
+            return f"{'never ran' if self.ran else 'no cell ran'}: {reasons.most_common(1)[0][0]}"
         if self.worst is not None:
-            word, cells = ("WRONG", self.wrong) if self.wrong else ("NOT TOLD", self.untold)
+            word, cells = (WRONG, self.wrong) if self.wrong else (UNDECIDED, self.undecided)
             where = f"{self.worst.case}: {self._brief(self.worst)}"
             return f"{word} on {len(cells)} of {counted(len(self.ran), 'input')} ({where})"
         if not self.asked:
@@ -244,24 +272,12 @@ class _Kernel:
         more = f"; --heads {max(needed)} would tell, about" if needed and len(needed) == len(self.margin) else ""
         return f"{first_few([self._interval(cell) for cell in self.margin], _LISTED)}{more}"
 
-    def _prefix(self, done: int) -> str:
-        """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
-        prefix = ""
-        if self.left and done:
-            why = "in its budget" if self.run.complete else "done"
-            prefix = f"INCOMPLETE, {done} of {counted(done + self.left, 'cell')} {why}: "
-        if self.severity in FAILING or not (self.fell or self.failures):
-            return prefix
-        checks = dict.fromkeys(name for cell in self.fell for name in _unmet(cell))
-        by = f"by {', '.join(checks)} on {counted(len(self.fell), 'input')}"
-        return f"{prefix}FELL {by if self.fell else f'({_first_clause(self.failures[0])})'}, "
-
     def _brief(self, cell: Record) -> str:
         """Return what is wrong in a cell: what is off by most, or the bias with the first clause of a reason."""
         if off := cell.evidence.get("off"):
             return str(next(iter(off)))
-        unmet = _unmet(cell)
-        clause = _first_clause(cell.answers[unmet[-1]].why if unmet else cell.outcome)
+        not_passed = _not_passed(cell)
+        clause = _first_clause(cell.answers[not_passed[-1]].why if not_passed else cell.outcome)
         if cell.shown is None or cell.verdict == records.UNBIASED:
             return clause
         unit = self.run.measures[cell.shown.kind].unit if cell.shown.kind in self.run.measures else ""
@@ -269,13 +285,13 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        found, (fell, met) = [Finding("looks like", self._slip())], self._checks()
+        found, (failed, passed) = [Finding("looks like", self._slip())], self._checks()
         if self.worst is not None:
             text = f"rerun {self.worst.case} alone: {runnable(self.worst.command)}"
             found.append(Finding("next", text, (self.worst.case,)))
         if self.severity != DID_NOT_RUN:
             ended = [cell for cell in self.cells if cell.outcome in without_result]
-            found += [Finding("fell", fell), _listed("ended", ended)]
+            found += [Finding("failed", failed), _listed("ended", ended)]
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
@@ -289,7 +305,7 @@ class _Kernel:
             *(Finding(cell.case, _changes(cell), (cell.case,)) for cell in self.cells),
             Finding("fix", self._fix() if self.severity in (records.BIASED, TIED) else ""),
             Finding("ties", self._away()),
-            Finding("checks", met if self.ok else ""),
+            Finding("checks", passed if self.ok else ""),
             Finding("rounding", self._rounding()),
             Finding(
                 "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
@@ -313,13 +329,13 @@ class _Kernel:
         if not all(plan.fix for plan in plans):
             return f"not known: these cases do not tell {' from '.join(rules)}"
         failing = len(self.biased) + len(self.nonfinite)
-        held = sum(cell.verdict is not None for cell in self.asked) - failing
-        return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {held}"
+        holds = sum(cell.verdict is not None for cell in self.asked) - failing
+        return f"partial: {' or '.join(rules)}; fails on the {counted(failing, 'input')} above, holds on {holds}"
 
     def _plans(self) -> list[records.PlanRecord]:
         """Return the plans that it follows, by its bits or as it declares."""
         explained, names = self.explanation, tuple[str, ...]()
-        if self.declared and all(cell.met(records.PREDICTION) for cell in self.predicted):
+        if self.declared and all(cell.passed(records.PREDICTION) for cell in self.predicted):
             names = (self.declared,)
         elif explained is not None and explained.state != records.UNEXPLAINED:
             names = explained.plans
@@ -329,7 +345,7 @@ class _Kernel:
         """Return where it rounds ties away from zero, as all plans that it may follow do."""
         plans = self._plans()
         points = [point for point in (plans[0].away if plans else ()) if all(point in plan.away for plan in plans)]
-        return f"of {', '.join(points)} go away from zero, not to even: a bias where they are many" if points else ""
+        return f"of {', '.join(points)} go away from zero (RTNA, not RNE): a bias where they are many" if points else ""
 
     def _slip(self) -> str:
         """Return the usual mistake that explains what is wrong in most cells, then most of it."""
@@ -341,12 +357,14 @@ class _Kernel:
         return f"{about} (explains {percent(sum(shares) / len(shares))} in {counted(len(shares), 'cell')})"
 
     def _checks(self) -> tuple[str, str]:
-        """Return the checks that were not met, with where, and those that were met wherever they were asked."""
+        """Return the checks that failed, with where, and those that passed wherever they were asked."""
         answers = grouped(((name, cell) for cell in self.cells for name in cell.answers), lambda pair: pair[0])
-        unmet = {name: [cell.case for _, cell in own if cell.met(name) is False] for name, own in answers.items()}
-        fell = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items() if cases]
-        held = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.met(name) for _, cell in own)]
-        return "; ".join(fell), f"met wherever asked: {', '.join(held)} cells" if held else ""
+        not_passed = {
+            name: [cell.case for _, cell in own if cell.passed(name) is False] for name, own in answers.items()
+        }
+        failed = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in not_passed.items() if cases]
+        passed = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.passed(name) for _, cell in own)]
+        return "; ".join(failed), f"passed wherever asked: {', '.join(passed)} cells" if passed else ""
 
     def _in_gradients(self) -> str:
         """Return whether its gradients contain the bias of O, on the inputs where it is biased."""
@@ -390,9 +408,9 @@ class _Kernel:
             return explanation_text(self.explanation, self.bits)
         if not self.declared:
             return ""
-        met = sum(cell.met(records.PREDICTION) is True for cell in self.predicted)
+        predicted = sum(cell.passed(records.PREDICTION) is True for cell in self.predicted)
         bits = "" if self.agreed is None else f", {percent(self.agreed)} of {self.bits}"
-        return f"declares {self.declared}; as predicted in {met} of {len(self.predicted)} cells{bits}"
+        return f"declares {self.declared}; as predicted in {predicted} of {len(self.predicted)} cells{bits}"
 
     def _backward(self) -> str:
         """Return which known backward pass its gradients come from."""
@@ -439,16 +457,16 @@ def _share_off(cell: Record) -> float:
     return max((inf if share is None else float(share) for share in shares), default=float(cell.shown is None))
 
 
-def _unmet(cell: Record) -> list[str]:
-    """Return the checks that a cell does not meet; where there are none, those that are not told."""
-    return [name for name in cell.unmet if cell.met(name) is False] or cell.unmet
+def _not_passed(cell: Record) -> list[str]:
+    """Return the checks that a cell fails; where there are none, those that are undecided."""
+    return [name for name in cell.not_passed if cell.passed(name) is False] or cell.not_passed
 
 
 def _changes(cell: Record) -> str:
     """Return what came of a call that was compared with itself; empty for a cell of another kind."""
     changes = cell.evidence.get("changes")
-    untold = [answer.why for answer in cell.answers.values() if answer.met is None]
-    return "" if not changes else f"not known: {untold[0]}" if untold else changes_text(changes)
+    undecided = [answer.why for answer in cell.answers.values() if answer.passed is None]
+    return "" if not changes else f"not known: {undecided[0]}" if undecided else changes_text(changes)
 
 
 def _listed(name: str, cells: Sequence[Record]) -> Finding:

@@ -23,7 +23,7 @@ _CARRIERS = {
 }
 
 
-def round_to(x: Tensor, fmt: Format, mode: Rounding = Rounding.TO_EVEN, *, random_bits: Tensor | None = None) -> Tensor:
+def round_to(x: Tensor, fmt: Format, mode: Rounding = Rounding.RNE, *, random_bits: Tensor | None = None) -> Tensor:
     """Round every element to a format, keeping the tensor's type.
 
     NaN stays NaN and the sign of zero is kept. A finite value that rounds past the largest becomes Inf (NaN in a format
@@ -118,12 +118,12 @@ def _round_bits(bits: Tensor, shift: int, mode: Rounding, random_bits: Tensor | 
     discarded = (1 << shift) - 1
     negative = bits.element_size() * 8 - 1  # shifting by this makes all bits the sign
     match mode:
-        case Rounding.TO_EVEN:
+        case Rounding.RNE:
             # In place: this is the path that every emulated matrix product takes.
             raised = (bits >> shift).bitwise_and_(1).add_(bits).add_(discarded >> 1)
-        case Rounding.TIES_AWAY:
+        case Rounding.RTNA:
             raised = bits + (1 << (shift - 1))
-        case Rounding.TOWARD_ZERO:
+        case Rounding.RTZ:
             return bits.bitwise_and(~discarded)
         case Rounding.UP:
             raised = bits + (~(bits >> negative) & discarded)
@@ -143,7 +143,7 @@ def _round_quotients(x: Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, 
     The spacing is a power of two, from the exponent of x, and the same for all of the format's subnormals. So every
     other step is exact. What lies beyond the largest value by a binade counts as that, so that no quotient is Inf.
     """
-    if fmt.mantissa_bits == 0 and mode is Rounding.TO_EVEN:
+    if fmt.mantissa_bits == 0 and mode is Rounding.RNE:
         # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits show.
         raised = _round_bits(x.view(carrier.bits), carrier.mantissa_bits, mode, None).view(x.dtype)
         x = torch.where(x.abs() >= fmt.smallest_normal, raised, x)
@@ -158,13 +158,13 @@ def _round_quotients(x: Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, 
 def _to_integers(x: Tensor, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round to integers, in place; the sign of zero is kept."""
     match mode:
-        case Rounding.TO_EVEN:
+        case Rounding.RNE:
             return x.round_()
-        case Rounding.TIES_AWAY:
+        case Rounding.RTNA:
             # Adding 0.5 to x itself would round up what lies just below a half. Taking off, not adding, keeps -0.
             whole = x.trunc()
             return whole.sub_((whole - x).mul_(2.0).trunc_())
-        case Rounding.TOWARD_ZERO:
+        case Rounding.RTZ:
             return x.trunc_()
         case Rounding.UP:
             return x.ceil_()
@@ -185,8 +185,8 @@ def _overflow(x: Tensor, rounded: Tensor, fmt: Format, mode: Rounding) -> Tensor
     lowest, highest = rounded.aminmax()
     if lowest >= -fmt.largest and highest <= fmt.largest:
         return rounded
-    low = -fmt.largest if mode in (Rounding.TOWARD_ZERO, Rounding.UP) else None
-    high = fmt.largest if mode in (Rounding.TOWARD_ZERO, Rounding.DOWN) else None
+    low = -fmt.largest if mode in (Rounding.RTZ, Rounding.UP) else None
+    high = fmt.largest if mode in (Rounding.RTZ, Rounding.DOWN) else None
     if low is not None or high is not None:
         rounded = torch.where(x.isfinite(), rounded.clamp(low, high), rounded)
     beyond = rounded.abs() > fmt.largest

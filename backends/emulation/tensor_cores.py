@@ -109,7 +109,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
     largest = torch.maximum(powers.amax(0), _power(addend, FP32.min_exponent))
     scale = 2.0**core.fraction_bits / largest
     total = ((products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
-    rounded = round_to(total, core.result, Rounding.TOWARD_ZERO)
+    rounded = round_to(total, core.result, Rounding.RTZ)
     # Beyond the format's range even what goes toward zero is Inf; and what ends as zero is the positive one.
     return torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
 

@@ -49,9 +49,9 @@ class SnippetClaim:
     source: str  # who claims it
     low: float = -math.inf  # the measure must be above
     high: float = math.inf  # the measure must be below
-    waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
+    waives: frozenset[str] = frozenset()  # names of checks that need not pass: that they fail is what is claimed
 
-    def held(self, measures: Mapping[str, float]) -> bool:
+    def passes(self, measures: Mapping[str, float]) -> bool:
         """Whether the measure lies between the bounds; NaN does not."""
         return self.low < measures[self.measure] < self.high
 
@@ -120,18 +120,18 @@ class Snippet:
     def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
         """Whether a run went as those of kernels whose bias training feels do.
 
-        Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: nobody can tell.
+        Biased: it did; unbiased: it went as those of sound kernels; undecided: as neither. None: nobody can tell.
         """
         claims = [claim for claim in self.claims if claim.measure == self.headline]
         drifting, sound = (
-            [claim.held(measures) for claim in claims if claim.variants & ours and not claim.variants & others]
+            [claim.passes(measures) for claim in claims if claim.variants & ours and not claim.variants & others]
             for ours, others in ((_DRIFTING, _SOUND), (_SOUND, _DRIFTING))
         )
         if not (drifting and sound):
             return None
         if any(drifting):
             return Verdict.BIASED
-        return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
+        return Verdict.UNBIASED if all(sound) else Verdict.UNDECIDED
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
         """What is claimed about a variant."""

@@ -100,10 +100,10 @@ JUDGES = (
 
 
 def ours(kernel: Kernel) -> str:
-    """The verdict of tiebreak, with the checks that were not met."""
+    """The verdict of tiebreak, with the checks that failed."""
     verdict = tiebreak.check(kernel, budget=BUDGET, experiments="call")
-    fell = next((finding.text for finding in verdict.findings if finding.name == "fell"), "")
-    checks = sorted({each.split(" in ")[0] for each in fell.split("; ") if each})
+    failed = next((finding.text for finding in verdict.findings if finding.name == "failed"), "")
+    checks = sorted({each.split(" in ")[0] for each in failed.split("; ") if each})
     if not verdict.ok and not checks:
         return verdict.headline.partition(": ")[2]  # on a busy machine, that its budget had no room
     return "passes" if verdict.ok else f"fails: {', '.join(checks)}"

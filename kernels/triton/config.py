@@ -10,7 +10,7 @@ from tiebreak.kernels.plans import DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import ShiftRule
 
 _ROUNDED = frozenset({"s", "p_bar", "o_bar", "row_sum", "o", "delta", "p", "dp", "ds", "gradients"})
-_NEAREST = (Rounding.TO_EVEN, Rounding.TIES_AWAY)
+_NEAREST = (Rounding.RNE, Rounding.RTNA)
 
 
 @dataclass(frozen=True)

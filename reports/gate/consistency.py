@@ -97,9 +97,9 @@ def _of_verdict(record: Record, run: Run) -> Iterator[str]:
     if (verdict := records.verdict_of(record, run.measures)) not in (None, record.verdict):
         yield f"says {record.verdict}, and its interval comes to {verdict}"
     claim = record.answers.get(records.CLAIM)
-    asked = claim.asked.replace(",", " ").split() if claim is not None and claim.met else []
+    asked = claim.asked.replace(",", " ").split() if claim is not None and claim.passed else []
     if asked and asked[0] in {*records.VERDICTS} - {record.verdict}:
-        yield f"says {record.verdict}, and that a claim is met: {' '.join(asked)}"
+        yield f"says {record.verdict}, and that a claim passed: {' '.join(asked)}"
     if record.verdict != records.BIASED and (record.tied, record.in_training) != (None, None):
         yield f"says {record.verdict}, and where its bias comes from or goes to"
 
@@ -109,7 +109,7 @@ def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]
 
     What is not asked may be what a claim takes the place of.
     """
-    said = {True: "met", False: "not met", None: "not told"}
+    said = {True: "passed", False: "failed", None: "undecided"}
     for name, check in checks.items():
         answer, comes_to = record.answers.get(name), records.kept(check.limits, record.measures)
         if not check.limits or (check.more and (record.number(records.NONFINITE) or answer is None)):
@@ -118,8 +118,8 @@ def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]
             asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
             if asked and comes_to is not True:
                 yield f"is not asked {name}, and its measures come to {said[comes_to]}"
-        elif answer.met is not comes_to and (answer.met or not check.more):
-            yield f"says that {name} is {said[answer.met]}, and its measures come to {said[comes_to]}"
+        elif answer.passed is not comes_to and (answer.passed or not check.more):
+            yield f"says that {name} {said[answer.passed]}, and its measures come to {said[comes_to]}"
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     [[expected]]
     cells = "cpu-sdpa_flash-*"        # ids of cells; a glob
-    check = "claim"                   # the one that is not met; or `plan`, of which the gate accepts another
+    check = "claim"                   # the one that failed; or `plan`, of which the gate accepts another
     reason = "its exponential misses 1 at 0: https://..."
     expires = 2027-06-30              # the last day on which it excuses anything; without it, it always does
 
@@ -53,7 +53,7 @@ class Expected(Data, frozen=True):
 
     def excuses(self, record: Record) -> bool:
         """Whether the check is one that a record does not meet."""
-        return self.concerns(record.id) and self.check in record.unmet
+        return self.concerns(record.id) and self.check in record.not_passed
 
 
 class _File(Data, frozen=True):
@@ -146,7 +146,7 @@ class Excuses:
 
     def excuse(self, record: Record) -> Record:
         """The record, excused if all that it does not meet is."""
-        reasons = [self._reason(record.id, check) for check in record.unmet]
+        reasons = [self._reason(record.id, check) for check in record.not_passed]
         if not reasons or None in reasons:
             return record
         return replace(record, excused="; ".join(dict.fromkeys(filter(None, reasons))))
@@ -166,7 +166,7 @@ class Excuses:
             mine = [record for record in ran if (entry.concerns(record.id) if whole else entry.cells == record.id)]
             # What crashed was asked nothing else.
             mine = [record for record in mine if record.shown is not None or entry.check in record.answers]
-            if mine and not any(entry.check in record.unmet for record in mine):
+            if mine and not any(entry.check in record.not_passed for record in mine):
                 who = f"{mine[0].id} meets" if len(mine) == 1 else f"all {len(mine)} cells meet"
                 lines.append(f"{entry.where}: no longer fails: {who} the check {entry.check}: remove the entry")
         return lines
@@ -179,7 +179,7 @@ def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
     """
     edited = {name for name, _ in damaged(run)}
     sound = (record for record in run.records if record.id not in edited)
-    return {(record.id, check): f"so it is in {path}" for record in sound for check in record.unmet}
+    return {(record.id, check): f"so it is in {path}" for record in sound for check in record.not_passed}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The gate: whether a run is worse than a baseline. A missing number, a skip or a cell that is gone never passes.
 
-What counts as worse: a verdict or an outcome further from `unbiased` and `held`; a measure worse by more than its
-limit, beyond both intervals; a number that is gone, or whose interval does not tell; a check that is no longer met or
+What counts as worse: a verdict or an outcome further from `unbiased` and `passed`; a measure worse by more than its
+limit, beyond both intervals; a number that is gone, or whose interval does not tell; a check that no longer passes or
 no longer asked; another declared plan; a cell that vanished, turned into a skip or has other inputs.
 
 The baseline rules: limits and descriptions are its own. What either run says of itself is recomputed where its numbers
@@ -28,8 +28,8 @@ from tiebreak.reports.tables.run import counted
 
 _SEVERITY = {
     **dict.fromkeys(records.PASSING, 0),
-    records.INCONCLUSIVE: 1,
-    records.FELL: 2,
+    records.UNDECIDED: 1,
+    records.FAILED: 2,
     **dict.fromkeys((records.CRASHED, records.TIMED_OUT), 3),
 }
 # A baseline is there to see these change; of all but the wheel it is told.
@@ -71,8 +71,8 @@ class Outcome:
         return [change for change in self.changes if not change.worse]
 
     @property
-    def held(self) -> bool:
-        """Whether the gate held; with nothing compared, or of a run that was interrupted, it does not."""
+    def passed(self) -> bool:
+        """Tell whether the gate passed; with nothing compared, or of a run that was interrupted, it does not."""
         return self.compared > 0 and self.complete and not self.worse
 
 
@@ -193,10 +193,10 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     reasons = new.reasons if outcome else ()
     for name, asked in old.answers.items():
         answer = new.answers.get(name)
-        if answer is None or answer.met is True or answer.why not in reasons:
+        if answer is None or answer.passed is True or answer.why not in reasons:
             yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
-    predicted = all(each.met(records.PREDICTION) is True for each in (old, new))
+    predicted = all(each.passed(records.PREDICTION) is True for each in (old, new))
     foretold = across and old.plan == new.plan and predicted
     yield from _verdicts(old, new, foretold=foretold)
     if lost := list(_lost(old, new)):
@@ -244,19 +244,19 @@ def _outcome(old: Record, new: Record) -> list[_Judgement]:
 
 
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
-    """Judge a check that is no longer asked (None), of other words, or no longer met.
+    """Judge a check that is no longer asked (None), of other words, or no longer passed.
 
-    Of a kernel that declares another plan on another platform (`replanned`), what is met there is no worse.
+    Of a kernel that declares another plan on another platform (`replanned`), what passed there is no worse.
     """
     if new is None:
         if name not in records.IMPLIED:
             yield True, f"{name} no longer asked: {old.asked}, in the baseline"
-    elif old.asked != new.asked and old.source is not None and not (replanned and new.met is True):
+    elif old.asked != new.asked and old.source is not None and not (replanned and new.passed is True):
         yield True, f"{name}: asks {new.asked}, {old.asked} in the baseline"
-    elif old.met is True and new.met is not True:
-        yield True, f"{name} no longer met: {new.why or new.asked}"
-    elif old.met is False and new.met is True:
-        yield False, f"{name} is met now: {new.asked}"
+    elif old.passed is True and new.passed is not True:
+        yield True, f"{name} no longer passed: {new.why or new.asked}"
+    elif old.passed is False and new.passed is True:
+        yield False, f"{name} passes now: {new.asked}"
 
 
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
@@ -278,7 +278,7 @@ def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, for
         return
     (was, narrow, before), (now, wide, after) = (_badness(name, measure, record) for record in (old, new))
     if math.inf > wide > max(measure.limit, _WIDER * narrow):
-        yield True, f"{name} {_text(new.measures[name])} not told, {_text(old.measures[name])} in the baseline"
+        yield True, f"{name} {_text(new.measures[name])} undecided, {_text(old.measures[name])} in the baseline"
     by, share = abs(now - was), measure.share * min(abs(was), abs(now))
     if not foretold and by - narrow - wide > measure.limit and by > share:
         unit = f" {measure.unit}" if measure.unit else ""

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate import expected, gate
 from tiebreak.reports.gate.expected import Limits, limits
@@ -30,7 +30,7 @@ Place = tuple[str, int]  # a file and a line
 
 def main(arguments: Sequence[str]) -> int:
     """The verb `gate`; see `tiebreak.reports.cli.main`."""
-    parser = Parser(prog="tiebreak gate", description="Fail if a run is worse than a baseline.")
+    parser = Parser(prog="tiebreak gate", description="Fail if a run has a regression from a baseline.")
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="records that were kept")
     parser.add_argument("new", type=Path, metavar="NEW", help="records of the run to judge")
     fail = "how much worse which measures may get: NAME:NUMBER, ...; NAME_share: of itself"
@@ -43,20 +43,20 @@ def main(arguments: Sequence[str]) -> int:
     if options.update_baseline and not options.baseline.exists():
         gate.update(store.read(options.new), options.baseline)
         print(f"baseline written: {options.baseline}")
-        return HELD
+        return PASSED
     gate.check_kept(options.baseline)
     baseline, run = store.read_all([options.baseline, options.new])
     allowed.check({**baseline.measures, **run.measures})
-    held = _judge(baseline, run, allowed, options)
+    passed = _judge(baseline, run, allowed, options)
     if options.update_baseline:
         gate.update(run, options.baseline)
         print(f"baseline updated: {options.baseline}")
-        return HELD
-    return HELD if held else FELL
+        return PASSED
+    return PASSED if passed else FAILED
 
 
 def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace) -> bool:
-    """Compare, and tell the terminal and GitHub; whether the gate held."""
+    """Compare, and tell the terminal and GitHub; return whether the gate passed."""
     try:
         entries = expected.read(None, Path.cwd(), None)  # a file of records has the checks that were asked
         outcome = gate.gate(baseline, run, allowed, across=options.across, expected=entries)
@@ -67,20 +67,20 @@ def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace
         return False
     terminal.show(report(outcome, options.baseline))
     append_summary(summary_of_gate(outcome, options.baseline))
-    return outcome.held
+    return outcome.passed
 
 
 def report(outcome: Outcome, baseline: Path) -> str:
-    """Return what the gate found: a line for the whole, then what is worse, what is better, and notes."""
-    word = "held" if outcome.held else "FELL"
+    """Return what the gate found: a line for the whole, then regressions, what is better, and notes."""
+    word = "passed" if outcome.passed else "FAILED"
     compared = f"{counted(outcome.compared, 'cell')} compared with {baseline}"
-    lines = [f"gate {word}: {compared}: {len(outcome.worse)} worse, {len(outcome.better)} better"]
+    lines = [f"gate {word}: {compared}: {counted(len(outcome.worse), 'regression')}, {len(outcome.better)} better"]
     for name, changes in groupby(outcome.worse, lambda change: change.record.id):
         cell = list(changes)
-        lines.append(f"worse   {name}: {'; '.join(change.text for change in cell)}")
-        lines.append(f"        rerun: {runnable(cell[0].record.command)}")
-    lines += [f"better  {better.record.id}: {better.text}" for better in outcome.better]
-    return "\n".join([*lines, *(f"note    {note}" for note in outcome.notes)])
+        lines.append(f"regression  {name}: {'; '.join(change.text for change in cell)}")
+        lines.append(f"            rerun: {runnable(cell[0].record.command)}")
+    lines += [f"better      {better.record.id}: {better.text}" for better in outcome.better]
+    return "\n".join([*lines, *(f"note        {note}" for note in outcome.notes)])
 
 
 def append_summary(text: str) -> None:
@@ -94,18 +94,18 @@ def summary_of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
     """Return a run in short, as Markdown: the verdicts, cells by backend and outcome, then what did not hold."""
     backends = grouped(run.records, lambda record: record.backend)
     rows = [[backend, counts(records)] for backend, records in backends.items()]
-    fallen = [f"{record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
+    failed = [f"{record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
     note = [] if run.complete else ["The run was interrupted: these are the cells that were done."]
     judged = [f"```text\n{verdict.replace('```', '')}\n```" for verdict in verdicts]
-    table = grids.text([*note, Grid(["backend", "cells"], rows), _list(fallen)], "github")
+    table = grids.text([*note, Grid(["backend", "cells"], rows), _list(failed)], "github")
     return "\n\n".join([f"### tiebreak: {counts(run.records)}", *judged, table])
 
 
 def summary_of_gate(outcome: Outcome, baseline: Path) -> str:
     """Return what the gate found in short, as Markdown."""
-    word = "held" if outcome.held else "fell"
+    word = "passed" if outcome.passed else "failed"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
-    found = [("worse", outcome.worse), ("better", outcome.better)]
+    found = [("regression", outcome.worse), ("better", outcome.better)]
     lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in found for change in changes]
     lines += [f"note: {note}" for note in outcome.notes]
     return "\n\n".join([title, grids.text([_list(lines)], "github")]).rstrip()
@@ -117,13 +117,13 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
-    """Return workflow commands: an error a cell that fails the run, or that the gate found worse.
+    """Return workflow commands: an error a cell that fails the run, or that the gate found to be a regression.
 
     It is put where a kernel's function stands, by `places`, or at the line of its file that a reason says has raised.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():
-        errors.setdefault(change.record.id, (change.record, "worse than in the baseline", (change.text,)))
+        errors.setdefault(change.record.id, (change.record, "a regression from the baseline", (change.text,)))
     lines = []
     for record, what, reasons in errors.values():
         properties, text = {"title": f"{record.case}: {what}"}, "; ".join(reasons)

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from tiebreak.reports import files
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.page.data import page_data
 from tiebreak.reports.page.figures import figures, mechanism, save_training
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.output.suffix == ".svg":
         save_training(training_grids(pooled(by_file)), options.output)
         print(f"figure: {options.output}")
-        return HELD
+        return PASSED
     others = grouped((path for path in read if path not in by_file), lambda path: files.kind_of(read[path]))
     more = [kind.page({path: read[path] for path in own}) for kind, own in others.items()]
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     path = options.output / "index.html"
     store.write_text(page(runs, labels, figures(runs, labels), more), path)
     print(f"page: {path}")
-    return HELD
+    return PASSED
 
 
 def page(
@@ -84,7 +84,7 @@ def page(
     sides, script = mechanism(runs), "".join(scripts)
     body = Template(template).substitute(
         answers=_answers(runs, labels),
-        fell=_fell(runs, labels),
+        failed=_fell(runs, labels),
         mechanism=f'<figure class="mechanism">{drawing(*sides)}</figure>' if sides is not None else "",
         findings=_findings(findings(runs, labels)),
         platforms=_platforms(runs, labels),
@@ -145,11 +145,11 @@ def _fell(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the cells that do not pass, as the terminal has them; empty where all do."""
     items = []
     for run, label in zip(runs, labels, strict=True):
-        for entry in tables.fallen(run.records, str):
+        for entry in tables.failures(run.records, str):
             head, *lines = map(escape, (f"{label}: {entry}" if len(runs) > 1 else entry).split("\n"))
             told = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
             items.append(f"<li><b>{head}</b>{told}</li>")
-    return f'<h2 id="fell">What fell</h2>\n{_folded(items, "fallen")}' if items else ""
+    return f'<h2 id="failed">What failed</h2>\n{_folded(items, "failed")}' if items else ""
 
 
 def _folded(items: Sequence[str], kind: str) -> str:

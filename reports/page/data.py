@@ -77,7 +77,13 @@ def _record(record: Record, headline: str | None) -> dict[str, Any]:
         "version": record.case_version,
         "tone": _short(record.number(headline)) if toned and headline is not None else None,
         "answers": [
-            {"check": check, "met": answer.met, "asked": answer.asked, "why": answer.why, "source": answer.source or ""}
+            {
+                "check": check,
+                "passed": answer.passed,
+                "asked": answer.asked,
+                "why": answer.why,
+                "source": answer.source or "",
+            }
             for check, answer in record.answers.items()
         ],
         "measures": [

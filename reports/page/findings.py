@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
-from tiebreak.reports.records.record import BIASED, FELL, SKIPPED, Run
+from tiebreak.reports.records.record import BIASED, FAILED, SKIPPED, Run
 from tiebreak.reports.tables.compare import Agreement, Comparison, compare, summary
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.verdict import FAILING, FAIR, TIED, Verdict, verdicts
@@ -54,7 +54,7 @@ def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: in
     if not ran:
         yield "No cell ran: all were skipped."
     by_severity = grouped(ran, lambda pair: _severity(pair[1]))
-    for severity in (*FAILING, FELL, BIASED, TIED):
+    for severity in (*FAILING, FAILED, BIASED, TIED):
         alike = by_severity.get(severity, [])
         kernels = list(dict.fromkeys(verdict.kernel for _, verdict in alike))
         said = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
@@ -71,8 +71,8 @@ def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: in
 
 
 def _severity(verdict: Verdict) -> str | None:
-    """Return a verdict's severity, or that the kernel fell for another reason than the worst that there is to say."""
-    return FELL if verdict.fell and verdict.severity not in FAILING else verdict.severity
+    """Return a verdict's severity, or that the kernel failed for another reason than the worst that there is to say."""
+    return FAILED if verdict.failed and verdict.severity not in FAILING else verdict.severity
 
 
 def _sentence(verdict: Verdict) -> str:

@@ -53,10 +53,10 @@ const passes = (record) => ["held", "measured", "skipped"].includes(record.outco
 const mark = (record) => (record.excused ? "excused" : record.outcome);
 const classes = (record) => `${tint(record)} ${mark(record)}`.trim();
 
-const VERDICTS = { biased: "biased", unbiased: "unbiased", inconclusive: "not known whether biased",
+const VERDICTS = { biased: "biased", unbiased: "unbiased", undecided: "not known whether biased",
   nonfinite: "NaN or Inf where the reference is finite" };
 const spoken = (record) => (record
-  ? [record.text, VERDICTS[record.verdict], record.excused ? "fell, excused" : record.outcome.replace("_", " ")]
+  ? [record.text, VERDICTS[record.verdict], record.excused ? "failed, excused" : record.outcome.replace("_", " ")]
     .filter(Boolean).join(", ")
   : MISSING);
 
@@ -118,7 +118,7 @@ function fillTable(chosen) {
   const all = cells.reduce((sum, cell) => sum + cell.records.filter(Boolean).length, 0);
   if (view.sort?.number) for (const one of found) one.measured = measuresOf(one);
   if (view.sort) found.sort(compare);
-  else found.sort((a, b) => passes(a) - passes(b)); // those that fell first, the others as they come
+  else found.sort((a, b) => passes(a) - passes(b)); // those that failed first, the others as they come
   const shown = found.slice(0, view.limit);
   for (const one of shown) one.measured ??= measuresOf(one);
   document.querySelector("#cells tbody").replaceChildren(...shown.map(rowOf));

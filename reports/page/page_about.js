@@ -49,7 +49,7 @@ function side(cell) {
   return make("div", null, { class: "wide", tabindex: "0", role: "region", "aria-label": "platforms" }, table);
 }
 
-const MET = new Map([[true, "met"], [false, "not met"], [null, "not told"]]);
+const MET = new Map([[true, "met"], [false, "failed"], [null, "undecided"]]);
 function checks(record) {
   const { answers } = record;
   if (!answers.length) return null;

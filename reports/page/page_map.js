@@ -176,7 +176,7 @@ function open(element) {
 // On paper nothing scrolls: the maps are cut into parts as wide as a sheet, and what is folded is unfolded.
 const SHEET = 1040; // px: A4 on its side, less its margins
 const CHARACTER = 6.2; // px at the size of print
-const BOLD = 1.2; // as wide: what fell is bold
+const BOLD = 1.2; // as wide: what failed is bold
 const wide = (text) => CHARACTER * text.length * (/[!?]/.test(text) ? BOLD : 1);
 const widthOf = (texts) => Math.max(30, ...texts.map(wide)) + 10;
 const textsOf = (cell) => linesOf(cell).map(({ record, numbers }) => `${numbers.length ? `${numbers.join(",")}: ` : ""}${record.text}`);

@@ -106,7 +106,7 @@ def sentences(of: FormatRecord) -> Iterator[str]:
     if found is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
     elif of.pair.same:
-        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities"
+        yield f"{of.format}: bitwise equal in all {found.tokens} log-probabilities"
     else:
         nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
         yield f"{of.format}: to exact attention A has rms {exact[0]}, B {exact[1]}: {nearer}"
@@ -122,7 +122,7 @@ def sentences(of: FormatRecord) -> Iterator[str]:
 def in_brief(of: FormatRecord) -> str:
     """Return how far apart the pair is in one format, in a few words."""
     if of.pair.difference is None or of.pair.same:
-        return f"{of.format} {'not read' if of.pair.difference is None else 'the same bits'}"
+        return f"{of.format} {'not read' if of.pair.difference is None else 'bitwise equal'}"
     return f"{of.format} rms {_text(of.pair, 'rms')}, mean {_text(of.pair, 'mean')}"
 
 
@@ -137,7 +137,7 @@ def parts(model: ModelRecord) -> list[Part]:
                 end = "" if each.predicted is None else _figure(each.predicted)
                 rows.append([f"{of.format}: {each}", *(_text(each, name) for name in _SHOWN), end])
         if alike:
-            lines.append(f"{of.format}: the same bits as in the usual way: {'; '.join(alike)}")
+            lines.append(f"{of.format}: bitwise equal to the usual way: {'; '.join(alike)}")
         lines += [*sentences(of), *dict.fromkeys(f"skipped: {each.skipped}" for each in of.compared if each.skipped)]
     return [
         f"Through {model.model}. A: {model.a}, B: {model.b}.",

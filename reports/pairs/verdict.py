@@ -10,15 +10,16 @@ from tiebreak.reports.page.svg import section
 from tiebreak.reports.pairs import log_probabilities
 from tiebreak.reports.pairs.log_probabilities import SIDES, A, B, ModelRecord
 from tiebreak.reports.records.decode import Count, Data, FileData, Schema, Size, one_of
-from tiebreak.reports.records.record import BIASED, UNDECIDED, Estimate
+from tiebreak.reports.records.record import BIASED, FAIL, PASS, UNDECIDED, Estimate
 from tiebreak.reports.tables.grids import Grid, Part, html
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-# What there is to say of two kernels, the worst first. A pair falls with either of the first two.
-APART, NOT_TOLD, ROUNDINGS, SAME = "apart", "not told", "two roundings of one thing", "the same bits"
-SEVERITIES = (APART, NOT_TOLD, ROUNDINGS, SAME)
+# What there is to say of two kernels, the worst first. A pair fails with either of the first two.
+APART, ROUNDINGS, SAME = "apart", "two roundings of one thing", "bitwise equal"
+SEVERITIES = (APART, UNDECIDED, ROUNDINGS, SAME)
 SeverityName = Annotated[str, one_of(SEVERITIES)]
+RESULTS = {APART: FAIL, UNDECIDED: UNDECIDED.upper(), ROUNDINGS: PASS, SAME: PASS}  # first word of a verdict
 _WIDTH, _NAMED = 12, 6  # of the names of findings; cases in a list
 _TOLD = 0.005  # what is 0 % as it is printed is left to the JSON
 NORMAL = "normal numbers"  # inputs that are
@@ -83,7 +84,7 @@ class PairVerdict(FileData, frozen=True):
     """What `tiebreak pair` says of two kernels."""
 
     schema: Schema  # version of this layout
-    headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
+    headline: str  # PASS, FAIL or UNDECIDED, the names, and the most serious finding, in one line
     severity: SeverityName  # of it
     ok: bool  # as the exit code
     sides: tuple[SideRecord, SideRecord]  # A and B
@@ -177,15 +178,15 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     """Return the worst severity of all calls, one of which was compared, and the sentence that says it."""
     severities, named = [call.severity for call in calls if call.severity is not None], headlined(calls)
     inputs, severity = counted(len(severities), "input"), str(named.severity)
-    if severity in (APART, NOT_TOLD):
+    if severity in (APART, UNDECIDED):
         worst = severities.count(severity)
-        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
+        return severity, f"{severity} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
     pairs = [each.pair for each in model.formats] if model else []
     if any(each.difference is not None and each.difference.rms is None for each in pairs):
-        return NOT_TOLD, f"NOT TOLD: {severity} on {inputs}, and through the model what is NaN or Inf"
+        return UNDECIDED, f"{severity} on {inputs}, and through the model what is NaN or Inf"
     if severity == SAME:
         if any(each.difference is None or each.difference.equal < 1.0 for each in pairs):
-            return NOT_TOLD, f"NOT TOLD: {SAME} on {inputs}, and not through the model, which calls otherwise"
+            return UNDECIDED, f"{SAME} on {inputs}, and not through the model, which calls otherwise"
         return SAME, f"{SAME} on {inputs}{' and through the model' if pairs else ''}"
     detail = f"no bias; rms of the difference up to {named.rms or 0.0:.3g} ulp, in {named.case}"
     return ROUNDINGS, f"{ROUNDINGS} on {inputs} ({detail})"

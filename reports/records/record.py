@@ -25,17 +25,20 @@ from tiebreak.reports.records.decode import (
     one_of,
 )
 
-HELD, MEASURED, FELL, INCONCLUSIVE, SKIPPED = "held", "measured", "fell", "inconclusive", "skipped"
+PASSED, MEASURED, FAILED, SKIPPED = "passed", "measured", "failed", "skipped"
+UNDECIDED = "undecided"  # of an outcome and of a bias: too few heads to tell
 NO_TIME = "left out: the budget was spent"  # why a cell was skipped that --budget had no time for
 CRASHED, TIMED_OUT = "crashed", "timed_out"
-OUTCOMES = (HELD, MEASURED, FELL, INCONCLUSIVE, CRASHED, TIMED_OUT, SKIPPED)
-PASSING = frozenset({HELD, MEASURED})
+OUTCOMES = (PASSED, MEASURED, FAILED, UNDECIDED, CRASHED, TIMED_OUT, SKIPPED)
+PASSING = frozenset({PASSED, MEASURED})
+PASS, FAIL, INCOMPLETE = "PASS", "FAIL", "INCOMPLETE"  # with UNDECIDED in capitals, the first words of verdicts
+RESULTS = (PASS, FAIL, UNDECIDED.upper(), INCOMPLETE)
 
 RUNS, IN_TIME = "runs", "in_time"  # the checks of every cell: that the kernel ran to its end, and in its time
 CLAIM, PREDICTION = "claim", "prediction"  # the checks about a cell's rounding that reports know by name
-IMPLIED = frozenset({RUNS, IN_TIME})  # checks that a cell with a result has met, and is not asked
+IMPLIED = frozenset({RUNS, IN_TIME})  # checks that a cell with a result has passed, and is not asked
 
-UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
+UNBIASED, BIASED, NONFINITE = "unbiased", "biased", "nonfinite"
 VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
 
 # What tables show of a result: the number of the measure that Shown.kind names, or one of these in its place.
@@ -58,6 +61,7 @@ Platform = Annotated[Mapping[str, Any], Meta(extra_json_schema={"required": ["cp
 Spec = Annotated[str, Meta(pattern=r"^\+?\.[0-6][efg](?!\n)$")]
 OutcomeName = Annotated[str, one_of(OUTCOMES)]
 VerdictName = Annotated[str, one_of(VERDICTS)]
+ResultName = Annotated[str, one_of(RESULTS)]
 
 
 class Estimate(Data, frozen=True):
@@ -95,9 +99,9 @@ def number_of(value: Value) -> float | None:
 class Answer(Data, frozen=True):
     """What a check was told of a cell."""
 
-    met: bool | None  # None: the data do not tell
+    passed: bool | None  # None: the data do not tell
     asked: str  # what had to hold
-    why: str = ""  # what was found instead, in one line; empty where it was met
+    why: str = ""  # what was found instead, in one line; empty where it passed
     source: str | None = None  # who claims it, of a claim
 
 
@@ -149,7 +153,7 @@ class MeasureRecord(Data, frozen=True):
 
 
 class LimitRecord(Data, frozen=True):
-    """The limit of a measure, which it keeps to for a check to be met."""
+    """The limit of a measure, which it keeps to for a check to pass."""
 
     measure: str  # by name
     most: float | str | None = None  # what it may reach, or the measure whose number that is; None: any number will do
@@ -178,7 +182,7 @@ class LimitRecord(Data, frozen=True):
 
 
 def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool | None:
-    """Tell whether measures keep to all limits of a check; None: none is broken, and one is not told."""
+    """Tell whether measures keep to all limits of a check; None: none is broken, and one is undecided."""
     found = {limit.kept(measures) for limit in limits}
     return False if False in found else None if None in found else True
 
@@ -187,9 +191,9 @@ class CheckRecord(Data, frozen=True):
     """What a check asks."""
 
     about: str  # one line
-    judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
+    judges: bool = False  # whether it is about the cell's rounding: a cell that passed has passed such a one
     wrong: bool = False  # whether a kernel that does not meet it computes something else than attention, or nothing
-    limits: tuple[LimitRecord, ...] = ()  # that measures have to keep to for it to be met
+    limits: tuple[LimitRecord, ...] = ()  # that measures have to keep to for it to pass
     more: bool = False  # whether more than they decides whether it is
 
 
@@ -214,7 +218,7 @@ class CaseRecord(Data, frozen=True):
     family: str | None = None  # what varies between cases that belong together
     at: Number | None = None  # where the case stands in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
-    group: str = ""  # what the cases that stand beside it are about; empty: not told
+    group: str = ""  # what the cases next to it are about; empty: not known
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings
 
@@ -339,7 +343,7 @@ class Record(Data, frozen=True):
     shown: Shown | None = None  # what tables show; None: there is no result
     measures: Mapping[str, Value] = {}  # by name; null: NaN or infinite, which passes nothing
     answers: Mapping[str, Answer] = {}  # by the name of the check
-    excused: str | None = None  # the reason why what fell does not fail the run
+    excused: str | None = None  # the reason why what failed does not fail the run
     skipped: str | None = None  # why it was skipped
     digest: str | None = None  # of the bits of the first batch's O; of a training run, of its losses
     evidence: Mapping[str, Any] = {}  # to look at; of a name that is not in EVIDENCE what JSON has
@@ -364,32 +368,32 @@ class Record(Data, frozen=True):
         """Return why it did not hold, or was not run."""
         if self.skipped is not None:
             return (self.skipped,)
-        fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
-        return fell or tuple(answer.why for answer in self.answers.values() if answer.met is None)
+        failed = tuple(answer.why for answer in self.answers.values() if answer.passed is False)
+        return failed or tuple(answer.why for answer in self.answers.values() if answer.passed is None)
 
     @property
-    def unmet(self) -> list[str]:
+    def not_passed(self) -> list[str]:
         """Return the checks that it does not meet, or of which the data do not tell."""
-        return [name for name, answer in self.answers.items() if answer.met is not True]
+        return [name for name, answer in self.answers.items() if answer.passed is not True]
 
     def number(self, name: str) -> float | None:
         """Return the number of a measure; None where there is none."""
         return number_of(self.measures.get(name))
 
-    def met(self, check: str) -> bool | None:
-        """Tell whether a check was met; None: not asked, or the data do not tell."""
+    def passed(self, check: str) -> bool | None:
+        """Tell whether a check passed; None: not asked, or the data do not tell."""
         answer = self.answers.get(check)
-        return None if answer is None else answer.met
+        return None if answer is None else answer.passed
 
 
 def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
     """Return the outcome of a cell that was not skipped, by its answers and the checks that judge its rounding."""
-    failed = {name for name, answer in answers.items() if answer.met is False}
+    failed = {name for name, answer in answers.items() if answer.passed is False}
     if failed:
-        return CRASHED if RUNS in failed else TIMED_OUT if IN_TIME in failed else FELL
-    if any(answer.met is None for answer in answers.values()):
-        return INCONCLUSIVE
-    return HELD if answers.keys() & set(judging) else MEASURED
+        return CRASHED if RUNS in failed else TIMED_OUT if IN_TIME in failed else FAILED
+    if any(answer.passed is None for answer in answers.values()):
+        return UNDECIDED
+    return PASSED if answers.keys() & set(judging) else MEASURED
 
 
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import cases_of, grouped, kernel_places
@@ -70,7 +70,7 @@ DIFFERING = frozenset(Agreement) - {Agreement.BITS}  # the rows that are shown u
 _FINER = {f"{sign}.{digits}f": f"{sign}.{digits + 1}f" for sign in ("", "+") for digits in range(6)}
 _LEGEND = (
     "What tiebreak show shows, a mean with a digit more and the half width of its 99.9 % interval; B: biased, ?: not"
-    " known yet;\nmax: largest error, in ulps. The same letter: the same bits. !..!: the cell fell there; (..): that is"
+    " known yet;\nmax: largest error, in ulps. The same letter: the same bits. !..!: it failed there; (..): that is"
     " excused. Rows: " + ", ".join(f"{each.mark} {each.words}" for each in Agreement)
 )
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     comparison = compare(matched(chosen) if options.match else chosen, labels)
     shown = {only[options.only]} if options.only else set(Agreement) if options.all else DIFFERING
     grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
-    return HELD
+    return PASSED
 
 
 def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]) -> str:

@@ -45,8 +45,8 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
     return Grid(["case", *kernels], rows, f"{run.backend_text(backend)}, {fmt}")
 
 
-def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
-    """Return an entry for every cell that does not pass: what fell, why, and how to rerun it; then what is excused.
+def failures(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
+    """Return an entry for every cell that does not pass: what failed, why, and how to rerun it; then what is excused.
 
     `command` makes of a record's command what the reader is told to run.
     """

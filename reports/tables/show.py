@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from tiebreak.reports import files
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.files import FileKind
 from tiebreak.reports.records import selection, store
@@ -42,19 +42,19 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
         runs = pooled(dict(zip(options.files, store.read_all(options.files), strict=True)))
         grids.show(training_tables(selection.narrowed(runs, options, options.only)), options.format)
-        return HELD
+        return PASSED
     data = files.read(options.files[0])
     if isinstance(data, Run):
         (chosen,) = selection.narrowed([data], options, options.only)
         cases = list(cases_of([data]))
         ordered = tuple(sorted(chosen.records, key=lambda record: cases.index(record.case)))
-        also = [tables.summary(chosen), "\n".join(tables.fallen(ordered))] if options.format == "simple" else []
+        also = [tables.summary(chosen), "\n".join(tables.failures(ordered))] if options.format == "simple" else []
         chosen = replace(chosen, records=ordered)
         _show(options.format, chosen, csv_grid, lambda run: [*tables.tables(run), *also])
     else:
         kind = files.kind_of(data)
         _show(options.format, _narrowed(data, kind, options), kind.grid, kind.parts)
-    return HELD
+    return PASSED
 
 
 def _show(tablefmt: str, data: _D, as_csv: Callable[[_D], Grid], as_parts: Callable[[_D], Sequence[Part]]) -> None:
@@ -91,7 +91,7 @@ def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]
             numbers[f"{name}_half_width"] = value.half_width if isinstance(value, Estimate) else None
     for name in run.checks:
         answer = record.answers.get(name)
-        answers |= {name: answer and answer.asked, f"{name}_met": answer and answer.met}
+        answers |= {name: answer and answer.asked, f"{name}_passed": answer and answer.passed}
     return {
         **{name: getattr(record, name) for name in _NAMED},
         **numbers,

@@ -8,10 +8,10 @@ from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Shown
 from tiebreak.reports.tables.grids import Grid, Part
 
-HELD_MARK = "·"
+PASSED_MARK = "·"
 LEGEND = (
-    f"{HELD_MARK}: held: as claimed, as the declared plan predicts, or with no larger errors than the plan it follows;"
-    " without\na mark: measured, nothing was asked. !..!: a check was not met, see below; (..): that is excused;"
+    f"{PASSED_MARK}: passed: as claimed or predicted, or with no larger errors than the plan it follows; without"
+    "\na mark: measured, nothing was asked. !..!: a check failed, see below; (..): that is excused;"
     " ?..?: too\nfew heads to tell; skip: can't run there, see below."
 )
 EXCUSED = "excused"  # in the place of an outcome
@@ -22,8 +22,8 @@ RULES_LEGEND = (
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
 _VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # what stands behind a bias
 _EMPTY = {records.SKIPPED: "skip", records.CRASHED: "crash", records.TIMED_OUT: "time"}  # where there is no result
-_AROUND = {records.HELD: f"{{}} {HELD_MARK}", records.MEASURED: "{}", records.SKIPPED: "{}", EXCUSED: "({})",
-           records.INCONCLUSIVE: "?{}?"}  # fmt: skip
+_AROUND = {records.PASSED: f"{{}} {PASSED_MARK}", records.MEASURED: "{}", records.SKIPPED: "{}", EXCUSED: "({})",
+           records.UNDECIDED: "?{}?"}  # fmt: skip
 _PLANS, _CASES = 4, 3  # of a list that is named: plans that can't be told apart, cases that no plan explains
 _BIAS = {records.UNBIASED: "without bias", records.BIASED: "with bias"}
 
@@ -97,7 +97,7 @@ def changes_text(changes: Mapping[str, records.ChangeRecord]) -> str:
     """Return all changes of a call that was compared with itself, in a line: of those that differ the worst."""
     differing = sum(change.bits > 0 for change in changes.values())
     if not differing:
-        return f"the same bits in {len(changes)} comparisons"
+        return f"bitwise equal in {len(changes)} comparisons"
     name = worst(changes)
     return f"other bits in {differing} of {len(changes)} comparisons, {_change_text(changes[name])} ({name})"
 

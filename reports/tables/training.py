@@ -14,8 +14,8 @@ from tiebreak.reports.records.record import CaseRecord, Record, Run
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.texts import EXCUSED, mark_of, marked, plain_text
 
-_WORST_FIRST = (records.FELL, records.CRASHED, records.TIMED_OUT, records.INCONCLUSIVE, EXCUSED, records.MEASURED,
-                records.HELD, records.SKIPPED)  # fmt: skip
+_WORST_FIRST = (records.FAILED, records.CRASHED, records.TIMED_OUT, records.UNDECIDED, EXCUSED, records.MEASURED,
+                records.PASSED, records.SKIPPED)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -222,11 +222,11 @@ def test_the_fingerprint_has_facts_probes_and_statistics(backend: Ascend) -> Non
     told = backend.describe()
     assert told["device"] == "none: torch on a CPU in an NPU's place"
     assert "'torch_npu'" in told["torch_npu"], "its error stands for it"
-    told = {"npu": 0.0, "cast": "even", "fp32_matmul_keeps": 23.0, "p_cast": "even"}
+    told = {"npu": 0.0, "cast": "rne", "fp32_matmul_keeps": 23.0, "p_cast": "rne"}
     assert {name: values[name] for name in told} == told
     assert float(values["softmax_max_error"]) < 1e-5
     assert float(values["softmax_sum_error"]) < 1e-5
     without = replace(backend, operators=lambda name: None).fingerprint()
     failed = str(without["probes of the vendor's kernel failed"])
     assert failed.startswith("NotImplementedError: this torch-npu has no npu_fusion_attention"), "its own answer alone"
-    assert without["cast"] == "even"
+    assert without["cast"] == "rne"

@@ -66,12 +66,12 @@ def test_what_is_as_expected_holds_and_what_was_not_compared_is_told(
 ) -> None:
     assert command.main(["--targets", "sm_80,sm_90", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
-    assert f"audit held: 3 kernels compared with {expectation}, 1 skipped, 0 differences" in out
+    assert f"audit passed: 3 kernels compared with {expectation}, 1 skipped, 0 differences" in out
     assert "note" not in out
     monkeypatch.setattr(command, "installed", lambda: "4.0.0")
     assert command.main(["--targets", "sm_90", "--kernels", "fp8*", "--expect", str(expectation)]) == 0
     out = capsys.readouterr().out
-    assert f"audit held: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out
+    assert f"audit passed: 1 kernel compared with {expectation}, 0 skipped, 0 differences" in out
     assert f"note    {expectation} is of triton 3.9.0, this is 4.0.0" in out
     assert f"note    3 kernels of {expectation} were not selected" in out
 
@@ -103,7 +103,7 @@ def test_what_changed_falls(
     compiler.texts, compiler.refused = texts, refused
     assert command.main(["--targets", "sm_90", "--expect", str(expectation)]) == 1
     out = capsys.readouterr().out
-    assert "audit FELL" in out
+    assert "audit FAILED" in out
     assert [line.removeprefix("changed ") for line in out.splitlines() if line.startswith("changed ")] == lines
 
 
@@ -135,7 +135,7 @@ def test_an_update_judges_nothing_and_is_shown_again_as_it_was(
     compiler.texts["flash/forward"] = CAST.replace(".rn", ".rz")
     assert command.main(["--targets", "sm_*", "--expect", str(expectation), "--update"]) == 0  # of more targets, too
     shown = capsys.readouterr().out
-    assert "FELL" not in shown
+    assert "FAILED" not in shown
     assert "cvt.rz.bf16x2.f32" in expectation.read_text()
     assert shown.endswith(f"expectation written: {expectation}\n")
     assert cli.main(["show", str(expectation)]) == 0

@@ -77,7 +77,7 @@ def test_contraction_is_what_the_source_says_and_the_environment_changes_nothing
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_ties_that_go_away_are_rounded_by_integers(target: str) -> None:
-    away = Cast(BF16, Rounding.TIES_AWAY)
+    away = Cast(BF16, Rounding.RTNA)
     report = audit(target, source("triton_flash/forward", p_bar=away))
     assert [cast.partition(";")[0] for cast in report.operand_casts] == ["integer add, cut to bf16"]
     assert not any("integer add" in cast for cast in report.output_casts)

@@ -111,7 +111,7 @@ ONE_CAST = "cvt.rn.bf16x2.f32 	%r12, %r11, %r11;"
 O_CAST = "cvt.rn.bf16x2.f32 	%r22, %r20, %r20;"
 O_ROUNDED = "v_bfe_u32 v54, v52, 16, 1\n	v_add3_u32 v54, v52, v54, s3\n"
 CUT = "and.b32 	%r16, %r17, -65536;\n	mov.b32 	%r20, %r16;\n	"
-TO_EVEN = "v_add3_u32 0x7fff + last bit"
+RNE = "v_add3_u32 0x7fff + last bit"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ TO_EVEN = "v_add3_u32 0x7fff + last bit"
          ("prmt.b32 (upper half, truncated)",)),
         ("cdna3", ("v_add3_u32 v21, v20, v21, s3", "s_nop 0"), "operand_casts", ()),
         ("cdna3", ("v_perm_b32 v22, v21, v21, s4", "v_perm_b32 v22, v20, v20, s4"), "operand_casts",
-         (TO_EVEN, "v_perm_b32 (upper half, truncated)")),
+         (RNE, "v_perm_b32 (upper half, truncated)")),
         ("cdna4", ("v_cvt_pk_bf16_f32", "v_cvt_sr_pk_bf16_f32"), "operand_casts", ("v_cvt_sr_pk_bf16_f32",)),
         # O's cast
         ("ptx", (O_CAST, "cvt.rs.bf16x2.f32 	%r22, %r20, %r20, %r23;"), "output_casts", ("cvt.rs.bf16x2.f32",)),
@@ -148,11 +148,11 @@ TO_EVEN = "v_add3_u32 0x7fff + last bit"
         ("cdna4", ("v_pk_add_f32 v[20:21], v[20:21], v[72:73]", "v_pk_fma_f32 v[20:21], v[0:1], v[70:71], v[72:73]"),
          "exponent", ("fma",)),
         # modes
-        ("ptx", ("mul.rn.f32", "mul.rz.f32"), "mode", "to even, rz"),
-        ("cdna3", ("round_mode_32 0", "round_mode_32 3"), "mode", "toward zero, fp16 to even"),
-        ("cdna3", ("round_mode_16_64 0", "round_mode_16_64 1"), "mode", "to even, fp16 up"),
+        ("ptx", ("mul.rn.f32", "mul.rz.f32"), "mode", "RNE, rz"),
+        ("cdna3", ("round_mode_32 0", "round_mode_32 3"), "mode", "RTZ, fp16 RNE"),
+        ("cdna3", ("round_mode_16_64 0", "round_mode_16_64 1"), "mode", "RNE, fp16 up"),
         ("cdna3", ("v_exp_f32", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 3\n	v_exp_f32"), "mode",
-         "to even; hwreg(HW_REG_MODE, 0, 2) 3"),
+         "RNE; hwreg(HW_REG_MODE, 0, 2) 3"),
         ("cdna3", ("denorm_mode_32 3", "denorm_mode_32 0"), "flushes",
          ("fp32", "v_exp_f32", "v_log_f32")),
     ],
@@ -173,7 +173,7 @@ END = "	.amdhsa_float_round_mode_32"
         # Of two numbers in one register the nearest counts.
         ("cdna3", (("s_movk_i32 s3, 0x7fff", "s_mov_b32 s3, 0x7ffff"),
                    ("	v_bfe_u32 v54", "	s_movk_i32 s3, 0x7fff\n	v_bfe_u32 v54")),
-         "v_add3_u32 0x7ffff + last bit", TO_EVEN),
+         "v_add3_u32 0x7ffff + last bit", RNE),
         # A vector register that holds a variable is no number.
         ("cdna4", (("	v_pk_mul", "	v_lshlrev_b32_e32 v90, 2, v91\n	v_add3_u32 v92, v91, v93, v90\n	v_pk_mul"),
                    (END, "	v_mov_b32_e32 v90, 0x7fff\n" + END)), "v_cvt_pk_bf16_f32", "v_cvt_pk_bf16_f32"),
@@ -182,7 +182,7 @@ END = "	.amdhsa_float_round_mode_32"
          "v_cvt_pk_bf16_f32", "v_cvt_pk_bf16_f32"),
         ("cdna3", (("v_add3_u32 v54, v52, v54, s3", "v_add3_u32 v55, v52, v54, s3"),
                    ("v_lshrrev_b32_e32 v54, 16, v54", "v_lshrrev_b32_e32 v54, 16, v55"),
-                   (END, "	v_and_b32_e32 v61, 0xffff0000, v55\n" + END)), TO_EVEN, TO_EVEN),
+                   (END, "	v_and_b32_e32 v61, 0xffff0000, v55\n" + END)), RNE, RNE),
     ],
 )  # fmt: skip
 def test_where_a_number_comes_from(

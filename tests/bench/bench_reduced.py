@@ -23,7 +23,7 @@ from tiebreak.laboratory.reduced import parse_reduction, reduce_precision, reduc
 SEQUENCES = 8
 TINY = replace(PRESETS["tiny"], vocabulary=len(corpus().vocabulary))
 SIZES = {"width 64": TINY, "width 256": replace(TINY, width=256, context=128)}
-MASKS = ("unmasked", "E8M5", "E8M5:zero", "E5M2")
+MASKS = ("unmasked", "E8M5", "E8M5:rtz", "E5M2")
 
 
 class _Torchs(GPT2):

@@ -96,7 +96,7 @@ def record(
     answers: Mapping[str, Answer | None] | None = None,
     **fields: Any,
 ) -> Record:
-    """A record of a cell that held; what differs is named. An answer that is None was not asked for.
+    """A record of a cell that passed; what differs is named. An answer that is None was not asked for.
 
     Verdict, outcome and whether it is within its bound are what its numbers and answers come to, and other numbers have
     other bits, unless something else is said.
@@ -128,10 +128,10 @@ def record(
     return replace(base, **{"shown": shown_of(values, verdict), **fields})
 
 
-def fallen(
-    kernel: str = "flash@paper", case: str = "random", why: str = "claim fell: unbiased", **fields: Any
+def failing(
+    kernel: str = "flash@paper", case: str = "random", why: str = "claim failed: unbiased", **fields: Any
 ) -> Record:
-    """A record of a cell whose claim is not met."""
+    """A record of a cell whose claim failed."""
     answers = {CLAIM: Answer(False, "as claimed", why, "section 4")} | fields.pop("answers", {})
     return record(kernel, case, answers=answers, **fields)
 
@@ -188,10 +188,10 @@ def run(*records: Record, **fields: Any) -> Run:
 def trained(
     kernel: str = "flash@train", case: str = "train_drift", value: float | None = 2e-3, **fields: Any
 ) -> Record:
-    """The record of a training run that held."""
-    held: dict[str, Any] = {
+    """The record of a training run that passed."""
+    passed: dict[str, Any] = {
         "experiment": "training",
-        "outcome": "held",
+        "outcome": "passed",
         "heads": 0,
         "shown": Shown.of("delta_error_mean", math.nan if value is None else value, spec="+.1e"),
         "measures": {"delta_error_mean": value},
@@ -202,7 +202,7 @@ def trained(
             "paper": "fails",
         },
     }
-    return replace(skip(kernel, case, skipped=None), **(held | fields))
+    return replace(skip(kernel, case, skipped=None), **(passed | fields))
 
 
 ONE = Audit(

@@ -134,10 +134,12 @@ def unnoticed(
 def following(record: Record, run: Run) -> Record:
     """Return a record with the answers, the verdict, the outcome and what is shown that its numbers come to."""
     limits = {name: kept(run.checks[name].limits, record.measures) for name in record.answers}
-    decided = {name for name, met in limits.items() if run.checks[name].limits and not (run.checks[name].more and met)}
-    decided = {name for name in decided if record.answers[name].met is not limits[name]}
+    decided = {
+        name for name, passed in limits.items() if run.checks[name].limits and not (run.checks[name].more and passed)
+    }
+    decided = {name for name in decided if record.answers[name].passed is not limits[name]}
     whys = {True: "", False: "made up", None: "made up"}
-    given = {name: replace(record.answers[name], met=limits[name], why=whys[limits[name]]) for name in decided}
+    given = {name: replace(record.answers[name], passed=limits[name], why=whys[limits[name]]) for name in decided}
     answers = {**record.answers, **given}
     verdict, tied = record.verdict and verdict_of(record, run.measures), (record.tied, record.in_training)
     made = {"answers": answers, "verdict": verdict, "shown": _shown(record, run, verdict)}
@@ -173,8 +175,8 @@ def consistent_edits(record: Record, run: Run, chance: Random) -> Iterator[tuple
             yield f"measures.{name}", following(replace(record, measures={**record.measures, name: other}), run)
         yield f"measures.{name}", following(replace(record, measures=_without(record.measures, name)), run)
     for name, answer in record.answers.items():
-        for met in {True, False, None} - {answer.met}:
-            other_answer = Answer(met, answer.asked, "" if met else "made up", answer.source)
+        for passed in {True, False, None} - {answer.passed}:
+            other_answer = Answer(passed, answer.asked, "" if passed else "made up", answer.source)
             yield f"answers.{name}", following(replace(record, answers={**record.answers, name: other_answer}), run)
         yield f"answers.{name}", following(replace(record, answers=_without(record.answers, name)), run)
 

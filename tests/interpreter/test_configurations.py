@@ -63,19 +63,19 @@ def test_the_configuration_that_sums_in_bf16_is_caught_and_named(
     assert check.main([tuned, "--configs", "all", "--backend", "interpreter", *words]) == 1
     headline, configs, *classes = capsys.readouterr().out.splitlines()[:4]
     assert headline.startswith(
-        "attention[forward.COLUMNS=64+NARROW=True] on interpreter, bf16: WRONG on 1 of 1 input ("
+        "FAIL: attention[forward.COLUMNS=64+NARROW=True] on interpreter, bf16: wrong on 1 of 1 input ("
     )
     assert configs.startswith(
         "  configs     2, 2 of other bits on 4 heads of 1 call (0 with gradients), told apart by random;"
     )
     assert " 1 more, by num_warps and the like alone, have the same bits by assumption: " in configs
     assert configs.endswith("; refused on every call: [forward.COLUMNS=128+NARROW=False]")
-    assert classes[0].startswith("  equal bits  [forward.COLUMNS=64+NARROW=True]: WRONG on 1 of 1 input (")
+    assert classes[0].startswith("  equal bits  [forward.COLUMNS=64+NARROW=True]: wrong on 1 of 1 input (")
     assert classes[1].startswith("  equal bits  [forward.COLUMNS=64+NARROW=False]: no failure input was run, ")
     worst, sound = store.load(tmp_path / "v.json", Verdicts).verdicts
     assert (worst.headline, worst.ok, sound.ok) == (headline, False, True)
     assert (worst.findings[0].name, worst.findings[0].cases) == ("configs", ("random",))
-    assert "[forward.COLUMNS=64+NARROW=True]" in worst.fell[0].command
+    assert "[forward.COLUMNS=64+NARROW=True]" in worst.failed[0].command
 
 
 def test_compiled_code_is_asked_with_each_number_of_warps(tuned: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import CRASHED, HELD, SKIPPED, UNBIASED, Record, Run
+from tiebreak.reports.records.record import CRASHED, PASSED, SKIPPED, UNBIASED, Record, Run
 from tiebreak.reports.verdict import verdicts
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -31,7 +31,7 @@ def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
 def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:
     """The repeated maximum of zero, which a bf16 that truncates would show as a bias."""
     record = _cell(file(), "tied_maxima[k=2]")
-    assert record.outcome == HELD
+    assert record.outcome == PASSED
     assert record.verdict == UNBIASED
 
 
@@ -91,7 +91,7 @@ def test_a_users_kernel_is_run_twice_and_the_suites_own_need_not_be(file: File) 
     """One of a user's may draw numbers of its own; for the suite's this shows once that the bits repeat."""
     twice, own = Contract(contract.CASES[0]), INTERPRETER.kernel("triton_fair")
     users = external_kernel(file())
-    assert run_cell(Cell(INTERPRETER, users, twice, BF16), BENCH).met("repeatable")
+    assert run_cell(Cell(INTERPRETER, users, twice, BF16), BENCH).passed("repeatable")
     pairs = [(INTERPRETER, own), (INTERPRETER, users)]
     assert twice.pairs(SelectionContext(pairs, [INTERPRETER], BF16)) == pairs[1:]
     inputs = CASES["random"].make(3, 0, 8, BF16)

@@ -107,7 +107,7 @@ def above_zero(text: str) -> float:
 
 def formats(default: str) -> Mapping[str, Any]:
     """Return what argparse is told of an option that takes formats of products."""
-    about = "of linear layers' products: E8M7 is bf16, E8M5 rounds to even, E8M5:zero cuts off as arXiv 2405.18710 does"
+    about = "of linear layers' products: E8M7 is bf16, E8M5 rounds to even, E8M5:rtz cuts off as arXiv 2405.18710 does"
     return comma_list("format", reduction_name, default, about)
 
 

@@ -15,7 +15,7 @@ from tiebreak.laboratory.ray_cluster import Cluster, Node, address_of, connected
 from tiebreak.laboratory.resumable import show_progress
 from tiebreak.programs.levels.command import environment
 from tiebreak.programs.processes import CELLS, finished
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED
+from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.page import command as page
@@ -31,8 +31,8 @@ _LAST_LINES = 20  # of what pytest said, that come home
 _ABOUT = """The matrix once on each kind of machine of a Ray cluster, with each machine's own PyTorch.
 Arguments of pytest follow after --."""
 _EPILOG = f"""A node's label {LEVEL_LABEL} forces an instruction-set level.
-exit codes: 0 all held, 1 something fell or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records that
-came are kept"""
+exit codes: 0 all passed, 1 something failed or a kind gave no records, 2 bad usage or no cluster, 130 stopped: records
+that came are kept"""
 _OPTIONS: flags.Options = {
     "--on": {"required": True, "metavar": "WHERE", "help": "ray://HOST:PORT, HOST:PORT, or ray: here alone"},
     "--labels": {"default": "", "metavar": "NAMES", "help": "labels that make a kind (default: all of them)"},
@@ -48,7 +48,7 @@ class MatrixResult:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb `fleet`: 0 if every kind held, 1 if something fell or a kind gave no records, 130 after Ctrl-C."""
+    """The verb `fleet`: 0 if every kind passed, 1 if something failed or a kind gave no records, 130 after Ctrl-C."""
     given = list(argv)
     at = given.index("--") if "--" in given else len(given)
     options, matrix = flags.parser("fleet", _ABOUT, _EPILOG, where=_OPTIONS).parse_args(given[:at]), given[at + 1 :]
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
     if not home:
         print("no records came home", file=sys.stderr)
-        return FELL
+        return FAILED
     files = list(map(str, home))
     if len(files) > 1:
         compare.main(files)
@@ -94,15 +94,15 @@ def kinds(nodes: Sequence[Node], labels: Sequence[str] = ()) -> dict[str, list[N
 def _run(
     cluster: Cluster, machines: Mapping[str, Sequence[Node]], matrix: Sequence[str], out: Path, home: list[Path]
 ) -> int:
-    """Run the matrix on each kind, its records brought home as it ends; 0, or 1 if something fell."""
+    """Run the matrix on each kind, its records brought home as it ends; 0, or 1 if something failed."""
     for kind, nodes in machines.items():
         level = f" on {nodes[0].labels[LEVEL_LABEL]}" if LEVEL_LABEL in nodes[0].labels else ""
         print(f"{kind}{level}: {counted(len(nodes), 'node')}, one of them runs the matrix", flush=True)
-    codes = [HELD]
+    codes = [PASSED]
 
     def ended() -> Iterator[str]:
         for kind, result in run_each(cluster, machines, matrix):
-            codes.append(FELL if isinstance(result, Exception) or result.code else HELD)
+            codes.append(FAILED if isinstance(result, Exception) or result.code else PASSED)
             yield f"{kind}: {result if isinstance(result, Exception) else _bring(result, out / f'{kind}.json', home)}"
 
     show_progress(ended(), len(machines), "kind")

@@ -2,7 +2,7 @@
 
 A masked product takes masked inputs and gives a masked output. So do the products of its backward pass. All else,
 weights' master copies and the optimiser's states included, stays as it is (Lee et al., To FP8 and Back Again, arXiv
-2405.18710, figures 3 and 12). They mask by truncation, `Rounding.TOWARD_ZERO`. To even, a product in E8M7 is a bf16
+2405.18710, figures 3 and 12). They mask by truncation, `Rounding.RTZ`. To even, a product in E8M7 is a bf16
 product that adds up in fp32, to the bit.
 """
 
@@ -30,7 +30,7 @@ from tiebreak.kernels.plans import Cast
 
 SAME = "same"  # of attention: in the products' format
 NO_RANGE = "{}: attention has no range of its own; name a format of fewer exponent bits"
-_MODES = {"even": Rounding.TO_EVEN, "zero": Rounding.TOWARD_ZERO}
+_MODES = {"rne": Rounding.RNE, "rtz": Rounding.RTZ}
 _RANGE = re.compile(r"(inner|outer)=(-?[0-9]{1,3})")
 
 
@@ -39,7 +39,7 @@ class Reduction:
     """How the numbers that enter and leave a product are masked; ValueError: a range that the format does not have."""
 
     fmt: Format  # what they are rounded to: its fraction bits, and its range with subnormals and Inf
-    mode: Rounding = Rounding.TO_EVEN  # or TOWARD_ZERO, which cuts bits off
+    mode: Rounding = Rounding.RNE  # or RTZ, which cuts bits off
     inner: int | None = None  # least exponent: what is smaller, but 0, becomes 2^inner; None: as the format has it
     outer: int | None = None  # highest exponent: finite numbers beyond it become its largest; None: the format's own
 
@@ -54,7 +54,7 @@ class Reduction:
     @property
     def name(self) -> str:
         """Return the text that `parse_reduction` takes."""
-        mode = "" if self.mode is Rounding.TO_EVEN else ":zero"
+        mode = "" if self.mode is Rounding.RNE else ":rtz"
         inner = "" if self.inner is None else f":inner={self.inner}"
         return self.fmt.name + mode + inner + ("" if self.outer is None else f":outer={self.outer}")
 
@@ -76,9 +76,9 @@ class Reduction:
 
 
 def parse_reduction(text: str) -> Reduction:
-    """Return the reduction of a text, such as `E8M5:zero` or `E8M7:inner=-20:outer=15`; ValueError: there is none."""
+    """Return the reduction of a text, such as `E8M5:rtz` or `E8M7:inner=-20:outer=15`; ValueError: there is none."""
     fmt, *changes = text.split(":")
-    mode, ends = Rounding.TO_EVEN, dict[str, int]()
+    mode, ends = Rounding.RNE, dict[str, int]()
     for change in changes:
         match = _RANGE.fullmatch(change)
         if match is not None:
@@ -87,7 +87,7 @@ def parse_reduction(text: str) -> Reduction:
             mode = _MODES[change]
         else:
             raise ValueError(
-                f"{text}: after the format come even, zero, inner=EXPONENT or outer=EXPONENT, not {change!r}"
+                f"{text}: after the format come rne, rtz, inner=EXPONENT or outer=EXPONENT, not {change!r}"
             )
     return Reduction(parse_format(fmt), mode, **ends)
 
@@ -328,7 +328,7 @@ def _reduced(head: HeadKernel, reduction: Reduction) -> HeadKernel:
     casts = {
         name: replace(cast, rounding=reduction.mode)  # to even alone: a stochastic cast stays one
         for name, cast in declared.plan.casts()
-        if cast.follows is not None and cast.rounding is Rounding.TO_EVEN
+        if cast.follows is not None and cast.rounding is Rounding.RNE
     }
     plan = replace(declared.plan, **casts).in_formats(Formats.of(reduction.fmt))  # type: ignore[arg-type]
     return HeadKernel(replace(declared, plan=plan), Cast(reduction.fmt, reduction.mode))

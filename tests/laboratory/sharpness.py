@@ -36,7 +36,7 @@ from tiebreak.laboratory.reduced import Reduction, emulated_gpt2, parse_attentio
 from tiebreak.laboratory.resumable import add_options, read_parts, run_parts
 from tiebreak.laboratory.training import CHECKPOINT, Divergence, Recipe, Steps, load
 from tiebreak.matrix.memory import keep_memory
-from tiebreak.reports.cli import HELD, INTERRUPTED, count
+from tiebreak.reports.cli import INTERRUPTED, PASSED, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.tables import grids
@@ -56,7 +56,7 @@ _WARM_UP = 100
 _OPTIONS: flags.Options = {
     "folder": {"nargs": "?", "type": Path, "help": "of a run of tiebreak lab train; its logits are fp32's"},
     "--data": {**flags.FOLDER, "help": "with a folder: the run's; default: the text that ships"},
-    "--formats": flags.formats("E8M3:zero,E8M4:zero,E8M5:zero,E8M6:zero,E8M7"),
+    "--formats": flags.formats("E8M3:rtz,E8M4:rtz,E8M5:rtz,E8M6:rtz,E8M7"),
     "--steps": {**flags.NUMBER, "default": 1000, "help": "in a run's own format"},
     "--more": {**flags.NUMBER, "type": count, "default": 250, "help": "steps on, and from the same state in --back"},
     "--every": {**flags.NUMBER, "default": 250, "help": "steps between two measurements"},
@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
         print(_of_folder(options))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    return HELD
+    return PASSED
 
 
 def _of_runs(options: argparse.Namespace) -> int:
@@ -247,7 +247,7 @@ def _of_runs(options: argparse.Namespace) -> int:
     if not run_parts(partial(run_one, options), left, options, _line, runs, spent=spent, gib=_WORKER_GIB):
         return INTERRUPTED
     print(summary([run for run in runs if (run.reduction, run.seed) in wanted], options))
-    return HELD
+    return PASSED
 
 
 def _line(run: Run) -> str:

@@ -40,7 +40,7 @@ from tiebreak.laboratory.sweep_store import (
 from tiebreak.laboratory.sweep_tables import sweep_tables
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
 from tiebreak.programs.processes import in_processes
-from tiebreak.reports.cli import HELD, INTERRUPTED
+from tiebreak.reports.cli import INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records.decode import SCHEMA
@@ -110,7 +110,7 @@ _ABOUT = "; ".join(f"{name}: {each.about}" for name, each in STABILISERS.items()
 _AXES: flags.Options = {
     "--seeds": {**flags.NUMBER, "default": 20, "help": "how many, from 1"},
     "--lr": flags.comma_list("learning rate", flags.above_zero, "4e-4,4e-3,1e-2", "learning rates"),
-    "--formats": flags.formats("E8M7,E8M5:zero,E8M4:zero"),
+    "--formats": flags.formats("E8M7,E8M5:rtz,E8M4:rtz"),
     **flags.ATTENTION,
     "--kernels": flags.comma_list("kernel", flags.emulated_kernel, "flash@paper,stabilized@paper,fair", "of attention"),
     "--stabiliser": flags.comma_list("stabiliser", _stabiliser, NO_STABILISER, f"each alone. {_ABOUT}"),
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
     grids.show(sweep_tables(read_sweep(options.out)))
     print(f"again: tiebreak show {options.out}; as a page: tiebreak page {options.out} -o DIR")
-    return HELD
+    return PASSED
 
 
 def _run_all(options: argparse.Namespace, sweep: Sweep, left: Sequence[Task]) -> None:

@@ -30,7 +30,7 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.kernels.plans import FP32_PLAN, Cast
 from tiebreak.laboratory import flags
 from tiebreak.laboratory.training import CHECKPOINT, LOG, PRECISIONS, Ranks, Recipe, Steps, Training, joined
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, count
+from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, USAGE, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 
@@ -280,12 +280,12 @@ def _end(training: Training, options: argparse.Namespace, ranks: Ranks) -> int:
     if training.exploded:
         text = f"the loss exploded at step {training.done}; q, k, v, dO of {len(training.captured)} of the last steps"
         text += f" are in {options.out}: pytest tests/matrix --captured {options.out}"
-        code = FELL
+        code = FAILED
     elif training.interrupted:
         text = f"interrupted after step {training.done}; {options.out / CHECKPOINT} has it all: go on with --resume"
         code = INTERRUPTED
     else:
-        text, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", HELD
+        text, code = f"done: {training.done} steps; {options.out / CHECKPOINT}", PASSED
     if ranks.first:
         print(text, flush=True)
     return code

@@ -36,8 +36,8 @@ kernel that follows none may err `WAYS` times as much, as one sound pass may bes
 autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 4.2 in 100 seeds
 (tests/defects/loops.py).
 
-A cell falls where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
-if they are too few at the cap the answer is not told, and the run falls. The interval's confidence leaves one false
+A cell fails where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
+if they are too few at the cap the answer is undecided, and the run fails. The interval's confidence leaves one false
 alarm in 10,000 runs of 300 such questions, at four looks each, if the means over heads are normal. In the cells above
 the mean of (square - LIMIT times the plan's square) was at most 1.5 times its standard error, where 5.2 makes a cell
 fall. Squares are in ulps of the mean of |V|: in ulps of an O that cancels, their mean has no finite variance.
@@ -93,21 +93,21 @@ def _where_there(measure: str, most: float, said: str, *, where: Sequence[str] =
 
 
 def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
-    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
+    """Fail where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
     numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
-    met, why = kept([limit for limit, _ in limited], result.recorded), []
+    passed, why = kept([limit for limit, _ in limited], result.recorded), []
     for limit, said in limited:
-        if limit.kept(result.recorded) is not met or met is True:
+        if limit.kept(result.recorded) is not passed or passed is True:
             continue
         value, number = result.measures.get(limit.measure), numbers.get(limit.measure, math.nan)
         width = value.half_width if isinstance(value, Interval) else 0.0
         text = said.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
         if math.isnan(number):
             text = f"there is no number for {limit.measure}"
-        elif met is None and isinstance(limit.most, float):
+        elif passed is None and isinstance(limit.most, float):
             text = f"too few heads to tell, {result.remedy(limit.measure, limit.most)}: {text}"
         why.append(text)
-    return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
+    return Answer(passed, asked.format(plan=result.bound_of), "; ".join(why))
 
 
 def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_users: bool = False) -> Check:
@@ -144,10 +144,10 @@ def _accuracy(result: Result) -> Answer | None:
         return None
     plan = result.held_to or "the plan that it is held to"
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
-    if answer.met is True or not result.refused:
+    if answer.passed is True or not result.refused:
         return answer
     why = f"it follows {result.refused}, which is accepted only where it is declared; {answer.why}"
-    return Answer(answer.met, answer.asked, why)
+    return Answer(answer.passed, answer.asked, why)
 
 
 _ON_THE_WHOLE = f"is off by {{0:+.2%}} (+- {{1:.2%}}, {GAIN:.1%} is allowed) on the whole, on normal numbers"
@@ -181,14 +181,14 @@ def _claim(result: Result) -> Answer | None:
     if not claims:
         return None
     said = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
-    fell = [f"claim fell: {said[claim]}" for claim in claims if claim.met is False]
-    untold = [
+    failed = [f"claim failed: {said[claim]}" for claim in claims if claim.passed is False]
+    undecided = [
         f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy()}"
         for claim in claims
-        if claim.met is None
+        if claim.passed is None
     ]
     asked, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
-    return Answer(False if fell else None if untold else True, asked, "; ".join(fell or untold), source)
+    return Answer(False if failed else None if undecided else True, asked, "; ".join(failed or undecided), source)
 
 
 def _prediction(result: Result) -> Answer | None:
@@ -196,11 +196,11 @@ def _prediction(result: Result) -> Answer | None:
     if prediction is None:
         return None
     asked = f"what {prediction.plan} predicts"
-    if prediction.met is None:
+    if prediction.passed is None:
         why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy()}"
     else:
-        why = "" if prediction.met else f"not {asked}: {prediction.measured}"
-    return Answer(prediction.met, asked, why)
+        why = "" if prediction.passed else f"not {asked}: {prediction.measured}"
+    return Answer(prediction.passed, asked, why)
 
 
 def contract_broken(why: str) -> Answer:
@@ -253,7 +253,7 @@ _CHECKS = (
     ),
     _told(
         INVARIANCE,
-        "a call that is changed in what should not matter has the same bits, or others without a bias",
+        "a call that is changed in what should not matter is bitwise equal, or differs without a bias",
         judges=True,
         limits=(LimitRecord("differing_bits", 0.0),),
         more=True,
@@ -287,7 +287,7 @@ _CHECKS = (
             "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
         ),
     ),
-    _told(REPEATABLE, "runs on the same input give the same bits of O, and gradients that are as large"),
+    _told(REPEATABLE, "runs on the same input give bitwise equal O, and gradients that are as large"),
     _told(
         USAGE,
         "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",

@@ -92,7 +92,7 @@ def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanatio
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
     known = {}
     for name, declaration in named.items():
-        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY)
+        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.RTNA)
         known[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
     return known
 

@@ -30,7 +30,7 @@ class Gatekeeper:
         self.baseline = None if self.path is None else self._read(self.path)
         self.lines: list[str] = []
         self.annotations: list[str] = []  # for GitHub, which reads them off what is printed
-        self.fell = False
+        self.failed = False
 
     def _read(self, path: Path) -> Run | None:
         # Where the run's own records go, the next run would be compared with this one.
@@ -73,10 +73,10 @@ class Gatekeeper:
             self.annotations = report.annotations(run, outcome, self._places())
 
     def _compared(self, session: pytest.Session, path: Path, run: Run | None) -> gate.Outcome | None:
-        """What the gate finds; with --update-baseline the run is the baseline then, and falls by nothing."""
+        """What the gate finds; with --update-baseline the run is the baseline then, and fails by nothing."""
         outcome = None
         if run is None:
-            self.lines.append(f"gate FELL: no cell ran, nothing was compared with {path}")
+            self.lines.append(f"gate FAILED: no cell ran, nothing was compared with {path}")
             self._fall(session, pytest.ExitCode.TESTS_FAILED)
             return None
         if self.baseline is not None:
@@ -89,7 +89,7 @@ class Gatekeeper:
                 self.lines.append(f"not compared: {error}")
             else:
                 self.lines.append(report.report(outcome, path))
-                if not outcome.held and not self.update:
+                if not outcome.passed and not self.update:
                     self._fall(session, pytest.ExitCode.TESTS_FAILED)
         if self.update:
             gate.update(run, path)
@@ -98,7 +98,7 @@ class Gatekeeper:
 
     def _fall(self, session: pytest.Session, status: int) -> None:
         """Fail a session that would have passed; one that was interrupted keeps its own exit code."""
-        self.fell = True
+        self.failed = True
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = status
 

@@ -17,13 +17,13 @@ _SEEN = 0.1  # share of an output's size by which it is seen to be off; a smalle
 
 def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
     """Return as evidence what is off, O before a gradient, with what makes it wrong where the error is small."""
-    unmet = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].met is False]
-    off = result.off[unmet[0] not in _OF_O] if unmet and result.off else None
+    not_passed = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].passed is False]
+    off = result.off[not_passed[0] not in _OF_O] if not_passed and result.off else None
     if off is None:
         return {}
     text, share = off
     small = share is not None and share < _SEEN
-    return {"off": {f"{text}: {answers[unmet[0]].why.partition('; ')[0]}" if small else text: share}}
+    return {"off": {f"{text}: {answers[not_passed[0]].why.partition('; ')[0]}" if small else text: share}}
 
 
 def o_off(sample: Sample) -> Off:

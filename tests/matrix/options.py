@@ -70,7 +70,7 @@ OPTIONS = {option.name: option for option in (
            f"run on {', '.join(BACKENDS)}, torch:DEVICE, FILE.py:NAME (default: all that can; with --kernel: cpu)",
            narrows=("backend",)),
     Option("allow-missing", "NAMES",
-           "backends that may be missing although --backend names them; without it the run falls", needs="backend"),
+           "backends that may be missing although --backend names them; without it the run fails", needs="backend"),
     Option("as", "CARD",
            "with --backend interpreter or ptx, compute as this one would, such as sm_80 or gfx942; nothing runs on it"
            " (docs/triton.md)"),
@@ -91,7 +91,7 @@ OPTIONS = {option.name: option for option in (
            needs="kernel"),
     Option("backward", None,
            "what your own kernel trains with in the training runs: its own backward pass (default; one that has none is"
-           " skipped, and falls where this is said), or the suite's, behind its forward pass; such runs are labelled so"
+           " skipped, and fails where this is said), or the suite's, behind its forward pass; such runs are labelled so"
            " and nothing is claimed of them", choices=("own", "emulated"), needs="kernel"),
     Option("fair", None,
            "hold your own kernel to no bias on every failure input; no deterministic cast of O can pass where O itself"

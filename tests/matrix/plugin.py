@@ -257,7 +257,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep a cell's own account of why it fell as the failure's text; a traceback into the suite tells nobody more."""
+    """Show a cell's own account of why it failed; a traceback into the suite tells nobody more."""
     report = yield
     report.sections = [
         (name, text if len(text) <= _PRINTED else f"...{text[-_PRINTED:]}") for name, text in report.sections

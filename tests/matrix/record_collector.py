@@ -117,7 +117,7 @@ class RecordCollector:
         self.failure: str | None = None  # why the records could not be written
         self.late: dict[str, list[str]] = {}  # by kernel: why its last cells have timed out, one after the other
         self.first_late: dict[str, TimedOut] = {}  # cells that passed their limit once, and run again
-        self.fallen: list[str] = []  # what fails the session though no single cell fell
+        self.failed: list[str] = []  # what fails the session though no single cell failed
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
@@ -198,7 +198,7 @@ class RecordCollector:
         if late is None:
             return ended_record(cell, self.settings, records.RUNS, _DIED)
         why = f"twice: {late.why}" if first else late.why
-        return ended_record(cell, self.settings, records.IN_TIME, why, met=False if late.own and first else None)
+        return ended_record(cell, self.settings, records.IN_TIME, why, passed=False if late.own and first else None)
 
     def another_try(self, worker: str, nodeid: str) -> bool:
         """Whether what a worker ran as it died is run again: once, a busy machine may be why it was late."""
@@ -234,14 +234,14 @@ class RecordCollector:
         """Write the records. A run of skips fails the session, and so does an excuse that excuses nothing any more."""
         if not (self.records or self.collected) or self.config.getoption("collectonly"):
             return
-        self.fallen = list(self._failures())
+        self.failed = list(self._failures())
         interrupted = bool(session.shouldstop) or session.exitstatus == pytest.ExitCode.INTERRUPTED
         lost = [name for name in self.expected if name in self.collected - self.records.keys()]
         if lost and not interrupted and not self.config.getoption("maxfail"):
             self.records |= {
                 name: ended_record(self.expected[name], self.settings, records.RUNS, _NEVER_RUN) for name in lost
             }
-            self.fallen.append(f"fell: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
+            self.failed.append(f"failed: {tables.counted(len(lost), 'cell')} never ran: too many workers died")
         self.run = self._as_run(complete=set(self.records) >= self.collected and not session.shouldstop)
         if (xml := self.config.stash.get(xml_key, None)) is not None:
             for verdict in self.verdicts(self.run):
@@ -255,27 +255,27 @@ class RecordCollector:
         if session.exitstatus == pytest.ExitCode.OK:
             # What a record says and the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
-            self.fallen += [f"fell: {record.id} {record.outcome} at first, whatever came of it when it was run again"
+            self.failed += [f"failed: {record.id} {record.outcome} at first, whatever came of it when it was run again"
                             for record in failed]  # fmt: skip
-            if self.fallen:
+            if self.failed:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _failures(self) -> Iterator[str]:
-        """What fails the session though no single cell fell."""
+        """What fails the session though no single cell failed."""
         whole = options.is_whole(self.config.getoption, of_subject=True) and self.expected.keys() <= self.records.keys()
         yield from self.excuses.stale(self.records.values(), whole=whole)
         for name in self.missing:
             why = self.unavailable[name]
-            yield f"fell: {name} was asked for and can't run here: {why}; --allow-missing {name} lets the rest pass"
+            yield f"failed: {name} was asked for and can't run here: {why}; --allow-missing {name} lets the rest pass"
         ran = [record for record in self.records.values() if record.outcome != records.SKIPPED]
         if self.config.getoption("backward") == "own":  # and who has no gradients is not even wrong
             own = [record for record in ran if self.expected[record.id].kernel.external]
             asked = {record.kernel for record in own if self.expected[record.id].experiment.described().backward}
             given = {record.kernel for record in own if GRADIENTS in record.answers}
             for name in sorted(asked - given):
-                yield f"fell: {name} gave no gradients, and --backward own asks for them"
+                yield f"failed: {name} gave no gradients, and --backward own asks for them"
         if not ran:
-            yield "fell: no cell ran, and what did not run does not pass"
+            yield "failed: no cell ran, and what did not run does not pass"
 
     def _as_run(self, *, complete: bool) -> records.Run:
         left = self.collected - self.records.keys()
@@ -300,16 +300,16 @@ class RecordCollector:
 
     @property
     def failures(self) -> list[str]:
-        """What fails the session though no single cell fell: by itself, by the gate, by records that can't be kept."""
+        """Return what fails the session though no cell failed: itself, the gate, records that can't be kept."""
         gate = self.config.pluginmanager.get_plugin("tiebreak-gatekeeper")
-        lines = gate.lines if gate is not None and gate.fell else ()
-        return [*self.fallen, *lines, *([self.failure] if self.failure else [])]
+        lines = gate.lines if gate is not None and gate.failed else ()
+        return [*self.failed, *lines, *([self.failure] if self.failure else [])]
 
     def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
-        """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
+        """What the run came to: the verdict on kernels of one's own, the tables, every cell that failed, the counts."""
+        table, failed = grids.text(tables.tables(run), width=width), "\n".join(tables.failures(run.records))
         told = map(str, judged or self.verdicts(run))
-        return list(filter(None, [*told, table, fallen, tables.summary(run)]))
+        return list(filter(None, [*told, table, failed, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.failure:
@@ -321,7 +321,7 @@ class RecordCollector:
             terminalreporter.write_line("")
             terminalreporter.write_line(text)
         terminalreporter.write_line("")
-        for text in self.fallen:
+        for text in self.failed:
             terminalreporter.write_line(text, red=True)
         if not self.failure:
             terminalreporter.write_line(self.file.line)
@@ -361,7 +361,7 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
         entries[name] = record.number(name)
         if isinstance(value, records.Estimate):
             entries[f"{name}_half_width"] = value.half_width
-    entries |= {f"{name}_met": answer.met for name, answer in record.answers.items()}
+    entries |= {f"{name}_passed": answer.passed for name, answer in record.answers.items()}
     return [(f"tiebreak.{name}", value) for name, value in entries.items() if value is not None]
 
 

@@ -18,9 +18,9 @@ class Claimed:
 
     asked: str  # what is expected
     source: str  # who claims it
-    met: bool | None  # None: the data do not tell
+    passed: bool | None  # None: the data do not tell
     measured: str  # what was measured, in words
-    waives: frozenset[str] = frozenset()  # checks that need not be met: it claims that they are not
+    waives: frozenset[str] = frozenset()  # checks that need not pass: it claims that they fail
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Predicted:
     """What the kernel's declared plan predicts on the same inputs."""
 
     plan: str  # rule@plan that was emulated
-    met: bool | None  # None: the data do not tell
+    passed: bool | None  # None: the data do not tell
     measured: str  # what was measured and what was predicted, in words
 
 
@@ -76,7 +76,7 @@ class Result:
         return f"--heads {heads_to_tell(value, heads, limit)} would do, about"
 
     def waived(self, check: str) -> bool:
-        """Whether a claim takes a check's place: that it is not met is what is expected."""
+        """Whether a claim takes a check's place: that it fails is what is expected."""
         return any(check in claim.waives for claim in self.claims)
 
 

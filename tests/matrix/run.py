@@ -28,7 +28,7 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         if error.whose is Whose.CALL:
             return skipped_record(cell, settings, first_line(error))
-        return blank_record(cell, settings, records.FELL, {CONTRACT: contract_broken(raised(error, cell.kernel))})
+        return blank_record(cell, settings, records.FAILED, {CONTRACT: contract_broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         return ended_record(cell, settings, records.RUNS, raised(error, cell.kernel))
     answers = ask_all(result)
@@ -65,9 +65,9 @@ def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[
     )
 
 
-def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, met: bool | None = False) -> Record:
+def ended_record(cell: Cell, settings: Settings, check: str, why: str, *, passed: bool | None = False) -> Record:
     """The record of a cell that did not run to its end, or not in its time; which may tell nothing of the kernel."""
-    answers = {check: Answer(met, checks()[check].described.about, why)}
+    answers = {check: Answer(passed, checks()[check].described.about, why)}
     return blank_record(cell, settings, outcome_of(answers, judging()), answers)
 
 

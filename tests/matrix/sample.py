@@ -70,7 +70,7 @@ class OnTheWhole:
 class Sample:
     """A cell's outputs for all heads drawn so far, and the judgements that follow from them.
 
-    A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one was met.
+    A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one passed.
     """
 
     cell: Cell
@@ -180,12 +180,12 @@ class Sample:
         return Verdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
 
     @property
-    def claim_met(self) -> bool | None:
+    def claim_passed(self) -> bool | None:
         """Tell whether what the case claims is so; None: the data do not tell."""
-        return self.claim is None or self.claim.expectation.met(self.errors)
+        return self.claim is None or self.claim.expectation.passed(self.errors)
 
     @cached_property
-    def prediction_met(self) -> bool | None:
+    def prediction_passed(self) -> bool | None:
         """Tell whether the output is what the declaration predicts; None: the data do not tell."""
         errors, prediction = self.errors, self.prediction
         if prediction is None:
@@ -196,15 +196,15 @@ class Sample:
         return predicted(difference(errors, prediction))
 
     @cached_property
-    def rounded_met(self) -> bool | None:
+    def rounded_passed(self) -> bool | None:
         """Tell whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
         return not self.bench.settings.as_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
 
     @property
     def settled(self) -> bool:
         """Tell whether more heads would say nothing more of O."""
-        answers = (self.claim_met, self.prediction_met, self.rounded_met)
-        return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
+        answers = (self.claim_passed, self.prediction_passed, self.rounded_passed)
+        return None not in answers and self.verdict is not Verdict.UNDECIDED
 
     @property
     def obstacle(self) -> str:

@@ -21,7 +21,7 @@ from tiebreak.matrix.watch import Progress, now
 from tiebreak.programs.configurations import Configurations, Looks, looked_at
 from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
+from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, USAGE, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import run as tables
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """The verb `check`; see `tiebreak.reports.cli.main`.
 
     Returns:
-        0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
+        0 if nothing failed, 1 if something failed or is undecided, 2 on bad usage, 130 after Ctrl-C.
     """
     options, follower = _parsed(arguments), _Follower(sys.stderr)
     if options.configs:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         terminal.show(follower.report(run, verbose=options.verbose))
     if follower.interrupted:
         return INTERRUPTED
-    return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
+    return {int(pytest.ExitCode.OK): PASSED, USAGE: USAGE}.get(code, FAILED)
 
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
@@ -169,7 +169,7 @@ class _Follower:
         return found if self.configurations is None else self.configurations.judged(found)
 
     def report(self, run: Run, *, verbose: bool) -> str:
-        """The verdicts, every cell that fell, and what else made the run fall; `verbose`: with the tables."""
+        """The verdicts, every cell that failed, and what else made the run fail; `verbose`: with the tables."""
         assert self.collector is not None
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
         judged, end = self.verdicts(run), self.collector.failure or self.collector.file.line
@@ -178,7 +178,7 @@ class _Follower:
         else:
             parts = [*map(str, judged), *filter(None, ["\n".join(tables.brief(run.records))])]
             end = f"{tables.counts(run.records)}; -v shows tables, skips and every reason; {end}"
-        return "\n".join(["\n\n".join([*parts, *self.collector.fallen, *lines, end]), *annotations])
+        return "\n".join(["\n\n".join([*parts, *self.collector.failed, *lines, end]), *annotations])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Get hold of what keeps the records, and of what judges them as a whole."""

@@ -46,8 +46,8 @@ def check(
             Without `out` no records are kept.
 
     Returns:
-        What there is to say of it: ok, headline, findings, fell, plan, share, cells... Printed, it is what the command
-        prints first.
+        What there is to say of it: ok, headline, findings, failed, plan, share, cells... Printed, it is what the
+        command prints first.
 
     Raises:
         tiebreak.reports.errors.UsageError: an option that there is not, a function that can't be found or called, a

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiebreak.programs.processes import finished
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
 from tiebreak.reports.tables.run import counted
@@ -56,7 +56,7 @@ class State(Enum):
     """Whether the packages at hand have a finding."""
 
     PRESENT = "present"
-    NOT_TOLD = "not told"
+    UNDECIDED = "undecided"
     ABSENT = "absent"
     NOT_INSTALLED = "not installed"
 
@@ -101,10 +101,10 @@ def main(arguments: Sequence[str]) -> int:
         terminal.say(name)
         told.append(asked_for(known[name]))
     terminal.show("\n".join(_lines(told, len(rows) - len(known))))
-    bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.NOT_TOLD)]
-    if fell := [name for name in failing_ids if name in bad]:
-        terminal.show(f"FELL: {', '.join(fell)} by --fail-if-present")
-    return FELL if fell else HELD
+    bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.UNDECIDED)]
+    if failed := [name for name in failing_ids if name in bad]:
+        terminal.show(f"FAILED: {', '.join(failed)} by --fail-if-present")
+    return FAILED if failed else PASSED
 
 
 def asked_for(finding: KnownFinding) -> Told:
@@ -118,9 +118,9 @@ def asked_for(finding: KnownFinding) -> Told:
         try:
             done = finished([sys.executable, str(script)], {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
         except UsageError as error:
-            return Told(finding, State.NOT_TOLD, version, str(error))
-    failed = done.returncode not in (HELD, FELL) or done.stderr.startswith("Traceback")
-    state = State.NOT_TOLD if failed else State.PRESENT if done.returncode else State.ABSENT
+            return Told(finding, State.UNDECIDED, version, str(error))
+    failed = done.returncode not in (PASSED, FAILED) or done.stderr.startswith("Traceback")
+    state = State.UNDECIDED if failed else State.PRESENT if done.returncode else State.ABSENT
     last = (done.stderr if failed else done.stdout).strip().splitlines()[-1:]
     return Told(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
 

@@ -17,7 +17,7 @@ from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.trial import raised
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, USAGE, Parser, count
+from tiebreak.reports.cli import FAILED, PASSED, USAGE, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     terminal.write(json.dumps(parts, indent=2, allow_nan=False) + "\n", options.json)
     if failures:
         return USAGE
-    return FELL if any(identity.plan is None for identity in identities) else HELD
+    return FAILED if any(identity.plan is None for identity in identities) else PASSED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
 from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.experiments.call import Call
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.names import pick
 
 _INDENT = "  "
@@ -37,14 +37,14 @@ def cases(arguments: Sequence[str]) -> int:
     about = "Inputs and short training runs that kernels are put through."
     if named := chosen("case", about, arguments, known):
         print("\n\n".join("\n".join(described(known[name])) for name in named))
-        return HELD
+        return PASSED
     lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
              for name, each in known.items() for it in [each.described()]}  # fmt: skip
     _print(
         {heading: {name: lines[name] for name in group} for heading, group in groups().items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
     )
-    return HELD
+    return PASSED
 
 
 def backends(arguments: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def backends(arguments: Sequence[str]) -> int:
         line = f"{backend.about}; can't run here: {reason}" if reason else backend.about
         groups.setdefault(BACKENDS.origin(name), {})[name] = line
     _print(groups, "\n".join(["By the package that brings them.", *plugins.problems()]))
-    return HELD
+    return PASSED
 
 
 def kernels(arguments: Sequence[str]) -> int:
@@ -71,7 +71,7 @@ def kernels(arguments: Sequence[str]) -> int:
         }
     groups["adapters: attention of packages, by --kernel NAME or tiebreak check NAME"] = dict.fromkeys(ADAPTERS, "")
     _print(groups, f"{_DECLARED}\n--kernels takes any rule@plan too (`tiebreak list plans`), --kernel one of your own.")
-    return HELD
+    return PASSED
 
 
 def plans(arguments: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def plans(arguments: Sequence[str]) -> int:
         },
         "docs/words.md explains rounding points, and what of a plan can be changed: flash@fused,s=bf16,base=2,tile=64.",
     )
-    return HELD
+    return PASSED
 
 
 def chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:

@@ -26,7 +26,7 @@ from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settings
 from tiebreak.programs.identify import FORMATS
 from tiebreak.reports import terminal
-from tiebreak.reports.cli import FELL, HELD, Parser, count, positive
+from tiebreak.reports.cli import FAILED, PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, pick
 from tiebreak.reports.page.svg import as_file, draw
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     texts = as_text(verdict), f"{grids.text(verdict.parts(), 'github')}\n", drawn
     for file, text in zip(files.values(), texts, strict=True):
         terminal.write(text, file)
-    return HELD if verdict.ok else FELL
+    return PASSED if verdict.ok else FAILED
 
 
 def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
@@ -184,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tiebreak pair",
         description="Two attention kernels on the same inputs: equal bits, the signed difference, which is nearer to"
         " the exact answer, what separates their rounding plans, log-probabilities through a small language model;"
-        " and a verdict: the same bits, two roundings of one thing, or apart.",
-        epilog="exit codes: 0 the same bits or two roundings of one thing, 1 apart, not told or beyond a limit,"
+        " and a verdict: bitwise equal, two roundings of one thing, or apart.",
+        epilog="exit codes: 0 bitwise equal or two roundings of one thing, 1 apart, undecided or beyond a limit,"
         " 2 bad usage",
     )
     what = f"{EXPECTED.removeprefix('expected ')}; a plan as --plan takes it; or a backend's kernel by name"

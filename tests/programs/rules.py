@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
 from tiebreak.reports.records import selection, store
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UsageError(f"--{given}: it narrows what a file of records says; name one")
         names = pick("rule", ",".join(options.what), RULES, "`tiebreak rules` lists") if options.what else RULES
         print("\n\n".join("\n".join(_rule_lines(name, RULES[name])) for name in names))
-        return HELD
+        return PASSED
     if len(options.what) > 1:
         raise UsageError(f"{files[0]}: give one file of records alone, and --cases or --kernels to narrow it")
     run = store.read(files[0])
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
     (run,) = selection.narrowed([run], options)
     grids.show(rules_tables(run), options.format)
-    return HELD
+    return PASSED
 
 
 def _rule_lines(name: str, rule: Rule) -> Iterator[str]:

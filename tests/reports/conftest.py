@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import CARDS, ONE, Call, Told, fallen, record, run, skip, trained
+from tiebreak.defects.made_up import CARDS, ONE, Call, Told, failing, record, run, skip, trained
 from tiebreak.reports import cli
 from tiebreak.reports.audit import Audit, Audits
 from tiebreak.reports.records import store
@@ -42,15 +42,15 @@ def telling() -> Run:
         for kernel, verdict, bias in (("flash@paper", "biased", 0.24), ("fair", "unbiased", 0.002))
         for k in (2, 3, 4, 8, 16)
     ]
-    fell = fallen("sdpa", "no_tail", verdict="biased", measures={"bias": Estimate(0.23, 0.01)})
-    nan = fallen("sdpa", "huge", "NaN", verdict="nonfinite",
+    failed = failing("sdpa", "no_tail", verdict="biased", measures={"bias": Estimate(0.23, 0.01)})
+    nan = failing("sdpa", "huge", "NaN", verdict="nonfinite",
                       measures={"bias": Estimate(None, None), "nonfinite": 7, "max_ulps": None})  # fmt: skip
     runs = (
         trained(),
         trained("sdpa"),
-        trained("sdpa", "train_lm", None, outcome="fell", answers={CLAIM: Answer(False, "a number", "none")}),
+        trained("sdpa", "train_lm", None, outcome="failed", answers={CLAIM: Answer(False, "a number", "none")}),
     )
-    return run(*tied, fell, nan, skip("sdpa", "random"), skip("sdpa", "odd", "crashed"), *runs)
+    return run(*tied, failed, nan, skip("sdpa", "random"), skip("sdpa", "odd", "crashed"), *runs)
 
 
 @pytest.fixture

@@ -95,14 +95,14 @@ def test_the_command_loads_neither_torch_nor_numpy(telling: Run, audits: Audits,
 
 
 def test_a_reader_that_has_had_enough_changes_no_exit_code(telling: Run, keep: Keep) -> None:
-    path, fallen = keep(telling, "a"), keep(replace(telling, records=()), "b")
-    command = [sys.executable, "-m", "tiebreak.reports.cli", "gate", str(path), str(fallen)]
+    path, failed = keep(telling, "a"), keep(replace(telling, records=()), "b")
+    command = [sys.executable, "-m", "tiebreak.reports.cli", "gate", str(path), str(failed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait() == cli.FELL
+        assert process.wait() == cli.FAILED
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
         ({"digest": None}, Agreement.VERDICT),
         ({"outcome": "measured"}, Agreement.BITS),
         ({"verdict": "biased"}, Agreement.DISAGREE),
-        ({"outcome": "fell"}, Agreement.DISAGREE),
+        ({"outcome": "failed"}, Agreement.DISAGREE),
         ({"seed": 2}, Agreement.NOT_COMPARABLE),
         ({"case_version": 2, "digest": "f" * 16, "verdict": "biased"}, Agreement.NOT_COMPARABLE),
     ],
@@ -51,8 +51,8 @@ def test_a_cell_that_one_side_lacks_is_shown_and_never_equal() -> None:
 def test_texts_have_bias_interval_verdict_and_largest_error() -> None:
     held = record(verdict="biased", measures={"bias": Estimate(0.2314, 0.0071), "max_ulps": 1.953})
     nan: dict[str, Any] = {"verdict": "nonfinite", "measures": {"nonfinite": 3, "max_ulps": None}, "digest": "q"}
-    fell, excused = record(**nan, outcome="fell"), record(**nan, outcome="fell", excused="known")
-    row = one_row(held, fell, excused, replace(held, outcome="inconclusive"), other=record(case="other"))
+    failed, excused = record(**nan, outcome="failed"), record(**nan, outcome="failed", excused="known")
+    row = one_row(held, failed, excused, replace(held, outcome="undecided"), other=record(case="other"))
     assert cell_texts(row) == ["a +0.231±0.007 B max 1.95", "b !NaN!", "b (NaN)", "a ?+0.231±0.007 B max 1.95?"]
     assert one_row(held, record(digest=None), other=record(case="other")).letters == ("a", "")
 

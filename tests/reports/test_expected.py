@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import fallen, record, run, skip
+from tiebreak.defects.made_up import failing, record, run, skip
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Excuses, Expected, check_used, of_baseline, read
 from tiebreak.reports.records import store
@@ -77,29 +77,29 @@ def test_a_pattern_that_is_about_no_cell_is_refused() -> None:
 
 
 DIFFER = Answer(False, "the same bits", "they differ")
-UNTOLD = record(outcome="inconclusive", answers={"claim": Answer(None, "unbiased", "few heads")})
+UNDECIDED_ANSWER = record(outcome="undecided", answers={"claim": Answer(None, "unbiased", "few heads")})
 MINE = entry("cpu-flash@paper-*", reason="why not")
-BEFORE = of_baseline(run(fallen(), record(case="b")), Path("base.json"))
+BEFORE = of_baseline(run(failing(), record(case="b")), Path("base.json"))
 
 
 @pytest.mark.parametrize(
     ("excuses", "made", "why"),
     [
         # The named check of the named cells and no other.
-        (Excuses([MINE]), fallen(), "why not"),
-        (Excuses([MINE]), fallen("fair"), None),
-        (Excuses([MINE]), fallen(answers={"repeatable": DIFFER}), None),
-        (Excuses([MINE, entry("*", "repeatable", "two")]), fallen(answers={"repeatable": DIFFER}), "two; why not"),
+        (Excuses([MINE]), failing(), "why not"),
+        (Excuses([MINE]), failing("fair"), None),
+        (Excuses([MINE]), failing(answers={"repeatable": DIFFER}), None),
+        (Excuses([MINE, entry("*", "repeatable", "two")]), failing(answers={"repeatable": DIFFER}), "two; why not"),
         # What the data do not tell, and what crashed; what holds or was skipped is never excused.
-        (Excuses([entry("*")]), UNTOLD, "known"),
+        (Excuses([entry("*")]), UNDECIDED_ANSWER, "known"),
         (Excuses([entry("*")]), skip(outcome="crashed"), None),
         (Excuses([entry("*", "runs")]), skip(outcome="crashed"), "known"),
         (Excuses([entry("*")]), record(), None),
         (Excuses([entry("*")]), skip(), None),
         # A baseline excuses the checks that it does not meet.
-        (Excuses((), BEFORE), fallen(), "so it is in base.json"),
-        (Excuses((), BEFORE), fallen(case="b"), None),
-        (Excuses((), BEFORE), fallen(answers={"repeatable": DIFFER}), None),
+        (Excuses((), BEFORE), failing(), "so it is in base.json"),
+        (Excuses((), BEFORE), failing(case="b"), None),
+        (Excuses((), BEFORE), failing(answers={"repeatable": DIFFER}), None),
     ],
 )
 def test_what_is_excused(excuses: Excuses, made: Record, why: str | None) -> None:
@@ -113,8 +113,8 @@ def test_an_entry_that_excuses_nothing_is_stale() -> None:
     line = f"e.toml: expected[0]: no longer fails: {cell} meets the check claim: remove the entry"
     assert excuses.stale([record()], whole=True) == [line]
     assert "all 2 cells meet" in excuses.stale([record(), record(case="b")], whole=True)[0]
-    # One falls; none is of its cells; it has not run; it was not asked.
-    for cells in ([record(), fallen(case="b")], [record("fair")], [skip()], [skip(outcome="crashed")]):
+    # One fails; none is of its cells; it has not run; it was not asked.
+    for cells in ([record(), failing(case="b")], [record("fair")], [skip()], [skip(outcome="crashed")]):
         assert excuses.stale(cells, whole=True) == []
     # Where a pattern holds may be what a part of a run leaves out; what names one cell is known.
     assert excuses.stale([record()], whole=False) == []
@@ -172,7 +172,7 @@ def test_a_known_failure_is_green_and_told(restless: Pytest, excuse: Callable[..
     assert result.ret == 0
     result.assert_outcomes(xfailed=1)
     record = record_of_last()
-    assert (record.outcome, record.excused, record.passes) == ("fell", "https://bug/1", True)
+    assert (record.outcome, record.excused, record.passes) == ("failed", "https://bug/1", True)
     result.stdout.fnmatch_lines(
         [
             f"contract_tile* ({plain_text(record)})",
@@ -184,7 +184,7 @@ def test_a_known_failure_is_green_and_told(restless: Pytest, excuse: Callable[..
     result.stdout.no_fnmatch_line("*rerun: *")
     (case,) = ET.parse("junit.xml").getroot().iter("testcase")
     properties = {element.get("name"): element.get("value") for element in case.iter("property")}
-    assert properties["tiebreak.repeatable_met"] == "False"
+    assert properties["tiebreak.repeatable_passed"] == "False"
     assert [element.get("type") for element in case.iter("skipped")] == ["pytest.xfail"]
 
 
@@ -224,11 +224,11 @@ def test_a_baseline_that_has_the_failure_excuses_it(restless: Pytest) -> None:
     result = restless("--baseline", "base.json")
     assert result.ret == 0
     result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["gate held: 1 cell compared with base.json: 0 worse, 0 better"])
+    result.stdout.fnmatch_lines(["gate passed: 1 cell compared with base.json: 0 regressions, 0 better"])
     assert record_of_last().excused == "so it is in base.json"
     better = restless("--baseline", "base.json", restless=False)
     assert better.ret == 0
-    better.stdout.fnmatch_lines([f"better  {CELL}: *repeatable is met now*"])
+    better.stdout.fnmatch_lines([f"better      {CELL}: *repeatable passes now*"])
 
 
 def test_an_entry_excuses_nothing_from_the_gate_and_a_damaged_baseline_excuses_nothing(
@@ -239,10 +239,12 @@ def test_an_entry_excuses_nothing_from_the_gate_and_a_damaged_baseline_excuses_n
     result = restless("--baseline", "base.json", "--expected", excuse())
     assert result.ret == 1
     result.assert_outcomes(xfailed=1)
-    result.stdout.fnmatch_lines(["gate FELL: 1 cell compared with base.json: * worse*", "worse *: fell, measured in*"])
+    result.stdout.fnmatch_lines(
+        ["gate FAILED: 1 cell compared with base.json: * regression*", "regression *: failed, measured in*"]
+    )
     run = store.read(kept)
-    unmet = {**run.records[0].answers, "repeatable": DIFFER}
-    store.write(replace(run, records=(replace(run.records[0], answers=unmet),)), kept)
+    not_passed = {**run.records[0].answers, "repeatable": DIFFER}
+    store.write(replace(run, records=(replace(run.records[0], answers=not_passed),)), kept)
     damaged = restless("--baseline", "base.json")
     (line,) = filter(None, (*damaged.outlines, *damaged.errlines))
     assert (damaged.ret, line.startswith(f"Exit: --baseline base.json: {CELL}: says ")) == (2, True)

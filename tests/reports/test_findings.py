@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import fallen, record, run, skip
+from tiebreak.defects.made_up import failing, record, run, skip
 from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
 from tiebreak.reports.verdict import verdicts
@@ -45,11 +45,11 @@ def test_a_kernel_of_ones_own_has_all_that_its_verdict_says() -> None:
 def test_kernels_stand_by_severity_each_with_its_verdict(fair: list[Record]) -> None:
     nan = record("lost", TIES[0], verdict="nonfinite", measures={"bias": Estimate(None, None), "nonfinite": 7})
     odd = record("odd", "random")
-    cells = run(*fair, odd, *biased("a", TIES[:2]), nan, fallen("b", TIES[0], plan=None), cases=CASES)
+    cells = run(*fair, odd, *biased("a", TIES[:2]), nan, failing("b", TIES[0], plan=None), cases=CASES)
     lines = told(cells)
-    assert lines[0] == "`b` on cpu: FELL by claim on 1 input, unbiased on 1 of 1 failure input."
-    assert lines[1] == "`a` on cpu: biased on 2 of 2 failure inputs."
-    assert lines[2].startswith("`lost` on cpu: NaN or Inf on 1 of 1 failure input; declares flash@paper")
+    assert lines[0] == "`b` on cpu: FAIL: by claim on 1 input, unbiased on 1 of 1 failure input."
+    assert lines[1] == "`a` on cpu: PASS: biased on 2 of 2 failure inputs."
+    assert lines[2].startswith("`lost` on cpu: PASS: NaN or Inf on 1 of 1 failure input; declares flash@paper")
     assert lines[3] == "Fair, unbiased on every failure input: `fair` on cpu."
     assert lines[4] == "No failure input was run, and nothing is known of the bias, of `odd`."
 
@@ -66,9 +66,9 @@ def test_platforms_that_differ_are_both_said(fair: list[Record]) -> None:
     first = run(*biased("a", TIES), *biased("a", TIES[:2], backend="emulation"), cases=CASES)
     second = run(*biased("a", TIES[:3]), record("a", TIES[3], plan=None), cases=CASES)
     assert told(first, second)[:3] == (
-        "`a` on cpu: biased on 4 of 4 failure inputs (platform 1).",
-        "`a` on cpu: biased on 3 of 4 failure inputs (platform 2).",
-        "`a` on emulation: biased on 2 of 2 failure inputs (platform 1).",
+        "`a` on cpu: PASS: biased on 4 of 4 failure inputs (platform 1).",
+        "`a` on cpu: PASS: biased on 3 of 4 failure inputs (platform 2).",
+        "`a` on emulation: PASS: biased on 2 of 2 failure inputs (platform 1).",
     )
     one, other = run(*fair, cases=CASES), run(*fair[1:], *biased("fair", TIES[:1]), cases=CASES)
     assert any(line.startswith("Fair, ") for line in told(one))

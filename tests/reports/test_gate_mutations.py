@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from tiebreak.defects import mutations
-from tiebreak.defects.made_up import fallen, record, run, skip, trained
+from tiebreak.defects.made_up import failing, record, run, skip, trained
 from tiebreak.defects.mutations import consistent_edits, following, leaves, name_of, plain_of, unnoticed
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.consistency import WORDS
@@ -40,7 +40,7 @@ FREE = {
     "records*.evidence": "a baseline does not keep what is drawn",
 }
 #: The same of a record whose bits its digest does not tell: what got better, or no worse than its limit, may be so.
-UNTOLD = {
+UNDECIDED_ANSWER = {
     "records*.measures.*": "a number that is no worse by more than its limit, or that has none",
     "records*.heads": "half or twice the heads: its interval says what that tells",
     "records*.tied": "whether O itself ties where it is biased: words of a verdict",
@@ -50,7 +50,7 @@ UNTOLD = {
     "records*.shown.verdict": "beside a number that is no bias of O",
     "records*.shown.number": "of what has none: tables write NaN",
     "records*.evidence.*": "what answers were drawn from: the answers are compared",
-    "records*.answers.[!c]*.asked": "of a check that is no claim and is met: a kernel may be held to another plan",
+    "records*.answers.[!c]*.asked": "of a check that is no claim and passed: a kernel may be held to another plan",
 }
 #: The same between platforms.
 ACROSS = {
@@ -72,7 +72,7 @@ def judged(tmp_path: Path) -> Run:
     change = records.ChangeRecord(0.1, Estimate(0.0, 0.01), Estimate(0.0, 0.01), Estimate(0.0, 0.01), "unbiased")
     fits = {"fits": {"flash@fused": records.FitRecord(0.0, 0.01, 0.99)}, "changes": {"batch": change}}
     undeclared = record("mine", plan=None, answers={records.PREDICTION: None}, evidence=fits)
-    nan = fallen("mine", "huge", measures={"bias": Estimate(None, None), "nonfinite": 7})
+    nan = failing("mine", "huge", measures={"bias": Estimate(None, None), "nonfinite": 7})
     untold = record("mine", "odd", measures={"bias": Estimate(0.04, 0.03)}, heads=2048)
     made = (record(), biased, undeclared, nan, untold, skip("mine", "causal"), skip("mine", "late", "crashed"),
                trained())  # fmt: skip
@@ -90,7 +90,7 @@ def allowed(baseline: Run, name: str, value: Any, lists: Sequence[Mapping[str, s
         return any(fnmatchcase(name, pattern) for each in lists for pattern in each)
     measure = baseline.measures[path[2]]
     before = baseline.records[int(path[1])].measures[path[2]]
-    if UNTOLD not in lists or not isinstance(value, (int, float)):
+    if UNDECIDED_ANSWER not in lists or not isinstance(value, (int, float)):
         return False
     # What has no interval depends on single bits, which are a platform's own.
     of_the_platform = ACROSS in lists and not isinstance(before, Estimate) and not measure.portable
@@ -116,19 +116,23 @@ def test_no_edit_of_one_leaf_passes(judged: Run, across: bool, new_bits: bool, s
         new = replace(new, records=turned)
     untold = [f"records[{place}]" for place, each in enumerate(new.records) if str(each.heads) != new.options["heads"]]
     plain = json.loads(json.dumps(plain_of(new)))
-    assert gate(baseline, parsed(plain), Limits(), across=across).held, "unedited it holds"
+    assert gate(baseline, parsed(plain), Limits(), across=across).passed, "unedited it holds"
 
     def passes(plain: Mapping[str, Any]) -> bool:
         """Whether the gate holds an edited run; one that reads as the unedited is no edit."""
         try:
             run = parsed(plain)
-            return run != new and gate(baseline, run, Limits(), across=across).held
+            return run != new and gate(baseline, run, Limits(), across=across).passed
         except UsageError:
             return False
 
     for path, value in unnoticed(plain, leaves(plain), Random(seed), passes):
         name = name_of(path)
-        lists = [FREE, *([ACROSS] if across else []), *([UNTOLD] if new_bits or name.startswith(tuple(untold)) else [])]
+        lists = [
+            FREE,
+            *([ACROSS] if across else []),
+            *([UNDECIDED_ANSWER] if new_bits or name.startswith(tuple(untold)) else []),
+        ]
         assert allowed(judged, name, value, lists), f"{name} = {value!r} passes"
 
 
@@ -143,13 +147,16 @@ NO_WORSE = {
 def no_worse(baseline: Run, before: Record, after: Record, what: str, *, across: bool) -> bool:
     """Tell whether an edit leaves all as good as it was, as far as a limit or an answer says."""
     kind, _, name = what.partition(".")
-    unmet = {check for check in after.unmet if before.answers[check].met is True}
-    if unmet or name in (before.answers.keys() | before.measures.keys()) - after.answers.keys() - after.measures.keys():
+    not_passed = {check for check in after.not_passed if before.answers[check].passed is True}
+    if (
+        not_passed
+        or name in (before.answers.keys() | before.measures.keys()) - after.answers.keys() - after.measures.keys()
+    ):
         return False
     if kind == "answers":
-        return after.answers[name].met is True or before.answers[name].met is not True
+        return after.answers[name].passed is True or before.answers[name].passed is not True
     measure, (old, new) = baseline.measures[name], (each.measures[name] for each in (before, after))
-    foretold = all(each.met(records.PREDICTION) for each in (before, after))
+    foretold = all(each.passed(records.PREDICTION) for each in (before, after))
     of_the_platform = across and not measure.portable and (foretold or not isinstance(old, Estimate))
     if measure.limit is None or of_the_platform or records.number_of(old) is None:
         return records.number_of(new) is not None or records.number_of(old) is None
@@ -167,7 +174,7 @@ def test_no_consistent_edit_passes(judged: Run, across: bool, seed: int) -> None
         for what, after in consistent_edits(before, judged, chance):
             others = (*judged.records[:place], replace(after, digest="other bits"), *judged.records[place + 1 :])
             try:
-                held = gate(judged, replace(judged, records=others), Limits(), across=across).held
+                held = gate(judged, replace(judged, records=others), Limits(), across=across).passed
             except UsageError:
                 continue
             assert not held or no_worse(judged, before, after, what, across=across), f"{what}: {after} passes"
@@ -184,7 +191,7 @@ def test_a_new_cell_that_agrees_with_itself_passes_if_its_checks_are_met_and_by_
     for what, after in consistent_edits(fresh, judged, Random(seed)):
         made = replace(judged, records=(*judged.records, replace(after, excused="known")), **about)
         sound = after.outcome in records.PASSING
-        assert gate(judged, made, Limits()).held is sound, f"{what}: {after}"
+        assert gate(judged, made, Limits()).passed is sound, f"{what}: {after}"
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))
@@ -193,12 +200,12 @@ def test_no_edit_of_one_leaf_of_a_baseline_lets_a_failure_pass(judged: Run, seed
     beyond = following(replace(judged.records[0], measures={**judged.records[0].measures, "error_over_bound": 102.0},
                                digest="other bits"), judged)  # fmt: skip
     new, plain = replace(judged, records=(beyond, *judged.records[1:])), json.loads(json.dumps(plain_of(judged)))
-    assert beyond.outcome == "fell"
+    assert beyond.outcome == "failed"
     mine = [path for path in leaves(plain) if path[:2] == ("records", 0) or path[0] == "checks"]
 
     def passes(plain: Mapping[str, Any]) -> bool:
         try:
-            return gate(parsed(plain), new, Limits()).held
+            return gate(parsed(plain), new, Limits()).passed
         except UsageError:
             return False
 
@@ -216,7 +223,7 @@ def test_a_description_that_was_made_to_fit_is_refused(judged: Run, field: Mappi
         gate(judged, replace(judged, records=(beyond, *judged.records[1:]), checks=checks), Limits())
 
 
-@pytest.mark.parametrize("lists", [FREE, UNTOLD, ACROSS])
+@pytest.mark.parametrize("lists", [FREE, UNDECIDED_ANSWER, ACROSS])
 def test_the_lists_have_no_more_than_they_need(lists: Mapping[str, str], judged: Run) -> None:
     """Of every entry some leaf of the file is; a name that is gone goes from here too."""
     names = [name_of(path) for path in leaves(json.loads(json.dumps(plain_of(judged))))]

@@ -51,6 +51,6 @@ def test_a_page_escapes_keeps_lines_apart_and_folds_all_but_the_first() -> None:
 
 
 def test_csv_has_numbers_whole_and_nothing_for_none() -> None:
-    grid = Grid(["id", "bias", "met", "kinds"], [["a", 0.125, True, "x, y\nz"], [None] * 4])
+    grid = Grid(["id", "bias", "passed", "kinds"], [["a", 0.125, True, "x, y\nz"], [None] * 4])
     rows = list(csv.reader(io.StringIO(csv_text(grid))))
-    assert rows == [["id", "bias", "met", "kinds"], ["a", "0.125", "True", "x, y | z"], [""] * 4]
+    assert rows == [["id", "bias", "passed", "kinds"], ["a", "0.125", "True", "x, y | z"], [""] * 4]

@@ -63,7 +63,7 @@ def test_no_program_of_reports_has_a_name_of_the_others() -> None:
     ("file", "program"),
     [
         ("a.py", 'def f(record):\n    """The bias."""\n    return record.number("rms_ulps")\n'),
-        ("deep/a.py", "def f(record):\n    return f\"{record.met('repeatable')} of a run\"\n"),
+        ("deep/a.py", "def f(record):\n    return f\"{record.passed('repeatable')} of a run\"\n"),
         ("a.js", "const kind = cell.experiment === 'training';\n"),
     ],
     ids=["measure", "check", "kind"],

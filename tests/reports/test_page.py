@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import Call, fallen, record, run, trained
+from tiebreak.defects.made_up import Call, failing, record, run, trained
 from tiebreak.reports.page.command import page
 from tiebreak.reports.page.figures import figures
 from tiebreak.reports.page.svg import draw, ticks
@@ -46,14 +46,14 @@ def evil_run() -> Run:
     trace = records.TraceRecord((0.0, 1.0), (1,))
     cells = [record(EVIL, f"tied_maxima[k={k}]", evidence={"trace": trace} if k == 2 else {}) for k in (2, 3)]
     cells.append(trained(EVIL))
-    fell = record("b", EVIL, outcome="fell", answers={EVIL: records.Answer(False, EVIL, EVIL)}, excused=EVIL)
-    fell = replace(fell, shown=records.Shown(EVIL, 1.0, EVIL))
+    failed = record("b", EVIL, outcome="failed", answers={EVIL: records.Answer(False, EVIL, EVIL)}, excused=EVIL)
+    failed = replace(failed, shown=records.Shown(EVIL, 1.0, EVIL))
     odd = record("c", "d", experiment=EVIL, measures={EVIL: 1.0})
     described = {
         "measures": {EVIL: records.MeasureRecord(EVIL, EVIL, column=True)},
         "experiments": {EVIL: records.ExperimentRecord(EVIL, EVIL, EVIL)},
     }
-    return run(*cells, fell, odd, platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}, **described)
+    return run(*cells, failed, odd, platform={"cpu": EVIL, "torch": EVIL, "os": EVIL}, **described)
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
@@ -75,21 +75,21 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
 
 def test_it_answers_its_title_then_says_what_fell_then_the_findings() -> None:
     wrong = {"checks": {"bound": records.CheckRecord("within its bound", wrong=True)}}
-    bad = record("mine", outcome="fell", answers={"bound": records.Answer(False, "within", "<5 times>")})
+    bad = record("mine", outcome="failed", answers={"bound": records.Answer(False, "within", "<5 times>")})
     html = page([run(bad, options={"kernel": "x.py:mine"}, **wrong)], ["here"], [])
     body = html[html.index("<h1>") :]
-    first, fell, findings_ = body.index("WRONG on 1 of 1"), body.index("What fell"), body.index('id="findings"')
-    assert first < fell < findings_ < body.index('id="platforms"') < body.index('id="map"')
-    assert "<b>fell cpu-mine-random-bf16</b><div>    &lt;5 times&gt;</div><code>    rerun: pytest " in body
+    first, failed, findings_ = body.index("wrong on 1 of 1"), body.index("What failed"), body.index('id="findings"')
+    assert first < failed < findings_ < body.index('id="platforms"') < body.index('id="map"')
+    assert "<b>failed cpu-mine-random-bf16</b><div>    &lt;5 times&gt;</div><code>    rerun: pytest " in body
     held = page([run(record(), platform={"commit": "0123456789abcdef0123-dirty"})], ["here"], [])
-    assert "What fell" not in held
+    assert "What failed" not in held
     (summary,) = re.findall(r"<li><b>here</b> \((.*?)\)", held)
     assert summary == "torch 2.13.0, os Linux 6.1, commit 0123456789ab-dirty, seed 1, heads 256"
 
 
 def test_what_is_beyond_a_digest_is_folded() -> None:
-    html = page([run(*(fallen(case=f"case_{number}") for number in range(12)))], ["here"], [])
-    opened, folded = html[html.index("What fell") :].split("<summary>", 1)
+    html = page([run(*(failing(case=f"case_{number}") for number in range(12)))], ["here"], [])
+    opened, folded = html[html.index("What failed") :].split("<summary>", 1)
     assert opened.count("<li>") == 8
     assert folded.startswith("4 more</summary>")
     assert "case_11" in folded

@@ -142,12 +142,12 @@ def file(telling: Run, audits: Audits, tmp_path: Path) -> Path:
     """A page of two platforms and an audit, with names and a reason that would like to be code."""
     bins, traces = records.HistogramRecord(-1.0, 0.5, (0, 1, 5, 4), 0), (((0.0, 0.5), (1,)), ((0.0, 0.1), ()))
     evidence = [{"trace": records.TraceRecord(*trace), "histogram": bins} for trace in traces]
-    fell: dict[str, Any] = {"outcome": "fell", "answers": {"x": records.Answer(False, EVIL, EVIL)}}
+    failed: dict[str, Any] = {"outcome": "failed", "answers": {"x": records.Answer(False, EVIL, EVIL)}}
     more = (
         record(f"smooth {EVIL}", "tied_maxima[k=2]", evidence=evidence[1]),
-        record(EVIL, "tied_maxima[k=2]", evidence=evidence[0], **fell),
-        record(EVIL, "excused", outcome="fell", excused=EVIL, shown=records.Shown("bias", 0.5, EVIL, "biased")),
-        record(EVIL, EVIL, outcome="inconclusive", verdict="inconclusive"),
+        record(EVIL, "tied_maxima[k=2]", evidence=evidence[0], **failed),
+        record(EVIL, "excused", outcome="failed", excused=EVIL, shown=records.Shown("bias", 0.5, EVIL, "biased")),
+        record(EVIL, EVIL, outcome="undecided", verdict="undecided"),
         record("sdpa", "mixed", verdict=None),
         record("sdpa", "dark", measures={"bias": records.Estimate(0.9, 0.01)}),
         record("sdpa", "darkest", measures={"bias": records.Estimate(-99.0, 0.01)}),
@@ -245,9 +245,9 @@ def test_one_map_has_every_cell_with_the_marks_of_the_terminal(browser: Browser,
     assert expected <= set(texts)
     # In words, to who does not see it.
     assert browser.ask(f"{cell('flash@paper', 'tied_maxima[k=2]')}.ariaLabel") == (
-        "flash@paper on emulation, tied_maxima[k=2]: +0.23 B ·, biased, held"
+        "flash@paper on emulation, tied_maxima[k=2]: +0.23 B ·, biased, passed"
     )
-    assert browser.ask(f"{cell('sdpa', 'huge')}.ariaLabel").endswith("NaN or Inf where the reference is finite, fell")
+    assert browser.ask(f"{cell('sdpa', 'huge')}.ariaLabel").endswith("NaN or Inf where the reference is finite, failed")
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_platforms_share_a_number_or_have_each_its_own_and_filters_leave_what_is
         assert browser.ask(f"{cell('flash@paper', case)}.textContent") == "+0.01 ·"
     tie = cell("flash@paper", "tie")
     assert browser.ask(f"[...{tie}.children].map((line) => line.textContent)") == ["1: +0.23 B ·", "2: -0.02 ·"]
-    label = "platforms differ: platform 1: +0.23 B ·, biased, held; platform 2: -0.02 ·, unbiased"
+    label = "platforms differ: platform 1: +0.23 B ·, biased, passed; platform 2: -0.02 ·, unbiased"
     assert label in browser.ask(f"{tie}.ariaLabel")
     heads = browser.ask("[...document.querySelectorAll('#cells-map tbody th')].map((th) => th.innerText)")
     assert heads == ["ties", "tie\ntwo equal maxima", "near\nnearly equal", "controls", "random\nnumbers"]
@@ -310,8 +310,8 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     lines = browser.ask("about.innerText")
     for text in (
         "two equal maxima", "section 3", "follows flash@fused", "Platforms differ in verdict or outcome.",
-        "biased: bias 0.234 ± 0.01 ulp", "claim met: as claimed", "source: section 4",
-        "prediction met: what flash@paper", "99.87 % of bits", "2 elements beyond", "c0ffee",
+        "biased: bias 0.234 ± 0.01 ulp", "claim passed: as claimed", "source: section 4",
+        "prediction passed: what flash@paper", "99.87 % of bits", "2 elements beyond", "c0ffee",
         "pytest tests/matrix --kernels flash@paper --cases 'tie'",
     ):  # fmt: skip
         assert text in lines, text
@@ -321,7 +321,7 @@ def test_a_click_on_a_cell_opens_all_that_is_known_of_it(browser: Browser, diffe
     assert (facts["seed"], facts["heads"], facts["failure input"][:3]) == ("1", "256", "yes")
     side = "[...about.querySelectorAll('.side tbody tr')].map((tr) => [...tr.cells].map((one) => one.textContent))"
     assert browser.ask(side) == [
-        ["1", "here", "+0.23 B ·", "biased", "held", "a"], ["2", "there", "-0.02 ·", "unbiased", "held", "b"]
+        ["1", "here", "+0.23 B ·", "biased", "passed", "a"], ["2", "there", "-0.02 ·", "unbiased", "passed", "b"]
     ]  # fmt: skip
     rows = "[...about.querySelectorAll('.numbers tr')].map((tr) => [...tr.cells].map((one) => one.textContent))"
     assert ["bias", "0.234 ± 0.01", "ulp", "mean signed error of O"] in browser.ask(rows)
@@ -393,7 +393,7 @@ def test_on_paper_no_map_is_cut_off_and_nothing_is_folded(browser: Browser, tmp_
     scheme = "dark"
     kernels = [f"stabilized_{number}@all_bf16" for number in range(40)]
     wide = [(kernel, f"repeated_large[r={r}]") for kernel in kernels for r in (20, 10000)]
-    cells = [record(*names, verdict="biased", outcome="fell") for names in wide]
+    cells = [record(*names, verdict="biased", outcome="failed") for names in wide]
     other = [replace(cell, verdict="unbiased") for cell in cells]
     path = written(tmp_path, [run(*cells), run(*other, run="b" * 32)], ["here", "there"])
     browser.open(path, SHEET, scheme=scheme)

@@ -84,10 +84,10 @@ def check_junit(ids: Sequence[str]) -> None:
         "bias_half_width": bias.half_width,
         "max_ulps": record.measures["max_ulps"],
         "verdict": "biased",
-        "bound_met": True,
+        "bound_passed": True,
     }
     assert {name: told[f"tiebreak.{name}"] for name in expected} == {name: str(it) for name, it in expected.items()}
-    assert {f"tiebreak.{name}_met" for name in record.answers} <= told.keys()
+    assert {f"tiebreak.{name}_passed" for name in record.answers} <= told.keys()
     assert "tiebreak" not in told
 
 
@@ -102,9 +102,9 @@ def test_gate_junit_and_narrowing_work_with_workers(matrix: Matrix, baseline: Pa
     worse.assert_outcomes(passed=1)
     worse.stdout.fnmatch_lines(
         [
-            "gate FELL: 1 cell compared*: 1 worse*",
-            "worse   cpu-flash@paper-tied*: not comparable: case_version*",
-            "note    1 cell of the baseline NOT compared: outside -k tied*",
+            "gate FAILED: 1 cell compared*: 1 regression*",
+            "regression  cpu-flash@paper-tied*: not comparable: case_version*",
+            "note        1 cell of the baseline NOT compared: outside -k tied*",
             "*base.json: not updated: 1 of its cells lie outside this run's *-k tied*; run all of them, or delete*",
         ]
     )
@@ -120,17 +120,17 @@ def test_the_gate_works_without_workers_and_github_gets_the_short_table(
         assert matrix("--baseline", str(baseline), "--junitxml", "junit.xml").ret == 0
     check_junit(IDS)
     text = Path("summary.md").read_text(encoding="utf-8")
-    for told in ("### tiebreak: 2 cells: 2 held", "| cpu", "### tiebreak: the gate held (2 cells compared"):
+    for told in ("### tiebreak: 2 cells: 2 passed", "| cpu", "### tiebreak: the gate passed (2 cells compared"):
         assert told in text
     change(baseline, ["records", 0, "measures", "max_ulps"], 0.0)
     change(baseline, ["records", 0, "answers", "bound"], GONE)
     worse = matrix("--baseline", str(baseline), "--fail", "max_ulps:0.01")
     assert worse.ret == 1
-    worse.stdout.fnmatch_lines([f"gate FELL: 2 cells compared with {baseline}: 1 worse, 0 better"])
+    worse.stdout.fnmatch_lines([f"gate FAILED: 2 cells compared with {baseline}: 1 regression, 0 better"])
     assert matrix("--baseline", str(baseline), "--fail", "max_ulps:1000").ret == 0
-    fell = matrix("--baseline", str(baseline), "-k", "nothing_has_this_name")
-    assert fell.ret == 1
-    fell.stdout.fnmatch_lines(["gate FELL: no cell ran*"])
+    failed = matrix("--baseline", str(baseline), "-k", "nothing_has_this_name")
+    assert failed.ret == 1
+    failed.stdout.fnmatch_lines(["gate FAILED: no cell ran*"])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_deselected_cells_and_node_ids_narrow_too(
     before, options = baseline.read_bytes(), [*QUICK, *CASES, "--baseline", str(baseline), "--update-baseline", *words]
     ran = pytester.runpytest_inprocess(MATRIX / cells, "-p", "no:cacheprovider", *options, no_reraise_ctrlc=True)
     assert ran.ret == 2
-    ran.stdout.fnmatch_lines(["gate held: 1 cell compared*", f"note    1 cell of * NOT compared: {told}"])
+    ran.stdout.fnmatch_lines(["gate passed: 1 cell compared*", f"note        1 cell of * NOT compared: {told}"])
     assert baseline.read_bytes() == before
 
 
@@ -160,8 +160,8 @@ def test_a_run_that_stopped_falls_and_updates_nothing(matrix: Matrix, pytester: 
     assert refused.ret == 2
     refused.stdout.fnmatch_lines(
         [
-            "gate FELL: 1 cell compared*",
-            "note    the new run was interrupted: it does not hold",
+            "gate FAILED: 1 cell compared*",
+            "note        the new run was interrupted: it does not hold",
             "base.json: not updated: the run was interrupted",
         ]
     )
@@ -248,7 +248,9 @@ def test_a_rerun_takes_back_no_failure(matrix: Matrix, pytester: pytest.Pytester
     ran = matrix(cells=[*OWN, "--cases", "random"], plugins=[Rerunning()])
     assert ran.ret == 1
     ran.assert_outcomes(passed=1)
-    ran.stdout.fnmatch_lines(["fell: cpu-attention-random-bf16 crashed at first, whatever came of it when it was run*"])
+    ran.stdout.fnmatch_lines(
+        ["failed: cpu-attention-random-bf16 crashed at first, whatever came of it when it was run*"]
+    )
     assert store.read(Path("out/last.json")).records[0].outcome == "crashed"
 
 
@@ -258,10 +260,12 @@ def test_a_device_that_was_asked_for_by_name_may_not_be_missing(
     gone = replace(BACKENDS["interpreter"], unavailable=lambda: "triton is not installed")
     monkeypatch.setattr("tiebreak.matrix.selection.BACKENDS", {**BACKENDS, "interpreter": gone})
     cells = ["--cases", "random", "--kernels", "flash@paper", "--heads", "16", "--out", "out"]
-    fell = matrix("--backend", "cpu,interpreter", cells=cells)
-    assert fell.ret == 1
-    fell.assert_outcomes(passed=1)
-    fell.stdout.fnmatch_lines(["fell: interpreter was asked for and can't run here: triton is not installed; --allow*"])
+    failed = matrix("--backend", "cpu,interpreter", cells=cells)
+    assert failed.ret == 1
+    failed.assert_outcomes(passed=1)
+    failed.stdout.fnmatch_lines(
+        ["failed: interpreter was asked for and can't run here: triton is not installed; --allow*"]
+    )
     assert matrix("--backend", "cpu,inter*", cells=cells).ret == 0
     assert matrix("--backend", "cpu,interpreter", "--allow-missing", "interpreter", cells=cells).ret == 0
     refused = matrix("--backend", "cpu", "--allow-missing", "cuda", cells=cells)

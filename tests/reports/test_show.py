@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.defects.made_up import Call, fallen, record, run
+from tiebreak.defects.made_up import Call, failing, record, run
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Run
 from tiebreak.reports.terminal import runnable
@@ -27,20 +27,20 @@ def show(telling: Run, tiebreak: Call) -> Callable[..., str]:
 
 def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> None:
     out = show()
-    assert "17 cells: 12 held, 3 fell, 1 crashed, 1 skipped" in out
-    assert f"fell cpu-sdpa-no_tail-bf16\n    claim fell: unbiased\n    rerun: {runnable('pytest')}" in out
+    assert "17 cells: 12 passed, 3 failed, 1 crashed, 1 skipped" in out
+    assert f"failed cpu-sdpa-no_tail-bf16\n    claim failed: unbiased\n    rerun: {runnable('pytest')}" in out
     for text in ("+0.23 B ·", "!+0.23 B!", "!NaN!", "skip", "!crash!", "emulation, bf16", "cpu, bf16"):
         assert text in out
 
 
 def test_csv_has_intervals_answers_and_excuses(tiebreak: Call) -> None:
-    cells = record(), fallen(case="b", excused="known", answers={"repeatable": None})
-    held, fell = csv.DictReader(io.StringIO(tiebreak("show", run(*cells), "--format", "csv").out))
+    cells = record(), failing(case="b", excused="known", answers={"repeatable": None})
+    held, failed = csv.DictReader(io.StringIO(tiebreak("show", run(*cells), "--format", "csv").out))
     assert (held["bias"], held["bias_half_width"]) == ("0.01", "0.02")
     assert "max_ulps_half_width" not in held
-    assert (held["claim"], held["claim_met"], held["repeatable_met"]) == ("as claimed", "True", "True")
-    assert (fell["claim_met"], fell["repeatable"], fell["repeatable_met"]) == ("False", "", "")
-    assert (fell["excused"], fell["reasons"], held["excused"]) == ("known", "claim fell: unbiased", "")
+    assert (held["claim"], held["claim_passed"], held["repeatable_passed"]) == ("as claimed", "True", "True")
+    assert (failed["claim_passed"], failed["repeatable"], failed["repeatable_passed"]) == ("False", "", "")
+    assert (failed["excused"], failed["reasons"], held["excused"]) == ("known", "claim failed: unbiased", "")
     assert tiebreak("show", run(*cells), "--format", "csv", "--only", "timed_out").out == "id\n"
 
 
@@ -50,8 +50,8 @@ def test_filters_take_lists_globs_and_names_with_brackets(show: Callable[..., st
     assert "4 cells" in show("--cases", "tied_maxima[k=?],", "--kernels", "fair")
     assert "3 cells" in show("--cases", "no_tail,huge,odd", "--backend", "cpu")
     assert show("--only", "crashed").startswith("cpu, bf16")
-    assert "missing" not in show("--only", "held", "--backend", "emulation")
-    assert show("--only", "inconclusive").strip() == "0 cells"
+    assert "missing" not in show("--only", "passed", "--backend", "emulation")
+    assert show("--only", "undecided").strip() == "0 cells"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_cases_stand_in_the_order_of_their_groups(tiebreak: Call) -> None:
 
 
 def test_json_is_a_file_of_records_again(show: Callable[..., str]) -> None:
-    run = store.decoded(show("--format", "json", "--only", "fell").encode(), Path("-"), Run)
+    run = store.decoded(show("--format", "json", "--only", "failed").encode(), Path("-"), Run)
     assert {record.case for record in run.records} == {"no_tail", "huge", "train_lm"}
 
 

@@ -130,7 +130,7 @@ def test_a_file_that_is_no_file_of_records(content: str, message: str, tmp_path:
         (["platform", "assumed"], {"cpu": 1}, "platform.assumed[...]: Expected `str`, got `int`"),
         (["platform", "fingerprint"], {"cpu": {"a": []}}, "platform.fingerprint[...][...]: Expected `int | "),
         (["records", 0, "verdict"], "fine", "records[0].verdict: Expected `str` matching regex '^(unbiased|"),
-        (["records", 0, "outcome"], "held\n", "records[0].outcome: Expected `str` matching regex '^(held|"),
+        (["records", 0, "outcome"], "passed\n", "records[0].outcome: Expected `str` matching regex '^(passed|"),
         (["records", 0, "colour"], "red", "records[0]: Object contains unknown field `colour`"),
         (["records", 0, "heads"], -1, "records[0].heads: Expected `int` >= 0"),
         (["records", 0, "measures", "bias", "half_width"], -0.1, "records[0].measures[...].half_width: Expected"),

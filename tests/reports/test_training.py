@@ -31,9 +31,9 @@ def test_seeds_are_shown_from_the_lowest_to_the_highest() -> None:
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        ({"outcome": "fell"}, "!+1.0e-03 to +2.0e-03!"),
-        ({"outcome": "fell", "excused": "known"}, "(+1.0e-03 to +2.0e-03)"),
-        ({"outcome": "held"}, "+1.0e-03 to +2.0e-03 ·"),
+        ({"outcome": "failed"}, "!+1.0e-03 to +2.0e-03!"),
+        ({"outcome": "failed", "excused": "known"}, "(+1.0e-03 to +2.0e-03)"),
+        ({"outcome": "passed"}, "+1.0e-03 to +2.0e-03 ·"),
     ],
 )
 def test_the_worst_seed_marks_all(fields: dict[str, str], shown: str) -> None:
@@ -46,7 +46,7 @@ def test_a_run_that_gave_nothing_says_so_and_a_nan_is_no_lowest_number() -> None
     assert rows(table(run(crashed))) == {"flash@train": ["!crash!"]}
     # What the paper says comes from any seed that ran.
     assert rows(table(run(crashed, trained(case="train_lm"))))["flash@train"][-1] == "fails"
-    text = table(run(trained()), run(trained(value=None, seed=2, outcome="fell")))
+    text = table(run(trained()), run(trained(value=None, seed=2, outcome="failed")))
     assert rows(text)["flash@train"][0] == "!+2.0e-03 to NaN!"
 
 

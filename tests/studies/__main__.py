@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.studies import budget, eight_bits, findings, gallery, power, rules, truncation
 from tiebreak.studies.pages import PageTable
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if changes and not options.stale:
                 table.renew()
             print(f"{'stale' if changes else 'as made'}: {table.page}, {table.source}", flush=True)
-    return FELL if options.stale and stale else HELD
+    return FAILED if options.stale and stale else PASSED
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m tiebreak.studies.budget`: Say after how long a run with a budget names each planted defect.
 
-The cases come in the order that `--budget` has them in, on one core, until the kernel falls in one. Seconds are of CPU
+The cases come in the order that `--budget` has them in, on one core, until the kernel fails in one. Seconds are of CPU
 time: what else the machine does is not counted.
 """
 
@@ -15,7 +15,7 @@ from statistics import median
 from tiebreak.defects.planted import DEFECTS
 from tiebreak.matrix.scheduling import ORDER
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import CRASHED, FELL
+from tiebreak.reports.records.record import CRASHED, FAILED
 from tiebreak.studies.pages import PageTable, measured_at, read_rows, write_rows
 from tiebreak.studies.power import EXPERIMENTS, run_one
 from tiebreak.studies.study import Study
@@ -28,17 +28,17 @@ class NamedRow:
     """A row of named.csv."""
 
     defect: str
-    case: str  # the first in the budget's order in which it falls; empty: in none
+    case: str  # the first in the budget's order in which it fails; empty: in none
     cells: int  # that were run until then
     seconds: float  # of CPU time, for all of them
 
 
 def run_until_named(defect: str) -> NamedRow:
-    """Run a defect, by its name, through the cases in the budget's order until it falls."""
+    """Run a defect, by its name, through the cases in the budget's order until it fails."""
     cases = dict.fromkeys(name for name in (*ORDER, *EXPERIMENTS) if name in EXPERIMENTS)
     began, bench, fmt = time.process_time(), Workbench(Settings()), DEFECTS[defect].fmt.name
     for cells, case in enumerate(cases, 1):
-        if run_one(defect, case, fmt, bench).outcome in (FELL, CRASHED):
+        if run_one(defect, case, fmt, bench).outcome in (FAILED, CRASHED):
             return NamedRow(defect, case, cells, round(time.process_time() - began, 1))
     return NamedRow(defect, "", len(cases), round(time.process_time() - began, 1))
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.matrix.experiments.log_probabilities import LogProbabilities
-from tiebreak.reports.cli import HELD, Parser
+from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import NUMBERS, Estimate, Run, Value
 from tiebreak.reports.tables.compare import Agreement, compare, numbers
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for each in TABLES:
         each.renew()
-    return HELD
+    return PASSED
 
 
 def _keep(machine: str, runs: Sequence[Run]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FAILED, PASSED, Parser
 
 SEEDS = 6  # of each kind of input
 SIDE = 8  # of the square that a call of MMA-Sim fills: its time grows with every element
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         total += sum(differ.values())
     print(f"{total} of {len(INSTRUCTIONS) * len(KINDS) * options.seeds * SIDE**2:,} sums differ")
-    return FELL if total else HELD
+    return FAILED if total else PASSED
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import count
-from tiebreak.reports.records.record import CRASHED, FELL, HELD, MEASURED, SKIPPED, Record
+from tiebreak.reports.records.record import CRASHED, FAILED, MEASURED, PASSED, SKIPPED, Record
 from tiebreak.studies.alarms import at_most
 from tiebreak.studies.pages import PageTable, measured_at, read_rows, table, write_rows
 from tiebreak.studies.study import Study
@@ -44,7 +44,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 _PLACES = {name: place for place, name in enumerate(EXPERIMENTS)}
 _FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 _HEADS = "16,32,64,128,256"
-_BLAMED = (FELL, CRASHED)
+_BLAMED = (FAILED, CRASHED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Cells:
     seed: int = 1
 
 
-#: Of each kernel its outcome, the heads that it drew, and the checks that were not met.
+#: Of each kernel its outcome, the heads that it drew, and the checks that failed.
 Outcomes = dict[str, list[str]]
 
 
@@ -67,7 +67,7 @@ class Caught:
     """What catches a defect first."""
 
     case: str  # the one that catches it with the fewest heads
-    checks: str  # that are not met there, with spaces between
+    checks: str  # that failed there, with spaces between
     heads: int  # that every case drew at first
 
 
@@ -80,8 +80,8 @@ class TwinRow:
     cases: int  # those that caught a defect of the twin's first
     seeds: int
     cells: int  # that ran
-    blamed: int  # that fell or crashed
-    undecided: int  # that stayed inconclusive
+    blamed: int  # that failed or crashed
+    undecided: int  # that stayed undecided
 
 
 def run_cells(task: Cells) -> Outcomes:
@@ -89,8 +89,8 @@ def run_cells(task: Cells) -> Outcomes:
     bench, outcomes = Workbench(Settings(seed=task.seed, heads=task.heads)), Outcomes()
     for kernel in task.kernels.split():
         record = run_one(kernel, task.case, task.fmt, bench)
-        unmet = [name for name, answer in record.answers.items() if answer.met is False]
-        outcomes[kernel] = [record.outcome, str(record.heads or task.heads), *unmet]
+        not_passed = [name for name, answer in record.answers.items() if answer.passed is False]
+        outcomes[kernel] = [record.outcome, str(record.heads or task.heads), *not_passed]
     return outcomes
 
 
@@ -115,13 +115,13 @@ def defect_tasks(names: Iterable[str], heads: int) -> Iterator[Cells]:
 
 
 def caught(results: Mapping[Cells, Outcomes]) -> dict[str, Caught]:
-    """Return, of each defect that falls: in which case with the fewest heads, and by which checks."""
+    """Return, of each defect that fails: in which case with the fewest heads, and by which checks."""
     found: dict[str, tuple[tuple[int, int], Caught]] = {}
     for task, outcomes in results.items():
-        for defect, (outcome, drawn, *unmet) in outcomes.items():
+        for defect, (outcome, drawn, *not_passed) in outcomes.items():
             place = (int(drawn), _PLACES[task.case])
             if outcome in _BLAMED and (defect not in found or place < found[defect][0]):
-                found[defect] = place, Caught(task.case, " ".join(unmet), task.heads)
+                found[defect] = place, Caught(task.case, " ".join(not_passed), task.heads)
     return {defect: caught for defect, (_, caught) in found.items()}
 
 
@@ -150,7 +150,7 @@ def twin_rows(results: Mapping[Cells, Outcomes]) -> list[TwinRow]:
         counts = Counter(outcome for _, outcome in cells)
         cases, seeds = len({(task.case, task.fmt) for task, _ in cells}), len({task.seed for task, _ in cells})
         ran, blamed = counts.total() - counts[SKIPPED], sum(counts[outcome] for outcome in _BLAMED)
-        undecided = ran - blamed - counts[HELD] - counts[MEASURED]
+        undecided = ran - blamed - counts[PASSED] - counts[MEASURED]
         rows.append(TwinRow(name, heads, cases, seeds, ran, blamed, undecided))
     return rows
 
@@ -167,7 +167,7 @@ def report(twins: Sequence[TwinRow]) -> Iterator[str]:
     blamed, undecided, ran = (sum(getattr(row, name) for row in twins) for name in ("blamed", "undecided", "cells"))
     yield ""
     yield (
-        f"{blamed} of {ran:,} cells of {len(twins)} sound twins are blamed, {undecided} are inconclusive"
+        f"{blamed} of {ran:,} cells of {len(twins)} sound twins are blamed, {undecided} are undecided"
         " ([`twins.csv`](../tests/studies/twins.csv)). At 95 % confidence, at most one cell in"
         f" {1 / at_most(most.blamed, most.cells):,.0f} of `{most.twin}` is blamed, and one in"
         f" {1 / at_most(fewest.blamed, fewest.cells):,.0f} of `{fewest.twin}`, the twin with the fewest cells."
@@ -180,7 +180,7 @@ def first_catches(found: Mapping[str, Caught]) -> Iterator[str]:
         if name not in found:
             yield f"{name} is missed"
         elif found[name].case != defect.case:
-            yield f"{name} falls first in {found[name].case} by {found[name].checks}, with {found[name].heads} heads"
+            yield f"{name} fails first in {found[name].case} by {found[name].checks}, with {found[name].heads} heads"
 
 
 def _frozen() -> Iterator[str]:

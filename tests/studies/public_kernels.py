@@ -42,7 +42,7 @@ class Rows:
 
 
 def run(task: Task) -> Rows:
-    """Run the matrix of one kernel; a cell that falls is in the row."""
+    """Run the matrix of one kernel; a cell that fails is in the row."""
     with TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-n", "0", str(CHECKOUT / "tests" / "matrix" / "test_cells.py")),
@@ -81,7 +81,7 @@ def _plan(verdict: Verdict) -> tuple[str, str]:
 def _gradients(records: Sequence[Record]) -> str:
     """Return in how many cells they are within their bounds, of those that have some."""
     answers = [record.answers["gradients"] for record in records if "gradients" in record.answers]
-    return f"{sum(answer.met is True for answer in answers)} of {len(answers)}" if answers else ""
+    return f"{sum(answer.passed is True for answer in answers)} of {len(answers)}" if answers else ""
 
 
 def coherence_rows(run: Run) -> Iterator[list[str]]:

@@ -104,7 +104,7 @@ def alarms(runs: Runs, spreads: Mapping[Ran, Spread]) -> tuple[int, list[str]]:
         f"{task}: {claim.text}, {claim.measure} = {runs[task][claim.measure]:.3g}"
         for task, concerned in asked.items()
         for claim in concerned
-        if not claim.held(runs[task])
+        if not claim.passes(runs[task])
     ]
     return sum(map(bool, asked.values())), fallen
 

@@ -59,7 +59,7 @@ def measure(name: str) -> tuple[Error, Error]:
 
 def row(fmt: str) -> tuple[str, ...]:
     """Of the table."""
-    (y, _), (cut_y, cut_da) = (measure(fmt + mode) for mode in ("", ":zero"))
+    (y, _), (cut_y, cut_da) = (measure(fmt + mode) for mode in ("", ":rtz"))
     return fmt, y.text, cut_y.text, cut_da.text, f"{y.gain:.4f}", f"{cut_y.gain:.4f}"
 
 

@@ -25,7 +25,7 @@ def test_records_verdict_table_and_page_say_what_rules_do_and_the_gate_takes_no_
     asked = pytester.path / "out" / "asked.json"
     gated = matrix(*CELLS, "--baseline", str(asked))
     assert gated.ret == 0
-    gated.stdout.fnmatch_lines(["gate held: 2 cells compared with *asked.json: 0 worse, 0 better"])
+    gated.stdout.fnmatch_lines(["gate passed: 2 cells compared with *asked.json: 0 regressions, 0 better"])
     plain, told = (store.read(path).records for path in (pytester.path / "out" / "last.json", asked))
     assert [record.digest for record in plain] == [record.digest for record in told]
     assert all("rules" not in record.evidence for record in plain)

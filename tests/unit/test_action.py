@@ -81,7 +81,7 @@ def test_a_kernel_that_falls_is_shown_in_the_summary_at_its_line_and_in_an_artif
     assert ran.code == 1
     (error,) = [line for line in ran.printed.splitlines() if line.startswith("::")]
     assert error.startswith("::error title=no_tail%3A crashed,file=mine.py,line=6::ValueError: four, 100 %25")
-    headline = "attention on cpu, bf16: never ran: ValueError: four, 100 % (mine.py, line 6)"
+    headline = "FAIL: attention on cpu, bf16: never ran: ValueError: four, 100 % (mine.py, line 6)"
     assert ran.output.startswith(f"headline={headline}")
     assert headline in ran.summary
     assert "- crashed cpu-attention-no_tail-bf16" in ran.summary

@@ -15,9 +15,9 @@ def test_no_alarm_in_n_cells_bounds_the_rate_by_3_in_n() -> None:
 
 
 def test_an_alarm_is_counted_and_named() -> None:
-    results = {Seed(1, "cpu", None): Outcomes({"held": 9, "fell": 1, "skipped": 5}, ["fell x: why"])}
+    results = {Seed(1, "cpu", None): Outcomes({"passed": 9, "failed": 1, "skipped": 5}, ["failed x: why"])}
     assert "1 seed, 10 cells" in summary(results)
-    assert summary(results).splitlines()[1:] == ["seed 1: fell x: why"]
+    assert summary(results).splitlines()[1:] == ["seed 1: failed x: why"]
 
 
 def test_seeds_that_are_done_are_not_run_again(

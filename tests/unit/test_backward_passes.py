@@ -190,13 +190,13 @@ def test_gradients_of_what_people_ship_have_the_bits_of_a_known_backward_pass(
     bits = record.evidence["backward"]
     assert max(bits, key=lambda name: sum(bits[name].values())) == expected
     assert sorted(bits[expected].values())[1] >= FOLLOWED_BACKWARD  # two show a backward pass
-    assert record.met("gradients") is not False  # 8 heads tell little
+    assert record.passed("gradients") is not False  # 8 heads tell little
 
 
 def test_gradients_that_err_no_more_than_a_shipped_pass_are_not_held_to_a_finer_one() -> None:
     """With dS in fp16, dQ and dK have the bits of fp32's and dV has FlashAttention-2's."""
     finer = partial(Attention, rounded_ds=lambda _, ds, request: ds.half().float())
-    assert judged(users(finer, "finer"), "random").met("gradients")
+    assert judged(users(finer, "finer"), "random").passed("gradients")
 
 
 class LostUpdate(Attention):
@@ -211,10 +211,10 @@ class LostUpdate(Attention):
 
 def test_a_backward_pass_that_errs_more_falls_in_one_line_with_numbers() -> None:
     answer = judged(users(LostUpdate, "LostUpdate"), "random_odd", heads=64).answers["gradients"]
-    assert answer.met is False
+    assert answer.passed is False
     assert "of dQ " in answer.why
     assert "1.1 is allowed" in answer.why
-    assert judged(twin("tiled"), "random_odd", heads=64).met("gradients")
+    assert judged(twin("tiled"), "random_odd", heads=64).passed("gradients")
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_what_autograd_makes_is_held_to_its_own_pass_or_to_the_largest_errors_of
     sound: Any, coarse: Any, gradient: str, held_to: str
 ) -> None:
     good, bad = (judged(external_kernel(f"{Path(__file__)}:{each.__name__}"), "random") for each in (sound, coarse))
-    assert good.met("gradients")
+    assert good.passed("gradients")
     answer = bad.answers["gradients"]
-    assert answer.met is False
+    assert answer.passed is False
     assert f"of {gradient} " in answer.why
     assert held_to in answer.why
 
@@ -244,7 +244,7 @@ def test_a_delta_of_the_forward_pass_in_tiles_is_no_fault_of_the_backward_pass(k
     record = judged(external_kernel(f"{Path(__file__)}:{kernel.__name__}"), "random", heads=128)
     fits = record.evidence["fits"]
     assert max(fits, key=lambda name: fits[name].bits) == plan
-    assert record.met("accuracy")
+    assert record.passed("accuracy")
     assert max(record.number(f"{name}_square_ratio") or 9.0 for name in ("dq", "dk", "dv")) <= LIMIT
 
 

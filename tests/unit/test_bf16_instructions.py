@@ -168,7 +168,7 @@ def test_a_cell_that_fell_says_what_predicts_it() -> None:
 
     cell = Cell(replace(CPU, arithmetic=OnArm()), composed_kernel("flash@paper"), Call(CASES["faint_tail"]), BF16)
     answer = run_cell(cell, Workbench(Settings(heads=16))).answers[PREDICTION]
-    assert answer.met is False
+    assert answer.passed is False
     assert answer.why.endswith("; flash@paper,accumulator=bfmmla, as this device multiplies, does")
 
 

@@ -171,7 +171,7 @@ class TestLooks:
         # One row of two elements a head: nothing settles.
         case = only_case(tmp_path, normal((10, 4, 1, 2), keys=8))
         sample = sampled(case, composed_kernel("flash@paper"), heads)
-        assert judge(sample.errors.bias) is Verdict.INCONCLUSIVE
+        assert judge(sample.errors.bias) is Verdict.UNDECIDED
         assert sample.heads == in_all
         assert sample.errors.elements == in_all * 2
         assert sample.exhausted is (in_all == 40)
@@ -214,7 +214,7 @@ class TestLooks:
         cancelling = only_case(tmp_path / "gone", opposed)
         gone = sampled(cancelling, composed_kernel("flash@paper"))
         assert gone.obstacle.startswith("every element of O has cancelled")
-        assert gone.prediction_met is None
+        assert gone.prediction_passed is None
         for each, told in ((case, True), (cancelling, False)):
             record = run_cell(Cell(CPU, TRUNCATING, Call(each), BF16), Workbench(Settings()))
             assert ("fits" in record.evidence) is told

@@ -1,4 +1,4 @@
-"""Every check: what it is asked of, when it is met, and what an outcome follows from."""
+"""Every check: what it is asked of, when it passed, and what an outcome follows from."""
 
 import math
 import re
@@ -16,13 +16,13 @@ from tiebreak.matrix.experiments import kinds
 from tiebreak.matrix.result import Claimed, Predicted, Result
 from tiebreak.reports.records.record import (
     CRASHED,
-    FELL,
-    HELD,
+    FAILED,
     IN_TIME,
-    INCONCLUSIVE,
     MEASURED,
+    PASSED,
     RUNS,
     TIMED_OUT,
+    UNDECIDED,
     Answer,
     Shown,
     outcome_of,
@@ -34,8 +34,8 @@ ABOVE_1 = math.nextafter(1.0, 2.0)
 NO_NUMBERS = (None, math.nan, Interval(math.nan, math.inf))
 
 
-def claimed(met: bool | None, asked: str = "unbiased", *waives: str) -> Claimed:
-    return Claimed(asked, f"who says {asked}", met, f"bias of {asked}", frozenset(waives))
+def claimed(passed: bool | None, asked: str = "unbiased", *waives: str) -> Claimed:
+    return Claimed(asked, f"who says {asked}", passed, f"bias of {asked}", frozenset(waives))
 
 
 def measured(**measures: Any) -> dict[str, Any]:
@@ -55,12 +55,12 @@ def gained(mean: float, width: float, noise: float = 0.0) -> dict[str, Any]:
 
 
 SMALL = (claimed(True), claimed(None, "small"))
-UNTOLD = {"heads": 8, "obstacle": "more"}
+OPEN = {"heads": 8, "obstacle": "more"}
 NOT_SMALL = {"claims": (claimed(None), claimed(False, "small"))}
 #: A check, the fields that differ from a result of nothing, the answer, and a pattern of why.
 ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
-    *((name, measured(**{of: met}), True, "^$") for name, of in (("bound", BOUND), ("range", RANGE))
-      for met in (0.0, 1.0, Interval(1.0, 0.0))),
+    *((name, measured(**{of: passed}), True, "^$") for name, of in (("bound", BOUND), ("range", RANGE))
+      for passed in (0.0, 1.0, Interval(1.0, 0.0))),
     *((name, measured(**{of: math.nan}), False, f"^there is no number for {of}$")
       for name, of in (("bound", BOUND), ("range", RANGE))),
     ("bound", measured(error_over_bound=ABOVE_1), False, "^largest error is 1 times the bound of plan p$"),
@@ -74,12 +74,12 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("log_probabilities", measured(nats_rms=1e-3), True, "^$"),
     ("log_probabilities", measured(nats_rms=math.nan), False, "^there is no number for nats_rms$"),
     ("claim", {"claims": (claimed(True), claimed(True, "small"))}, True, "^$"),
-    ("claim", NOT_SMALL, False, r"^claim fell: small \(who says small\); bias of small$"),
-    ("claim", {"claims": SMALL} | UNTOLD, None,
+    ("claim", NOT_SMALL, False, r"^claim failed: small \(who says small\); bias of small$"),
+    ("claim", {"claims": SMALL} | OPEN, None,
      r"^8 heads do not settle the claim: small \(who says small\); bias of small; more$"),
     ("prediction", {"prediction": Predicted("plan", True, "found")}, True, "^$"),
     ("prediction", {"prediction": Predicted("plan", False, "found")}, False, "^not what plan predicts: found$"),
-    ("prediction", {"prediction": Predicted("plan", None, "found")} | UNTOLD, None,
+    ("prediction", {"prediction": Predicted("plan", None, "found")} | OPEN, None,
      "^8 heads do not settle whether it is what plan predicts: found; more$"),
     ("gradients", measured(gradients_nonfinite=0.0, gradient_error_over_bound=1.0), True, "^$"),
     ("gradients", WRONG_GRADIENTS, False, "^3 elements of dQ, .* Inf, the reference's are not; the largest error of .*"
@@ -89,19 +89,19 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", of_one_head(worst_gradient=5.0), False, "^mean square of one head 5 times that of .*, 4 is allowed$"),
     ("accuracy", measured(square_ratio=Interval(1.0, 0.1), worst_head=4.0), True, "^$"),
     ("accuracy", measured(square_ratio=Interval(1.0, 0.1), worst_head=5.0), False, "^mean square of one head 5 times"),
-    ("accuracy", measured(square_ratio=Interval(54.0, 59.0)) | UNTOLD, None, "^too few heads to tell, more: .* 54 "),
+    ("accuracy", measured(square_ratio=Interval(54.0, 59.0)) | OPEN, None, "^too few heads to tell, more: .* 54 "),
     ("accuracy", measured(square_ratio=Interval(54.0, 59.0)) | {"heads": 256}, None, "--heads 64 would do"),
     ("accuracy", measured(square_ratio=Interval(1.3, 0.1)), False, r"^mean square 1\.3 times"),
     ("accuracy", measured(square_ratio=Interval(1.0, math.nan)), None, "^too few heads"),
-    *(("gradients", gained(**numbers) | UNTOLD, met, why) for numbers, met, why in (
+    *(("gradients", gained(**numbers) | OPEN, passed, why) for numbers, passed, why in (
         ({"mean": 2e-3, "width": 5e-4}, False, r"^dK is off by \+0\.20%"),
         ({"mean": 0.0, "width": 2e-3}, None, "^too few heads to tell, more: dK"),
         ({"mean": 0.0, "width": 2e-3, "noise": 3e-3}, True, "^$"),
         ({"mean": 0.0, "width": 4e-3, "noise": 3e-3}, None, "^too few heads to tell, more: dK"),
         ({"mean": 2e-3, "width": 5e-4, "noise": 3e-3}, False, "^dK"),  # seen, though others' noise would hide it
     )),
-    *(("accuracy", measured(square_ratio=Interval(1.0, 0.1), bias_apart=Interval(sign * bias, 0.01)), met, why)
-      for sign in (1, -1) for bias, met, why in ((0.02, True, "^$"), (0.2, False, r"^bias [+-]0\.20 ulp "))),
+    *(("accuracy", measured(square_ratio=Interval(1.0, 0.1), bias_apart=Interval(sign * bias, 0.01)), passed, why)
+      for sign in (1, -1) for bias, passed, why in ((0.02, True, "^$"), (0.2, False, r"^bias [+-]0\.20 ulp "))),
     *(("gradients", of_one_head(dq_gain_error=Interval(sign * 0.02, 0.001)), False, "^dQ is off by [+-]2.00% ")
       for sign in (1, -1)),
     # Delta is read off dQ of any numbers, and has a limit on normal ones alone.
@@ -111,7 +111,7 @@ ANSWERS: Sequence[tuple[str, dict[str, Any], bool | None, str]] = (
     ("gradients", of_one_head(dk_square_ratio=Interval(1.5, 0.1)), False, r"^mean square of dK 1\.5 times what"),
     ("contract", {"external": True}, True, "^$"),  # one that breaks it gives no result: `run_cell` answers
 )  # fmt: skip
-# What a claim may take a check's place in, and a result that the check would not be met by.
+# What a claim may take a check's place in, and a result that the check would fail.
 WAIVED = {
     "bound": measured(error_over_bound=2.0),
     "range": measured(outside_values=2.0),
@@ -135,7 +135,7 @@ def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
     for value in NO_NUMBERS:
         answers = ask_all(result(measures=dict.fromkeys(names, value)))
         assert {"bound", "finite", "loss"} <= answers.keys()
-        assert not any(answer.met for answer in answers.values()), answers
+        assert not any(answer.passed for answer in answers.values()), answers
 
 
 def test_those_that_are_looked_at_here_are_checks() -> None:
@@ -145,21 +145,21 @@ def test_those_that_are_looked_at_here_are_checks() -> None:
     assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None
 
 
-@pytest.mark.parametrize(("name", "fields", "met", "why"), ANSWERS)
-def test_a_check_alone_answers_and_says_why(name: str, fields: dict[str, Any], met: bool | None, why: str) -> None:
+@pytest.mark.parametrize(("name", "fields", "passed", "why"), ANSWERS)
+def test_a_check_alone_answers_and_says_why(name: str, fields: dict[str, Any], passed: bool | None, why: str) -> None:
     ((asked, answer),) = ask_all(result(**fields)).items()
-    assert (asked, answer.met) == (name, met)
+    assert (asked, answer.passed) == (name, passed)
     assert re.search(why, answer.why), answer.why
     assert answer.asked
 
 
 @pytest.mark.parametrize("name", WAIVED)
 def test_a_claim_that_waives_a_check_takes_its_place_whether_it_is_met_or_not(name: str) -> None:
-    for met in (True, False, None):
-        assert ask(name, WAIVED[name] | {"claims": (claimed(met, "harm", name),)}) is None
-        other = ask(name, WAIVED[name] | {"claims": (claimed(met, "harm", "another"),)})
+    for passed in (True, False, None):
+        assert ask(name, WAIVED[name] | {"claims": (claimed(passed, "harm", name),)}) is None
+        other = ask(name, WAIVED[name] | {"claims": (claimed(passed, "harm", "another"),)})
         assert other is not None
-        assert other.met is False
+        assert other.passed is False
 
 
 def test_claims_of_cases_waive_these_and_no_other() -> None:
@@ -171,8 +171,8 @@ def test_claims_of_cases_waive_these_and_no_other() -> None:
 
 def test_whether_a_bias_lies_beyond_the_margin_is_no_check() -> None:
     """Neither answer would fail a kernel of which nothing is claimed."""
-    undecided = result(external=True, failure=True, verdict="inconclusive", measures={"bias": Interval(0.05, 0.004)})
-    assert all(answer.met for answer in ask_all(undecided).values())
+    undecided = result(external=True, failure=True, verdict="undecided", measures={"bias": Interval(0.05, 0.004)})
+    assert all(answer.passed for answer in ask_all(undecided).values())
 
 
 def test_a_claim_is_told_with_its_sources() -> None:
@@ -190,18 +190,18 @@ def test_accuracy_claim_prediction_and_invariance_are_about_the_rounding() -> No
     [
         ({}, MEASURED),
         ({"bound": True, "finite": True, "contract": True}, MEASURED),
-        ({"prediction": True, "bound": True}, HELD),
-        ({"claim": False, "prediction": True}, FELL),
-        ({"claim": True, "bound": False}, FELL),
-        ({"claim": None, "bound": False}, FELL),
-        ({"claim": None, "prediction": True, "bound": True}, INCONCLUSIVE),
-        ({"bound": None, "claim": True}, INCONCLUSIVE),
+        ({"prediction": True, "bound": True}, PASSED),
+        ({"claim": False, "prediction": True}, FAILED),
+        ({"claim": True, "bound": False}, FAILED),
+        ({"claim": None, "bound": False}, FAILED),
+        ({"claim": None, "prediction": True, "bound": True}, UNDECIDED),
+        ({"bound": None, "claim": True}, UNDECIDED),
         ({RUNS: False, "claim": False}, CRASHED),
         ({IN_TIME: False, "claim": True}, TIMED_OUT),
-        ({RUNS: True, IN_TIME: True, "claim": True}, HELD),
+        ({RUNS: True, IN_TIME: True, "claim": True}, PASSED),
     ],
     ids=str,
 )
 def test_an_outcome_follows_from_the_answers(answers: Mapping[str, bool | None], outcome: str) -> None:
-    given = {name: Answer(met, "asked", "" if met else "why") for name, met in answers.items()}
+    given = {name: Answer(passed, "asked", "" if passed else "why") for name, passed in answers.items()}
     assert outcome_of(given, judging()) == outcome

@@ -39,15 +39,17 @@ def test_values_of_keywords_are_put_into_classes_and_the_worst_comes_first(
     (tmp_path / "mine.py").write_text(f"import os\nassert 'PYTEST_VERSION' not in os.environ\n{KERNEL}")
     assert check.main([target, "--configs", "cast=fp32,bf16", "--configs", "order=1,2,3", *FEW]) == 0
     headline, configs, *lines = capsys.readouterr().out.splitlines()
-    assert headline == "attention[cast=bf16] on cpu, bf16: biased on 1 of 1 failure input, by its own rounding"
+    assert headline == "PASS: attention[cast=bf16] on cpu, bf16: biased on 1 of 1 failure input, by its own rounding"
     assert configs.startswith(
         "  configs     4, 2 of other bits on 4 heads of 2 calls (1 with gradients), told apart by "
     )
     assert configs.endswith("; refused on every call: [order=3]")
     assert lines[0].startswith(
-        "  equal bits  [cast=bf16]: biased on 1 of 1 failure input, by its own rounding; tied_ma"
+        "  equal bits  [cast=bf16]: PASS: biased on 1 of 1 failure input, by its own rounding; tied_ma"
     )
-    assert lines[1].startswith("  equal bits  [cast=fp32] [order=1] [order=2]: unbiased on 1 of 1 failure input; ")
+    assert lines[1].startswith(
+        "  equal bits  [cast=fp32] [order=1] [order=2]: PASS: unbiased on 1 of 1 failure input; "
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,14 @@ ONE_OF = (
     ("l_from=rounded", "l_from=clamped", "l_from=unrounded"),
     ("base=2", "base=e"),
     ("offset=8", "p8=fp8_e5m2/micro32", "v8=fp8_e4m3/tensor", "smooth_k=yes"),
-    ("k8=int8/block64:away", "q8=int8/block128:away+scale", "q8=none"),
+    ("k8=int8/block64:rtna", "q8=int8/block128:rtna+scale", "q8=none"),
     ("contract=yes", "contract=no"),
     ("accumulator=bfmmla", "accumulator=exact"),
     ("tile=one", "tile=7", "tile=64x32", "tile=128"),
     ("splits=2", "order=backwards", "order=prefix", "order=turns"),
     ("shift=-1", "shift=ln1.5", "lag=2"),
 )
-MODES = ("", ":away", ":zero", ":up", ":down", ":sat", ":away:sat")
+MODES = ("", ":rtna", ":rtz", ":up", ":down", ":sat", ":rtna:sat")
 
 
 def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
@@ -57,7 +57,7 @@ def changed(plan: RoundingPlan, **changes: object) -> RoundingPlan:
         ("fused,base=2,contract=yes", changed(FUSED_CONTRACTED)),
         ("fused_contracted,contract=no", changed(FUSED, exponential=Exponential(base_two=True))),
         ("all_bf16,shifted=input,l_from=rounded", changed(ALL_BF16, shifted=LOW, row_sum_of=SumOf.ROUNDED)),
-        ("fused,o=input:away", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.TIES_AWAY))),
+        ("fused,o=input:rtna", changed(FUSED, o=replace(FUSED.o, rounding=Rounding.RTNA))),
         ("standard,o_bar=input/512", changed(STANDARD, o_bar=replace(LOW, every=512))),
         ("paper,accumulator=bfmmla", changed(PLANS["paper_bfmmla"])),
         ("fused,o=input:stochastic", changed(FUSED, o=Cast(BF16, Rounding.STOCHASTIC, Follows.OUTPUT))),
@@ -77,7 +77,7 @@ def test_a_change_is_made_where_its_key_says(text: str, plan: RoundingPlan) -> N
         ("split@fused,order=turns,splits=4", "split@fused,splits=4,order=turns"),
         ("lazy@paper,lag=2,o_bar=input:kept,l=bf16:once", "lazy@paper,o_bar=input:kept,l=bf16:once,lag=2"),
         (" flash@fused , tile = 64 , base=2,s=input ", "flash@fused,s=input,base=2,tile=64"),
-        ("fused,s=fp32,l_from=unrounded,base=e,o=input:even", "flash@fused"),  # which it is already
+        ("fused,s=fp32,l_from=unrounded,base=e,o=input:rne", "flash@fused"),  # which it is already
     ],
 )
 def test_there_is_one_text_for_each(text: str, label: str) -> None:
@@ -150,8 +150,8 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
         ("fused,s=bf16,s=fp16", "s stands twice"),
         ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),
-        ("fused,s=bf16:odd", "s=bf16:odd: 'odd' is none of the modes even, away, "),
-        ("fused,s=fp32:away", "s=fp32:away: what is fp32 is not rounded"),
+        ("fused,s=bf16:odd", "s=bf16:odd: 'odd' is none of the modes rne, rtna, "),
+        ("fused,s=fp32:rtna", "s=fp32:rtna: what is fp32 is not rounded"),
         ("fused,p_bar=input:stochastic", "O's cast alone can be stochastic"),
         ("fused,base=10", "base=10: expected 2 or e"),
         ("fused,shifted=bf16,contract=yes", "S - m is never formed"),

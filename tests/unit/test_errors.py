@@ -84,7 +84,7 @@ def test_an_interval_by_hand() -> None:
     assert quantile(0) == quantile(1) == INF
     assert math.isnan(none.mean)
     assert (single.mean, single.half_width) == (1.0, INF)
-    assert judge(none) is judge(single) is Verdict.INCONCLUSIVE
+    assert judge(none) is judge(single) is Verdict.UNDECIDED
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_an_interval_by_hand() -> None:
         (Interval(0.0, 0.01), Verdict.UNBIASED),
         (Interval(-0.03, 0.01), Verdict.UNBIASED),
         (Interval(0.0, MARGIN_ULPS), Verdict.UNBIASED),  # its ends are the margin's
-        (Interval(0.0625, 0.0625 - MARGIN_ULPS), Verdict.INCONCLUSIVE),  # begins on the margin
-        (Interval(0.045, 0.01), Verdict.INCONCLUSIVE),
-        (Interval(NAN, 0.0), Verdict.INCONCLUSIVE),
-        (Interval(0.0, NAN), Verdict.INCONCLUSIVE),
+        (Interval(0.0625, 0.0625 - MARGIN_ULPS), Verdict.UNDECIDED),  # begins on the margin
+        (Interval(0.045, 0.01), Verdict.UNDECIDED),
+        (Interval(NAN, 0.0), Verdict.UNDECIDED),
+        (Interval(0.0, NAN), Verdict.UNDECIDED),
     ],
     ids=lambda value: value.value if isinstance(value, Verdict) else f"{value.mean}+-{value.half_width}",
 )
@@ -237,11 +237,11 @@ def test_what_errors_of_a_row_have_in_common_is_held_to_the_margin(size: float, 
     common = size * torch.from_numpy(rng.choice([-1.0, 1.0], (64, 4, 1)))
     errors = _of_rows(common + 0.25 * torch.from_numpy(rng.standard_normal((64, 4, 64))))
     assert abs(errors.bias.mean) < 0.05  # heads average out
-    assert ROWS_ERR_TOGETHER.met(errors) is together
-    assert ROWS_ERR_APART.met(errors) is not together
+    assert ROWS_ERR_TOGETHER.passed(errors) is together
+    assert ROWS_ERR_APART.passed(errors) is not together
     assert "row coherence" in ROWS_ERR_APART.text(errors)
     error = 0.25 * torch.from_numpy(rng.standard_normal((1, 4, 64)))
-    assert ROWS_ERR_APART.met(_of_rows(error)) is None  # too few heads
+    assert ROWS_ERR_APART.passed(_of_rows(error)) is None  # too few heads
     broken = error.repeat(8, 1, 1)
     broken[0, 0, 0] = NAN
-    assert ROWS_ERR_APART.met(_of_rows(broken)) is ROWS_ERR_TOGETHER.met(_of_rows(broken)) is False
+    assert ROWS_ERR_APART.passed(_of_rows(broken)) is ROWS_ERR_TOGETHER.passed(_of_rows(broken)) is False

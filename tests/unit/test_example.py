@@ -1,4 +1,4 @@
-"""The repository in examples/: its CI holds as it stands, and falls, naming the cell, once its kernel is worse."""
+"""The repository in examples/: its CI holds as it stands, and fails, naming the cell, once its kernel is worse."""
 
 import json
 import re
@@ -33,21 +33,21 @@ def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(
         shutil.copy(EXAMPLE / name, pytester.path)
     before = pytester.runpytest_inprocess(*words)
     assert before.ret == 0
-    before.stdout.fnmatch_lines(["6 cells: 4 held, 2 excused*", "gate held: 6 cells compared with baseline.json*"])
+    before.stdout.fnmatch_lines(["6 cells: 4 passed, 2 excused*", "gate passed: 6 cells compared with baseline.json*"])
     kernel = pytester.path / "attention.py"
     source = kernel.read_text(encoding="utf-8")
     assert source.count(SOUND) == 1
     kernel.write_text(source.replace(SOUND, PLANTED), encoding="utf-8")
-    fell = pytester.runpytest_inprocess(*words)
-    assert fell.ret == 1
-    fell.stdout.fnmatch_lines(["gate FELL: 6 cells compared with baseline.json*"])
-    worse = [line for line in fell.outlines if line.startswith("worse ")]
-    (tie,) = [line for line in worse if "cpu-attention-tied_maxima[k=2]-bf16: fell, held in the baseline" in line]
+    failed = pytester.runpytest_inprocess(*words)
+    assert failed.ret == 1
+    failed.stdout.fnmatch_lines(["gate FAILED: 6 cells compared with baseline.json*"])
+    worse = [line for line in failed.outlines if line.startswith("regression ")]
+    (tie,) = [line for line in worse if "cpu-attention-tied_maxima[k=2]-bf16: failed, passed in the baseline" in line]
     assert re.search(r"not what flash@fused predicts: bias \+0\.2\d+ .* measured, bias -0\.0\d+ .* emulated", tie)
 
 
 def test_its_baseline_names_no_place_on_the_machine_that_made_it() -> None:
     records = json.loads((EXAMPLE / "baseline.json").read_text(encoding="utf-8"))["records"]
-    assert {record["outcome"] for record in records} == {"held", "fell"}
+    assert {record["outcome"] for record in records} == {"passed", "failed"}
     prefix = "pytest -p tiebreak.matrix.plugin --pyargs tiebreak.matrix --backend cpu --kernel attention.py:attention "
     assert [record["command"] for record in records if not record["command"].startswith(prefix)] == []

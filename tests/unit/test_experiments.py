@@ -10,7 +10,7 @@ from tiebreak.matrix.selection import Selection, cells
 from tiebreak.programs.statement import profiles
 from tiebreak.programs.statement.profiles import PROFILES, Selector, profile
 from tiebreak.reports import cli
-from tiebreak.reports.records.record import CLAIM, FELL, HELD, Run
+from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -129,11 +129,11 @@ def test_it_goes_the_whole_way(matrix: MatrixRun, kept: Kept, pytester: pytest.P
     by_cell = {(record.backend, record.kernel, record.case): record for record in run.records}
     assert len(by_cell) == 2 + 4
     for case in ("alone[random]", "alone[no_tail]"):
-        sound, fell = by_cell["emulation", "flash@fused", case], by_cell["emulation", "fair", case]
-        assert (sound.experiment, sound.outcome, sound.measures) == ("alone", HELD, {"equal_alone": 1.0})
-        assert (fell.outcome, fell.met(CLAIM)) == (FELL, False)
-        assert "claim fell: the same bits alone (a test); 1 of 16 heads have them" in fell.reasons[0]
-        assert f"--cases '{case}'" in fell.command
+        sound, failed = by_cell["emulation", "flash@fused", case], by_cell["emulation", "fair", case]
+        assert (sound.experiment, sound.outcome, sound.measures) == ("alone", PASSED, {"equal_alone": 1.0})
+        assert (failed.outcome, failed.passed(CLAIM)) == (FAILED, False)
+        assert "claim failed: the same bits alone (a test); 1 of 16 heads have them" in failed.reasons[0]
+        assert f"--cases '{case}'" in failed.command
     assert by_cell["emulation", "fair", "random"].experiment == "call"
 
     measure = run.measures["equal_alone"]

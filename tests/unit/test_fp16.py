@@ -25,7 +25,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import CLAIM, FELL, HELD, Record
+from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 1024
@@ -60,24 +60,28 @@ def _measured(name: str, inputs: AttentionInputs) -> Errors:
 def test_what_is_claimed_in_fp16_alone_holds(case: str) -> None:
     bench = Workbench(Settings(heads=32))  # of one case, whose inputs and reference its kernels share
     records = [_record(EMULATION, composed_kernel(kernel), case, bench) for kernel in CLAIMED[case]]
-    fallen = {record.kernel: record.reasons for record in records if record.outcome != HELD}
-    assert fallen == {}
-    assert all(record.met(CLAIM) for record in records)
+    failed = {record.kernel: record.reasons for record in records if record.outcome != PASSED}
+    assert failed == {}
+    assert all(record.passed(CLAIM) for record in records)
 
 
 @pytest.mark.parametrize(
     ("declared", "case", "message"),
     [
-        ("stabilized@paper", "repeated_large[r=20]", "claim fell: output shrinks to 0 .. 0 "),
-        ("stabilized@fused", "repeated_large[r=90]", "claim fell: beyond the plan's error bound, NaN or Inf "),
-        ("stabilized_authors@all_bf16", "repeated_large[r=60]", "claim fell: NaN or Inf where the reference is finite"),
-        ("stabilized_v1@paper", "tied_maxima[k=2]", "claim fell: output shrinks to 0.18 .. 0.59 "),
+        ("stabilized@paper", "repeated_large[r=20]", "claim failed: output shrinks to 0 .. 0 "),
+        ("stabilized@fused", "repeated_large[r=90]", "claim failed: beyond the plan's error bound, NaN or Inf "),
+        (
+            "stabilized_authors@all_bf16",
+            "repeated_large[r=60]",
+            "claim failed: NaN or Inf where the reference is finite",
+        ),
+        ("stabilized_v1@paper", "tied_maxima[k=2]", "claim failed: output shrinks to 0.18 .. 0.59 "),
     ],
 )
 def test_a_kernel_that_is_not_as_broken_as_it_declares_falls(declared: str, case: str, message: str) -> None:
     sound, declaration = composed_kernel("flash@fused"), composed_kernel(declared).declaration
     record = _record(DEVICE, replace(sound, declaration=declaration), case)
-    assert record.outcome == FELL
+    assert record.outcome == FAILED
     assert any(message in reason for reason in record.reasons), record.reasons
 
 
@@ -112,7 +116,7 @@ def test_a_share_that_breaks_down_is_open_until_it_is_seen_and_inaccurate_or_bro
     measures = _measured("fair", CASES["random"].make(1, 0, 16, FP16))
     assert measures.elements == 16 * 4 * 64
     broken = {count: replace(measures, nonfinite=count) for count in (0, 1, 204, 205, measures.elements)}
-    shares = [breaks_down_in(0.05).met(each) for each in broken.values()]
+    shares = [breaks_down_in(0.05).passed(each) for each in broken.values()]
     assert shares == [None, True, True, False, False]
     either = (measures, broken[1], replace(measures, error_over_bound=1.1))
-    assert [INACCURATE_OR_BREAKS_DOWN.met(each) for each in either] == [False, True, True]
+    assert [INACCURATE_OR_BREAKS_DOWN.passed(each) for each in either] == [False, True, True]

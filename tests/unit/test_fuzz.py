@@ -1,6 +1,6 @@
 """Every kernel of the suite that a CPU runs, on inputs that nobody chose, put through the very checks of the matrix.
 
-An example is written down as a captured layer that says it is made, and run as `--captured` runs it. One that falls is
+An example is written down as a captured layer that says it is made, and run as `--captured` runs it. One that fails is
 shrunk and stays in `out/fuzz-...`, with the command that runs it again. `--hypothesis-profile=long` draws more of them.
 """
 
@@ -42,7 +42,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import FELL, Record
+from tiebreak.reports.records.record import FAILED, Record
 from tiebreak.reports.terminal import runnable
 
 FORMATS = {"bf16": BF16, "fp16": FP16}
@@ -221,28 +221,28 @@ def overflows(sizes: Sequence[tuple[Format, float]]) -> bool:
 Pair = tuple[Backend, Kernel]
 
 
-def fallen(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tuple[Record, list[str]]]:
+def failed(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tuple[Record, list[str]]]:
     """The cells of an example, kept in a folder, that fall, and the checks that they don't meet."""
     case, bench = example.write(folder), Workbench(Settings(matrix=FROM_ANYWHERE))
     fmt = FORMATS[example.fmt]
     for backend, kernel in pairs:
         record = run_cell(Cell(backend, kernel, Call(case), fmt), bench)
-        unmet = {name for name, answer in record.answers.items() if answer.met is False}
-        if unmet:
-            unmet -= not_held_to(bench.case(case, fmt).batch(0), kernel)
-        if unmet:
-            yield record, sorted(unmet)
+        not_passed = {name for name, answer in record.answers.items() if answer.passed is False}
+        if not_passed:
+            not_passed -= not_held_to(bench.case(case, fmt).batch(0), kernel)
+        if not_passed:
+            yield record, sorted(not_passed)
 
 
 def hold(example: Example, pairs: Sequence[Pair], kept: Path) -> None:
-    """Fail, and keep the example, if one of its cells falls; the last that fails is the smallest that was found."""
+    """Fail, and keep the example, if one of its cells fails; the last that fails is the smallest that was found."""
     with tempfile.TemporaryDirectory() as folder:
-        first = next(fallen(example, pairs, Path(folder)), None)
+        first = next(failed(example, pairs, Path(folder)), None)
     if first is not None:
         pair = next((backend, kernel) for backend, kernel in pairs if kernel.name == first[0].kernel)
-        record, unmet = next(fallen(example, [pair], kept))
-        reasons = "; ".join(f"{name}: {record.answers[name].why}" for name in unmet)
-        pytest.fail(f"{record.id} fell: {reasons}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
+        record, not_passed = next(failed(example, [pair], kept))
+        reasons = "; ".join(f"{name}: {record.answers[name].why}" for name in not_passed)
+        pytest.fail(f"{record.id} failed: {reasons}\n{example}\nrerun: {runnable(record.command)}", pytrace=False)
 
 
 def fuzz(pairs: Sequence[Pair], kept: Path, number: int) -> None:
@@ -318,9 +318,9 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     monkeypatch.delenv("TIEBREAK_FUZZ", raising=False)
     pytester.path.joinpath("mine.py").write_text(DEFECT, encoding="utf-8")
     kernel = external_kernel("mine.py:attention")
-    with pytest.raises(pytest.fail.Exception) as fell:
+    with pytest.raises(pytest.fail.Exception) as failed:
         fuzz([(CPU, kernel)], Path("out") / "fuzz", 40)
-    message = str(fell.value)
+    message = str(failed.value)
     match = re.search(r"Example\(.*groups=(\d+), queries=(\d+), keys=(\d+)", message)
     assert match is not None
     assert list(map(int, match.groups())) == [1, 1, 5], message
@@ -331,6 +331,6 @@ def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_tha
     again = pytester.runpytest_inprocess(*words[3:], "-p", "no:cacheprovider")
     assert again.ret == 1
     (record,) = store.read(Path("out", "last.json")).records
-    assert record.outcome == FELL
-    assert record.met("bound") is False
-    assert message.startswith(f"{record.id} fell: bound: {record.answers['bound'].why}")
+    assert record.outcome == FAILED
+    assert record.passed("bound") is False
+    assert message.startswith(f"{record.id} failed: bound: {record.answers['bound'].why}")

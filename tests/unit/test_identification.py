@@ -68,8 +68,8 @@ def _asked(kernel: Kernel, *names: str) -> Asked:
 @pytest.mark.parametrize(
     "plan",
     [
-        "standard,divisor=input:up,s=input:zero,l=input",  # found by two changes at once
-        "dithered@fused,pv=fp16:away,o=input:zero,tile=one",  # O's cast hides the rest
+        "standard,divisor=input:up,s=input:rtz,l=input",  # found by two changes at once
+        "dithered@fused,pv=fp16:rtna,o=input:rtz,tile=one",  # O's cast hides the rest
     ],
 )
 def test_the_search_comes_to_the_plan_of_a_kernel_that_says_nothing(plan: str) -> None:
@@ -154,7 +154,7 @@ class _TruncatedSum(EmulatedArithmetic):
     """l is cut to 10 bits: the space has it in 8, in 11 and in 24."""
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.TOWARD_ZERO)
+        return round_to(super().row_sum(x, accumulator), parse_format("E8M9"), Rounding.RTZ)
 
 
 def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,15 +244,15 @@ OF_SCALE: tuple[set[str], ...] = ({"divisor"}, {"scale"}, {"q", "s"})
 @pytest.mark.parametrize(
     ("plan", "stages", "found"),
     [
-        ("flash_1@fused,q=fp16,s=input:zero,base=2", ({"q"}, {"s"}), "flash_1@fused,q=input:zero,s=input,base=2"),
+        ("flash_1@fused,q=fp16,s=input:rtz,base=2", ({"q"}, {"s"}), "flash_1@fused,q=input:rtz,s=input,base=2"),
         (
-            "flash@fused,q=fp16,s=input:zero,base=2",
+            "flash@fused,q=fp16,s=input:rtz,base=2",
             (OF_RULES, {"s"}, {"shifted"}),
             "dithered@fused,q=fp16,s=input,shifted=input:down,base=2",
         ),
         ("split@fused", ({"splits"}, {"order"}), "split@fused,splits=4,order=turns"),
         ("flash@fused,tile=128", ({"algorithm"}, {"tile"}, {"pv", "o_bar"}), "split@paper"),
-        ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:up,s=input:zero"),
+        ("fixed_offset@fp32_inside", OF_SCALE, "fixed_offset@fp32_inside,divisor=fp16:up,s=input:rtz"),
     ],
 )
 def test_points_that_hide_one_another_are_tried_together(plan: str, stages: Sequence[set[str]], found: str) -> None:

@@ -66,7 +66,7 @@ def broken_device(tmp_path: Path) -> Path:
 
 
 def test_importing_loads_no_device_package_and_a_broken_one_does_not_matter(broken_device: Path) -> None:
-    assert _python("import torch", broken_device).returncode != 0, "torch alone falls over it"
+    assert _python("import torch", broken_device).returncode != 0, "torch alone fails over it"
     done = _python(f"import sys, {', '.join(MODULES)}; print([*{FORBIDDEN!r} & sys.modules.keys()])", broken_device)
     assert done.stdout.strip() == "[]", done.stderr
 

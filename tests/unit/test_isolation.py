@@ -1,4 +1,4 @@
-"""A kernel under test that changes its process: it falls for it, and no other cell has anything of it."""
+"""A kernel under test that changes its process: it fails for it, and no other cell has anything of it."""
 
 import os
 import random
@@ -23,7 +23,7 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import FELL, HELD, Record
+from tiebreak.reports.records.record import FAILED, PASSED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 PLAIN = """
@@ -102,8 +102,8 @@ def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, ...]]:
     first, later = in_one_process(tmp_path_factory.mktemp("sound"), "pass")
-    assert first.outcome == HELD
-    assert first.met("contract")
+    assert first.outcome == PASSED
+    assert first.passed("contract")
     return later
 
 
@@ -130,14 +130,14 @@ def test_a_kernel_that_changes_its_process_falls_and_takes_no_other_cell_with_it
 ) -> None:
     before = state()
     attend = "o = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)"  # before autocast is left on
-    fell, later = in_one_process(tmp_path, "; ".join([attend, *list(CHANGES)[::-1], "return o"]))
+    failed, later = in_one_process(tmp_path, "; ".join([attend, *list(CHANGES)[::-1], "return o"]))
     assert later == undisturbed
     assert state() == before
-    assert fell.outcome == FELL
-    assert list(fell.answers) == ["contract"]
+    assert failed.outcome == FAILED
+    assert list(failed.answers) == ["contract"]
     names = dict.fromkeys(name for name, *_ in isolation._SWITCHES)
     del names["torch's grad mode"]  # the inference mode was entered after it had been changed, and takes it along
-    assert fell.answers["contract"].why.startswith(f"changed {', '.join(names)} (mine.py, line ")
+    assert failed.answers["contract"].why.startswith(f"changed {', '.join(names)} (mine.py, line ")
 
 
 def test_a_torch_that_lacks_a_newer_switch_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_kernel_that_seeds_the_global_generators_is_within_its_rights(
 ) -> None:
     before = generators()
     record, later = in_one_process(tmp_path, "torch.manual_seed(7); random.seed(7); numpy.random.seed(7)")
-    assert record.outcome == HELD
+    assert record.outcome == PASSED
     assert later == undisturbed
     assert generators() == before
 
@@ -180,7 +180,7 @@ def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_not_within_a
         records = {cell.id: run_cell(cell, bench) for cell in order}
         rounds.append({name: summary(record) for name, record in records.items()})
         random.random(), np.random.rand(), torch.rand(3)  # as other tests of the same worker would
-        assert all(record.met("repeatable") is False for name, record in records.items() if "contract" in name)
+        assert all(record.passed("repeatable") is False for name, record in records.items() if "contract" in name)
     assert rounds[0] == rounds[1]
     assert rounds[2].items() <= rounds[0].items()
     other = run_cell(cells[0], Workbench(Settings(seed=2**63, heads=16)))

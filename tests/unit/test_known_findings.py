@@ -48,8 +48,8 @@ def test_each_state_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) 
     }
     assert states == {
         "present": "present",
-        "broken": "not told",
-        "killed": "not told",
+        "broken": "undecided",
+        "killed": "undecided",
         "absent": "absent",
         "elsewhere": "absent",
         "lacking": "not installed",
@@ -72,7 +72,7 @@ def test_a_ci_falls_by_what_is_present_or_can_not_be_told(
     ids: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["findings", "absent", "--fail-if-present", ids]) == code
-    assert ("FELL" in capsys.readouterr().out) is bool(code)
+    assert ("FAILED" in capsys.readouterr().out) is bool(code)
 
 
 @pytest.mark.usefixtures("known")

@@ -13,7 +13,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.contract import CALLS, CASES, Contract, left_behind, mallinfo
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import FELL, MEASURED, Record
+from tiebreak.reports.records.record import FAILED, MEASURED, Record
 
 KERNEL = """
 import threading
@@ -61,11 +61,11 @@ def record(folder: Path, body: str) -> Record:
 )
 def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, body: str, message: str) -> None:
     result = record(tmp_path, body)
-    assert result.outcome == FELL
+    assert result.outcome == FAILED
     why = result.answers["contract"].why
     assert why.startswith(f"leaks: each of {CALLS} calls in a row left at least ")
     assert message in why
-    assert result.met("repeatable")
+    assert result.passed("repeatable")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, bod
 def test_what_is_kept_once_is_no_leak(tmp_path: Path, body: str) -> None:
     result = record(tmp_path, body)
     assert result.outcome == MEASURED
-    assert result.met("contract")
+    assert result.passed("contract")
 
 
 @needs_glibc

@@ -28,7 +28,7 @@ from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import EXACT, FLOOR, MEASURES, PAIR, WAYS, figures, number, parts
 from tiebreak.reports.records.decode import encode
-from tiebreak.reports.records.record import FELL, MEASURED, Estimate, NumbersRecord
+from tiebreak.reports.records.record import FAILED, MEASURED, Estimate, NumbersRecord
 from tiebreak.reports.tables import grids
 
 VOCABULARY = 5
@@ -151,8 +151,8 @@ def test_the_nearer_of_two_is_told_and_the_same_kernel_twice_is_the_same_bits() 
     same = through_model(side("flash@fused", EMULATION), side("flash@fused", EMULATION), [BF16])
     assert (same.formats[0].nearer, same.formats[0].pair.predicted) == (None, 0.0)
     text = grids.text(parts(same))
-    assert "the same bits in all 368 log-probabilities" in text
-    assert "bf16: the same bits as in the usual way: A, prefill in chunks" in text
+    assert "bitwise equal in all 368 log-probabilities" in text
+    assert "bf16: bitwise equal to the usual way: A, prefill in chunks" in text
     assert [line for line in text.splitlines() if line.startswith("bf16: A | ") and "chunks" in line] == []
 
 
@@ -313,5 +313,5 @@ def test_a_cell_falls_where_log_probabilities_are_no_numbers_and_is_skipped_wher
         raise CannotRunError("not here")
 
     record = run_cell(Cell(CPU, broken(lost).kernel, experiment, BF16), bench)
-    assert (record.outcome, record.unmet) == (FELL, ["log_probabilities"])
+    assert (record.outcome, record.not_passed) == (FAILED, ["log_probabilities"])
     assert run_cell(Cell(CPU, broken(refused).kernel, experiment, BF16), bench).skipped == "not here"

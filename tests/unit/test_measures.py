@@ -44,7 +44,7 @@ from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.measures import BESIDE_A_PLAN, ratio_of_means
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import FELL, HELD, MEASURED, Answer, Record
+from tiebreak.reports.records.record import FAILED, MEASURED, PASSED, Answer, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
@@ -77,11 +77,11 @@ def bounds_of(inputs: AttentionInputs) -> GradientBounds:
 def test_right_gradients_are_within_their_bounds(case: str) -> None:
     """Behind a mask too: keys that nobody sees, and rows that see nothing, where 0 times NaN is what goes wrong."""
     judged = record(case, lambda *gradients: gradients)
-    assert judged.met("gradients")
+    assert judged.passed("gradients")
     assert max(judged.number(f"{name}_ulps") or 9.0 for name in ("dq", "dk", "dv")) < 0.5
     if case in ("padded", "wholly_masked"):
         unseen = record(case, lambda dq, dk, dv: (dq, torch.where(dk == 0, torch.nan, dk), dv))
-        assert unseen.met("gradients") is False
+        assert unseen.passed("gradients") is False
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_how_much_of_the_gradients_repeats_is_measured_and_no_failure() -> None:
     twice = Contract(contract.CASES[0])
     judged = record(twice, racing)
     assert judged.number("gradients_repeated") == pytest.approx(5 / 6, abs=0.01)
-    assert judged.met("repeatable")
+    assert judged.passed("repeatable")
     assert judged.outcome == MEASURED
     assert record(twice, lambda *gradients: gradients).number("gradients_repeated") == 1.0
 
@@ -149,10 +149,10 @@ def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path
         )
         for flags in ((), ("backward=none",))
     )
-    assert judged.outcome == FELL
-    assert judged.met("bound")
+    assert judged.outcome == FAILED
+    assert judged.passed("bound")
     assert f"its backward pass {why}" in judged.answers["gradients"].why
-    assert none.outcome == HELD
+    assert none.outcome == PASSED
     assert "gradients" not in none.answers
     assert judged.digest == none.digest
 
@@ -204,7 +204,7 @@ def answer(kernel: Kernel, case: str) -> Answer:
 @pytest.mark.parametrize("case", ["near_tie_inside", "random_scaled", "mixed_sign_v", "repeated_large[r=105]"])
 def test_a_sound_kernel_that_has_no_plans_bits_passes(case: str) -> None:
     """Split in two it has 87 % of the bits of any plan in the first case, and errs no more."""
-    assert answer(twin("split"), case).met is True
+    assert answer(twin("split"), case).passed is True
 
 
 def test_one_head_that_cancels_does_not_fall_and_a_share_of_all_heads_does() -> None:
@@ -258,7 +258,7 @@ def _in_e4m3(_: Switch, p: Tensor, __: Request) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("sound", "changes", "met", "law"),
+    ("sound", "changes", "passed", "law"),
     [
         ("dithered", {}, True, "dithered@fused"),
         ("tiled", {"p_bar": _stochastic}, True, "P cast at random"),
@@ -266,12 +266,12 @@ def _in_e4m3(_: Switch, p: Tensor, __: Request) -> Tensor:
     ],
 )
 def test_random_bits_of_a_users_own_are_held_to_the_law_of_a_plan(
-    sound: str, changes: Any, met: bool, law: str
+    sound: str, changes: Any, passed: bool, law: str
 ) -> None:
     """By bits the nearest is one that errs less where maxima tie: a shift of the row's own was blamed for it."""
     heads = 4 * HEADS if sound == "dithered" else HEADS  # of which a shift's random bits are few: one a row
     kernel, bench = users(partial(SOUND[sound], **changes), "own"), Workbench(Settings(seed=1, heads=heads))
     for case in ("growing_maximum", "tied_p_bar", "random"):
         answer = run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), bench).answers["accuracy"]
-        assert answer.met is met, answer
+        assert answer.passed is passed, answer
         assert case != "tied_p_bar" or law in answer.asked

@@ -68,7 +68,7 @@ def test_what_an_option_leaves_out_has_not_vanished_and_is_not_lost_from_the_bas
     for narrowed in (of_both, of_mine):
         options = ("--backend", "cpu", "--kernel", mine, *narrowed, *QUICK, "--baseline", str(baseline))
         held = matrix(*options)
-        held.stdout.fnmatch_lines(["gate held: 2 cells compared with base.json: 0 worse, 0 better"])
+        held.stdout.fnmatch_lines(["gate passed: 2 cells compared with base.json: 0 regressions, 0 better"])
         assert {each.field: each.names for each in kept().narrowing}["backend"] == ("cpu",)
     refused = matrix(*options, "--update-baseline")
     assert refused.ret == 2

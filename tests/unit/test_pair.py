@@ -32,7 +32,6 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs.log_probabilities import Compared, Difference, FormatRecord, ModelRecord
 from tiebreak.reports.pairs.verdict import (
     APART,
-    NOT_TOLD,
     ROUNDINGS,
     SAME,
     CallRecord,
@@ -40,7 +39,7 @@ from tiebreak.reports.pairs.verdict import (
     headlined,
     statement,
 )
-from tiebreak.reports.records.record import Estimate
+from tiebreak.reports.records.record import UNDECIDED, Estimate
 from tiebreak.reports.records.store import as_text
 from tiebreak.reports.schemas import schema_of
 
@@ -91,7 +90,7 @@ def test_two_renderings_of_one_plan_are_two_roundings(a: Side, b: Side) -> None:
 def test_one_kernel_has_the_same_bits_as_itself_and_nothing_separates_it() -> None:
     found = _judged(_sound(), _sound())
     assert (found.severity, found.separation) == (SAME, ())
-    assert found.headline == "tiled on cpu and tiled on cpu [bf16]: the same bits on 3 inputs"
+    assert found.headline == "PASS: tiled on cpu and tiled on cpu [bf16]: bitwise equal on 3 inputs"
 
 
 @pytest.mark.parametrize(
@@ -112,14 +111,14 @@ def test_another_function_is_apart_and_named(defect: str, case: str, said: str) 
     found = _judged(_sound(), _native(DEFECTS[defect].kernel), case, heads=16)
     assert found.severity == APART
     assert not found.ok
-    assert found.headline.startswith(f"tiled and {defect} [bf16]: APART on 1 of 1 input ({case}: {said}")
+    assert found.headline.startswith(f"FAIL: tiled and {defect} [bf16]: apart on 1 of 1 input ({case}: {said}")
     assert found.calls[0].wrong
     assert DEFECTS[defect].slip in found.headline
 
 
 def test_the_first_line_names_a_mistake_where_one_input_shows_it() -> None:
     found = _judged(_sound(), _native(DEFECTS["causal_upper_left"].kernel), "random_causal_chunk", "window_cuts_tie")
-    assert "APART on 2 of 2 inputs (random_causal_chunk: B is another function: the causal mask is" in found.headline
+    assert "apart on 2 of 2 inputs (random_causal_chunk: B is another function: the causal mask is" in found.headline
 
 
 def test_a_bias_has_its_sign_and_what_makes_it_is_named() -> None:
@@ -140,7 +139,7 @@ def test_what_makes_the_bias_is_told_from_what_differs_on_normal_numbers() -> No
     ties = "tied_maxima_positive_v"
     found = _judged(_emulated("flash@fused_fast_exp"), _emulated("flash@fp32_inside"), "random", ties)
     first, second, *_ = found.separation
-    assert f"[bf16]: APART on 1 of 2 inputs ({ties}: B - A is biased, -0.2" in found.headline
+    assert f"[bf16]: apart on 1 of 2 inputs ({ties}: B - A is biased, -0.2" in found.headline
     assert (first.a, first.on, first.share) == ("base=e (fast)", ties, 1.0)
     assert (second.a, second.on) == ("p_bar=input", "normal numbers")
     assert second.share > 0.9
@@ -183,7 +182,7 @@ def test_an_error_that_no_plan_predicts_is_apart_though_it_has_no_bias() -> None
 
 def test_without_a_plan_nothing_is_predicted_and_a_nearest_one_is_called_an_assumption() -> None:
     unknown = _judged(_sound(), replace(_sound(tile=16), plan=None, known=False), "random")
-    assert (unknown.severity, unknown.ok, unknown.separation) == (NOT_TOLD, False, ())
+    assert (unknown.severity, unknown.ok, unknown.separation) == (UNDECIDED, False, ())
     nearest = _judged(_sound(), replace(_native(SOUND_STANDARD, "standard"), known=False), "random")
     assert "if these were the plans: one is not known" in str(nearest)
 
@@ -207,7 +206,7 @@ def test_what_a_side_refuses_is_skipped_and_what_it_raises_is_not() -> None:
     assert [call.severity for call in found.calls] == [None, SAME]
     assert "  not compared window_cuts_tie: A: cached takes no sliding window" in str(found).splitlines()
     found = _judged(_sound(), _sound(output=raises), "random")
-    assert (found.severity, found.ok) == (NOT_TOLD, False)
+    assert (found.severity, found.ok) == (UNDECIDED, False)
     assert "B raised RuntimeError: out of order" in found.headline
     with pytest.raises(UsageError, match="nothing can be compared: A: cached takes no sliding window"):
         _judged(_sound("cached"), _sound(), "window_cuts_tie")
@@ -215,7 +214,7 @@ def test_what_a_side_refuses_is_skipped_and_what_it_raises_is_not() -> None:
 
 def test_heads_that_do_not_settle_it_are_said() -> None:
     found = _judged(_emulated("flash@fused"), _emulated("flash@all_bf16"), "random_scaled", heads=2)
-    assert found.severity == NOT_TOLD
+    assert found.severity == UNDECIDED
     assert "16 heads do not settle it: --heads " in found.headline
 
 
@@ -229,9 +228,7 @@ def test_a_change_that_one_side_alone_withstands_is_named() -> None:
 def test_the_headline_names_the_bias_that_is_largest_for_certain() -> None:
     sizes = {"wide": (0.4, 0.3), "sure": (-0.3, 0.1), "unbiased": (0.9, 1.0)}
     calls = [
-        CallRecord(
-            name, APART, name, difference=Estimate(*size), verdict="inconclusive" if size[1] == 1.0 else "biased"
-        )
+        CallRecord(name, APART, name, difference=Estimate(*size), verdict="undecided" if size[1] == 1.0 else "biased")
         for name, size in sizes.items()
     ]
     assert headlined(calls).case == "sure"
@@ -249,19 +246,19 @@ def _model(equal: float, **numbers: float | tuple[float, ...] | None) -> ModelRe
 def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
     same = [CallRecord("random", SAME, "")]
     assert statement(same, _model(1.0))[0] == SAME
-    assert statement(same, _model(0.5))[0] == NOT_TOLD
+    assert statement(same, _model(0.5))[0] == UNDECIDED
     # NaN through the model passes nothing, whatever the calls came to.
     for calls in (same, [CallRecord("random", ROUNDINGS, "")]):
-        assert statement(calls, _model(0.5, rms=None))[0] == NOT_TOLD
+        assert statement(calls, _model(0.5, rms=None))[0] == UNDECIDED
 
 
 def test_a_limit_that_is_passed_or_not_known_falls() -> None:
     found = structs.replace(_judged(_sound(), _sound(), "random"), model=_model(1.0, largest=None))
     assert limited(found, {"rms": 0.04}) is found
     for limits, said in (({"rms": 0.02}, "rms is 0.03, 0.02 is allowed"), ({"largest": 9.0}, "largest is not known")):
-        fallen = limited(found, limits)
-        assert not fallen.ok
-        assert f"; BEYOND A LIMIT: {said}" in fallen.headline
+        failed = limited(found, limits)
+        assert not failed.ok
+        assert f"; beyond a limit: {said}" in failed.headline
 
 
 MINE = """
@@ -292,7 +289,7 @@ def test_the_verdict_comes_first_and_files_have_all_of_it(folder: Path, capsys: 
     words = ["pair", "mine.py:eager", "standard,qk=input", *FEW, "--json", "it.json", "--markdown", "it.md"]
     assert cli.main(words) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("mine.py:eager and standard,qk=input [bf16]: t")
+    assert printed[0].startswith("PASS: mine.py:eager and standard,qk=input [bf16]: t")
     assert printed[1].startswith("  A            mine.py:eager on cpu: standard,qk=input (declared, ")
     assert printed[2] == "  B            standard,qk=input on emulation: standard,qk=input (declared)"
     plain = json.loads((folder / "it.json").read_text())

@@ -50,7 +50,7 @@ def test_a_preset_is_what_the_design_says(name: str) -> None:
     assert (plan.row_sum_of, plan.accumulator) == (SumOf.UNROUNDED, Accumulator.EXACT)
     assert (plan.exponential.base_two, plan.exponential.correction) == (False, ())
     assert plan.delta_from is (DeltaSource.PROBABILITIES if name == "standard" else DeltaSource.OUTPUT)
-    others = {each for each, cast in plan.casts() if cast.rounding is not Rounding.TO_EVEN}
+    others = {each for each, cast in plan.casts() if cast.rounding is not Rounding.RNE}
     assert others == ({"o"} if name == "fused_stochastic" else set())
     assert plan.stochastic is (name == "fused_stochastic")
 

@@ -16,7 +16,7 @@ from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix import plugin
 from tiebreak.reports.records import store
-from tiebreak.reports.records.record import CRASHED, HELD, Run
+from tiebreak.reports.records.record import CRASHED, PASSED, Run
 
 ROOT = Path(__file__).parents[2]
 MatrixRun = Callable[..., pytest.RunResult]
@@ -151,7 +151,7 @@ class TestUserKernel:
             "--kernel", spec, *PLAN, *["--cases", "random,random_causal,random_odd", "--heads", "16", "--seed", "3"]
         )
         assert result.ret == 1
-        assert outcomes(kept()) == {"random": HELD, "random_causal": CRASHED, "random_odd": HELD}
+        assert outcomes(kept()) == {"random": PASSED, "random_causal": CRASHED, "random_odd": PASSED}
         (reason,) = (record.reasons[0] for record in kept().records if record.case == "random_causal")
         error = r"RuntimeError: no causal mask \(mine\.py, line \d+\)"
         assert re.fullmatch(error, reason)
@@ -196,7 +196,7 @@ class TestUserKernel:
             result.stdout.fnmatch_lines(["*the device is beyond use for this process; -n 1 puts another in its place*"])
             assert set_up == {"set-up-on-the-controller"}
         else:
-            assert {record.case for record in run.records if record.outcome == HELD} == set(cases[1:])
+            assert {record.case for record in run.records if record.outcome == PASSED} == set(cases[1:])
             assert run.complete
             assert result.parseoutcomes()["failed"] == 1
             result.stdout.fnmatch_lines(["*1 worker [[]*"])
@@ -215,7 +215,7 @@ class TestUserKernel:
         reasons = [record.reasons[0] for record in run.records]
         assert {reason.partition(":")[0] for reason in reasons} == {"its process died", "never run"}
         lost = sum("never run: too many of the workers died before its turn" in reason for reason in reasons)
-        result.stdout.fnmatch_lines([f"fell: {lost} cells never ran: too many workers died"])
+        result.stdout.fnmatch_lines([f"failed: {lost} cells never ran: too many workers died"])
 
     def test_a_fallen_cell_is_rerun_by_the_command_that_is_printed(
         self, matrix: MatrixRun, pytester: pytest.Pytester
@@ -276,7 +276,7 @@ return plain(q, k, v, causal=causal, scale=scale)
         run = kept()
         assert not run.complete
         assert "random_odd" not in outcomes(run)
-        assert set(outcomes(run).values()) <= {HELD}
+        assert set(outcomes(run).values()) <= {PASSED}
         assert "INCOMPLETE" in output
         assert "Traceback" not in output
         assert "INTERNALERROR" not in output

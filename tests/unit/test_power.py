@@ -20,7 +20,7 @@ def ran(case: str, *outcome: str, kernel: str = "scaled_twice", heads: int = 16)
 
 
 def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
-    results = ran("random", "fell", "64", "bound") | ran("padded", "fell", "16", "bound", "range")
+    results = ran("random", "failed", "64", "bound") | ran("padded", "failed", "16", "bound", "range")
     assert caught(results) == {"scaled_twice": Caught("padded", "bound range", 16)}
 
 
@@ -29,7 +29,7 @@ def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
     assert [*first_catches(found)] == []
     del found["scaled_twice"]
     told = [*first_catches(found | {"added_mask": Caught("random", "bound", 64)})]
-    assert told == ["added_mask falls first in random by bound, with 64 heads", "scaled_twice is missed"]
+    assert told == ["added_mask fails first in random by bound, with 64 heads", "scaled_twice is missed"]
 
 
 def test_a_twin_goes_through_the_first_cases_of_its_defects_users_kernels_with_the_fewest_heads() -> None:
@@ -42,7 +42,7 @@ def test_a_twin_goes_through_the_first_cases_of_its_defects_users_kernels_with_t
 
 
 def test_a_twin_that_is_blamed_is_counted() -> None:
-    outcomes = ["measured", "fell", "inconclusive", "held", "crashed", "skipped"]
+    outcomes = ["measured", "failed", "undecided", "passed", "crashed", "skipped"]
     results = {
         Cells("random", "bf16", "tiled", 16, seed): {"tiled": [outcome, "16"]} for seed, outcome in enumerate(outcomes)
     }
@@ -57,8 +57,8 @@ def test_defects_that_a_level_misses_go_through_the_next(
     def results(self: object, tasks: Iterable[Cells], options: object) -> dict[Cells, Outcomes]:
         cells = list(tasks)
         asked.extend((cell.kernels, cell.heads) for cell in cells)
-        fell = {"scaled_twice": ["fell", "16"]}
-        return {cell: fell if "scaled_twice" in cell.kernels else {} for cell in cells}
+        failed = {"scaled_twice": ["failed", "16"]}
+        return {cell: failed if "scaled_twice" in cell.kernels else {} for cell in cells}
 
     monkeypatch.setattr(power, "DEFECTS", {name: DEFECTS[name] for name in ("scaled_twice", "added_mask")})
     monkeypatch.setattr(power, "EXPERIMENTS", {"random": power.EXPERIMENTS["random"]})
@@ -70,7 +70,7 @@ def test_defects_that_a_level_misses_go_through_the_next(
 
 def test_a_task_runs_its_kernels_in_its_case() -> None:
     outcomes = power.run_cells(Cells("random", "bf16", "scaled_twice tiled", 16))
-    assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("fell", "held")
+    assert (outcomes["scaled_twice"][0], outcomes["tiled"][0]) == ("failed", "passed")
 
 
 def test_a_budget_has_every_case_that_catches_a_defect() -> None:

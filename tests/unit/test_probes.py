@@ -76,7 +76,7 @@ class Narrow(AddingBy):
 class Adding(EmulatedArithmetic):
     """Adds up every product as one accumulator does, whichever a plan names, and rounds it in one mode."""
 
-    def __init__(self, accumulator: Accumulator, rounding: Rounding = Rounding.TO_EVEN) -> None:
+    def __init__(self, accumulator: Accumulator, rounding: Rounding = Rounding.RNE) -> None:
         self.accumulator, self.rounding = accumulator, rounding
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
@@ -134,8 +134,8 @@ def _two_terms_swapped(a: Tensor, b: Tensor) -> Tensor:
 
 def test_the_emulation_answers_as_it_is_made() -> None:
     assert fingerprint(EXACT, "cpu") == {
-        "cast": "even",
-        "matmul": "even",
+        "cast": "rne",
+        "matmul": "rne",
         "matmul_sums_in": "fp32 or wider",
         "bf16_matmul_accumulator": "exact",
         "matmul_rounds_after": "all terms",
@@ -157,7 +157,7 @@ def test_the_emulation_answers_as_it_is_made() -> None:
 def test_this_cpu_breaks_ties_to_even() -> None:
     """Of every CPU that torch runs on; whether subnormals are flushed depends on its bf16 instructions."""
     answers = {**fingerprint(CPU.arithmetic, CPU.device), **arithmetic_probes(CPU.arithmetic, CPU.device)}
-    told = {"cast": "even", "matmul_sums_in": "fp32 or wider", "exp_at_zero": 1.0, "fp32_matmul_keeps": 23.0}
+    told = {"cast": "rne", "matmul_sums_in": "fp32 or wider", "exp_at_zero": 1.0, "fp32_matmul_keeps": 23.0}
     assert {name: answers[name] for name in told} == told
     assert answers["matmul_accumulator_keeps"] in {23.0, 24.0}  # with or without a guard bit
     assert 0.5 <= float(answers["exp_max_ulps"]) < 2.0
@@ -212,7 +212,7 @@ def test_a_rough_exponential_is_told_by_its_ulps() -> None:
     assert 2.0 <= float(arithmetic_probes(Flushing(), "cpu")["exp_max_ulps"]) <= 4.5
 
 
-@pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.DOWN], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("mode", [Rounding.RNE, Rounding.DOWN], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("accumulator", Accumulator, ids=lambda accumulator: accumulator.name)
 def test_every_accumulator_is_told_from_all_others_however_sums_are_cast(
     accumulator: Accumulator, mode: Rounding
@@ -266,19 +266,19 @@ def output(plan: RoundingPlan, inputs: AttentionInputs, arithmetic: Arithmetic =
 
 
 @pytest.mark.parametrize("row_sum_of", SumOf, ids=lambda which: which.name)
-@pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.TIES_AWAY, Rounding.TOWARD_ZERO], ids=lambda m: m.value)
+@pytest.mark.parametrize("mode", [Rounding.RNE, Rounding.RTNA, Rounding.RTZ], ids=lambda m: m.value)
 def test_the_cast_of_p_shows_in_the_output_alone(mode: Rounding, row_sum_of: SumOf) -> None:
     plan = replace(FUSED, name="p", p_bar=Cast(BF16, mode), row_sum_of=row_sum_of)
     assert p_cast(lambda inputs: output(plan, inputs)) == mode.value
 
 
-@pytest.mark.parametrize(("mode", "told"), [(Rounding.TIES_AWAY, "even"), (Rounding.TOWARD_ZERO, "none known")])
+@pytest.mark.parametrize(("mode", "told"), [(Rounding.RTNA, "rne"), (Rounding.RTZ, "none known")])
 def test_the_cast_of_o_is_not_taken_for_that_of_p(mode: Rounding, told: str) -> None:
     assert p_cast(lambda inputs: output(replace(FUSED, name="o", o=Cast(BF16, mode)), inputs)) == told
 
 
 def test_an_exponential_that_misses_the_ties_is_reported() -> None:
-    assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "away", "all of them lie above the tie"
+    assert p_cast(lambda inputs: output(FUSED, inputs, Flushing())) == "rtna", "all of them lie above the tie"
     assert p_cast(lambda inputs: reference(inputs).o.float()) == "not seen"
 
 

@@ -156,16 +156,16 @@ def anything(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "options", "outcome", "why"),
     [
-        (five, {}, records.FELL, "scale left out (default 5.0), as scale=1/sqrt(40): O differs"),
-        (eighth, {}, records.FELL, "scale left out (default 0.125), as scale=1/sqrt(40): O differs"),
-        (eighth, {"head_dims": [64, 128]}, records.FELL, "scale left out (default 0.125), as scale=1/sqrt(128): O"),
+        (five, {}, records.FAILED, "scale left out (default 5.0), as scale=1/sqrt(40): O differs"),
+        (eighth, {}, records.FAILED, "scale left out (default 0.125), as scale=1/sqrt(40): O differs"),
+        (eighth, {"head_dims": [64, 128]}, records.FAILED, "scale left out (default 0.125), as scale=1/sqrt(128): O"),
         (eighth, {"head_dims": [64]}, records.MEASURED, ""),
-        (masks, {}, records.FELL, "causal left out (default True), as causal=False: O differs"),
-        (masks, {}, records.FELL, "--declare own_defaults=causal"),
+        (masks, {}, records.FAILED, "causal left out (default True), as causal=False: O differs"),
+        (masks, {}, records.FAILED, "--declare own_defaults=causal"),
         (masks, {"own_defaults": "causal"}, records.MEASURED, ""),
         (refuses, {}, records.CRASHED, "ValueError: no scale"),
         (refuses, {}, records.CRASHED, "; scale left out (default None), as scale="),
-        (declines, {}, records.FELL, "causal left out (default True)"),
+        (declines, {}, records.FAILED, "causal left out (default True)"),
         (declines, {"own_defaults": "causal"}, records.SKIPPED, "no scale"),
         (sound, {}, records.MEASURED, ""),
         (required, {}, records.SKIPPED, "no parameter with a default"),
@@ -283,10 +283,10 @@ def refused(gradient: Tensor) -> Tensor:
         (lambda s: s.logsumexp(-1), None, records.MEASURED, ""),
         (lambda s: s.logsumexp(-1).detach(), None, records.MEASURED, "not asked"),
         (lambda s: s.float().logsumexp(-1), refused, records.MEASURED, "not asked"),
-        (lambda s: s.float().logsumexp(-1), torch.zeros_like, records.FELL, "gradient alone: dQ differs"),
-        (lambda s: s.float().logsumexp(-1), torch.neg, records.FELL, "gradient alone: dQ differs"),
-        (lambda s: s.float().logsumexp(-1) / math.log(2), lambda x: x * math.log(2), records.FELL, "dQ differs"),
-        (lambda s: s.float().logsumexp(-1), None, records.FELL, OF_V),
+        (lambda s: s.float().logsumexp(-1), torch.zeros_like, records.FAILED, "gradient alone: dQ differs"),
+        (lambda s: s.float().logsumexp(-1), torch.neg, records.FAILED, "gradient alone: dQ differs"),
+        (lambda s: s.float().logsumexp(-1) / math.log(2), lambda x: x * math.log(2), records.FAILED, "dQ differs"),
+        (lambda s: s.float().logsumexp(-1), None, records.FAILED, OF_V),
     ],
     ids=["e", "2", "16 bits", "detached", "refused", "dropped", "negated", "base two", "dV"],
 )
@@ -332,7 +332,7 @@ def test_a_devices_own_kernel_whose_calls_differ_falls() -> None:
         return replace(output, o=output.o * next(calls))
 
     record = run(replace(sound, compute=compute), "third_call")
-    assert record.outcome == records.FELL
+    assert record.outcome == records.FAILED
     assert "the third call against the first: O differs" in record.reasons[0]
 
 
@@ -356,15 +356,15 @@ def test_rows_are_lengthened_until_a_kernel_splits_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(invariance, "_SPLIT_ROWS", (256, 512))
     kernel = replace(users(splitting(torch.bfloat16, shortest=256)), has_backward=False)
     record = run(kernel, "split", heads=32)
-    assert record.outcome == records.FELL
+    assert record.outcome == records.FAILED
     assert all(" of 512 keys" in name for name in record.evidence["changes"])
 
 
 def test_who_declares_the_same_bits_is_held_to_them() -> None:
     kernels = (users(splitting(), invariant=words, backward="none") for words in ("", "batch split"))
     undeclared, declared = (run(kernel, "split", heads=16) for kernel in kernels)
-    assert (undeclared.outcome, declared.outcome) == (records.MEASURED, records.FELL)
-    assert declared.answers["invariance"].asked == "the same bits, as the kernel declares"
+    assert (undeclared.outcome, declared.outcome) == (records.MEASURED, records.FAILED)
+    assert declared.answers["invariance"].asked == "bitwise equal, as the kernel declares"
     assert "without bias" in declared.reasons[0]
 
 
@@ -374,7 +374,7 @@ def test_a_kernel_that_loses_a_split_has_larger_errors() -> None:
         return splitting()(q, k[:, :, :keys], v[:, :, :keys], num_splits)
 
     record = run(users(loses, backward="none"), "split", heads=16)
-    assert record.outcome == records.FELL
+    assert record.outcome == records.FAILED
     assert "mean squared errors" in record.reasons[0]
 
 
@@ -390,7 +390,7 @@ def test_a_kernel_that_loses_a_split_has_larger_errors() -> None:
 )
 def test_flash_attention_has_the_same_bits_on_the_emulation(knob: str, change: str) -> None:
     record = run(EMULATION.kernel("flash@fused"), knob, EMULATION, heads=16)
-    assert record.outcome == records.HELD, record.reasons
+    assert record.outcome == records.PASSED, record.reasons
     assert record.number("differing_bits") == 0.0
     assert min(record.evidence["controls"].values()) > 0.0
     assert change in {name.partition(",")[0] for name in record.evidence["changes"]}
@@ -443,7 +443,7 @@ def truncating(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[
 def test_gradients_are_compared_too(knob: str, change: str, wrong: str, sound: str) -> None:
     record = run(users(in_fp32, backward=truncating), knob, heads=128)
     changes = record.evidence["changes"]
-    assert record.outcome == records.FELL
+    assert record.outcome == records.FAILED
     name = worst(changes)
     assert re.fullmatch(f"{change}, .*, dV", name)
     assert changes[name].verdict == records.BIASED
@@ -459,7 +459,7 @@ def test_where_do_lies_must_reach_the_backward_pass() -> None:
         return tuple(map(torch.ones_like, qkvo[:3]))
 
     lost = run(users(in_fp32, backward=deaf), "memory", heads=16)
-    assert lost.outcome == records.INCONCLUSIVE
+    assert lost.outcome == records.UNDECIDED
     assert lost.reasons == ("the knob did nothing: no bit changed by dO's storage in other strides",)
 
 
@@ -468,13 +468,13 @@ def test_partial_outputs_in_sixteen_bits_are_a_bias_of_splitting_and_a_line_of_t
     asked = tuple(run(EMULATION.kernel("split@paper"), knob, EMULATION) for knob in ("split", "memory"))
     name = worst(asked[0].evidence["changes"])
     change = asked[0].evidence["changes"][name]
-    assert (asked[0].outcome, change.verdict) == (records.FELL, records.BIASED)
+    assert (asked[0].outcome, change.verdict) == (records.FAILED, records.BIASED)
     assert name.endswith("ties apart on a sink")
     assert change.before.mean == pytest.approx(-0.21, abs=0.03)
     assert change.after.mean == pytest.approx(0.0, abs=0.05)
     assert change.difference.mean == pytest.approx(change.after.mean - change.before.mean, abs=1e-9)
     (verdict,) = verdicts(records.Run(platform={}, options={}, records=asked))
-    fell, split, memory = verdict.findings[:3]
-    assert (fell.name, split.name, memory.name) == ("fell", "invariance[split]", "invariance[memory]")
+    failed, split, memory = verdict.findings[:3]
+    assert (failed.name, split.name, memory.name) == ("failed", "invariance[split]", "invariance[memory]")
     assert ", with bias: +0.2" in split.text
-    assert memory.text.startswith("the same bits in ")
+    assert memory.text.startswith("bitwise equal in ")

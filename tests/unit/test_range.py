@@ -20,7 +20,7 @@ from tiebreak.matrix.experiments import call
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
-from tiebreak.reports.records.record import FELL, Record
+from tiebreak.reports.records.record import FAILED, Record
 
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 4  # of a batch: no interval is looked at
@@ -55,9 +55,9 @@ def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
     records = {name: run(returning(0.0), case) for name, case in CASES.items()}
-    assert {name for name, record in records.items() if record.outcome != FELL} == ZEROS_ARE_RIGHT | LONG
+    assert {name for name, record in records.items() if record.outcome != FAILED} == ZEROS_ARE_RIGHT | LONG
     for name in BLIND_TO_THE_BOUND:  # by their range alone
-        assert [check for check, answer in records[name].answers.items() if answer.met is False] == ["range"], name
+        assert [check for check, answer in records[name].answers.items() if answer.passed is False] == ["range"], name
 
 
 def batch_of(case: str) -> tuple[Batch, Declaration]:
@@ -94,5 +94,5 @@ def test_a_key_that_the_row_does_not_see_is_outside_and_of_nan_and_inf_it_says_n
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_number_over_no_element_is_none_and_meets_nothing(value: float) -> None:
     record = run(returning(value), CASES["random"])
-    assert [record.met(check) for check in ("bound", "range", "finite")] == [False] * 3
+    assert [record.passed(check) for check in ("bound", "range", "finite")] == [False] * 3
     assert record.measures["error_over_bound"] is record.measures["outside_values"] is None

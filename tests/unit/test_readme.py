@@ -23,7 +23,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
 from tiebreak.reports.page import mechanism
-from tiebreak.reports.records.record import CLAIM, HELD, PREDICTION
+from tiebreak.reports.records.record import CLAIM, PASSED, PREDICTION
 from tiebreak.studies import site, tie
 
 ROOT = Path(__file__).parents[2]
@@ -171,16 +171,16 @@ def test_the_decorator_of_the_page_is_read(tmp_path: Path) -> None:
 def test_added_case_runs_and_its_claim_holds() -> None:
     case = names_of("Add a case")["TWO_MAXIMA"]
     record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), Call(case), BF16), Workbench(SETTINGS))
-    assert record.outcome == HELD, record.reasons
-    assert record.met(CLAIM)
+    assert record.outcome == PASSED, record.reasons
+    assert record.passed(CLAIM)
 
 
 def test_added_kernel_is_predicted_on_a_device() -> None:
     kernel = names_of("Add a kernel")["KERNEL"]
     device = replace(EMULATION, name="device", predicts=False)
     record = run_cell(Cell(device, kernel, Call(case_named("random")), BF16), Workbench(SETTINGS))
-    assert record.outcome == HELD, record.reasons
-    assert record.met(PREDICTION)
+    assert record.outcome == PASSED, record.reasons
+    assert record.passed(PREDICTION)
     assert record.number("equal_bits") == 1.0
 
 
@@ -199,7 +199,7 @@ def test_added_backend_does_all_kinds_of_experiments_on_a_device_without_fp64(tm
     assert [text.split(" ")[-1] for text in answer["refused"]] == ["float64", "CPU"], "the stand-in is too kind"
     device, cpu = answer["device"], answer["cpu"]
     assert device["call"] == cpu["call"]
-    assert device["call"][0] == HELD
+    assert device["call"][0] == PASSED
     assert [device[name] for name in ("losses", "log_probabilities")] == [cpu["losses"], cpu["log_probabilities"]]
     # Which are sums, over tensors that lie in another order in memory.
     assert device["monitors"] == pytest.approx(cpu["monitors"], rel=1e-6, nan_ok=True)

@@ -30,7 +30,7 @@ from tiebreak.studies import truncation
 
 E8M7, E8M3 = parse_reduction("E8M7"), parse_reduction("E8M3")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"))
-each_mode = pytest.mark.parametrize("mode", [Rounding.TO_EVEN, Rounding.TOWARD_ZERO], ids=lambda mode: mode.value)
+each_mode = pytest.mark.parametrize("mode", [Rounding.RNE, Rounding.RTZ], ids=lambda mode: mode.value)
 SMALL = Configuration(layers=2, heads=2, width=16, context=8, vocabulary=11)
 
 
@@ -49,7 +49,7 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("name", ["E8M7", "E8M3", "E5M4:zero"])
+@pytest.mark.parametrize("name", ["E8M7", "E8M3", "E5M4:rtz"])
 def test_products_are_masked_forward_and_backward_and_e8m7_is_bf16_to_the_bit(name: str, device: str) -> None:
     """Y, dA, dB of a matrix product are the paper's figure, written out with another mask."""
     reduction = parse_reduction(name)
@@ -216,7 +216,7 @@ def test_a_range_is_clamped_at_both_ends_apart() -> None:
     outer = [0.0, -0.0, 0.234375, -0.234375, 0.25, 1.0, 7.5, -7.5, 7.5, torch.inf, torch.nan]
     assert _equal(parse_reduction("E8M3:inner=-2").mask(x), torch.tensor(inner))
     assert _equal(parse_reduction("E8M3:outer=2").mask(x), torch.tensor(outer))
-    for text in ("E8M3", "E8M3:zero", "E8M7:inner=-20:outer=15", "fp8_e4m3:outer=3", "E5M2:zero:inner=-3"):
+    for text in ("E8M3", "E8M3:rtz", "E8M7:inner=-20:outer=15", "fp8_e4m3:outer=3", "E5M2:rtz:inner=-3"):
         assert parse_reduction(text).name == text
 
 
@@ -263,7 +263,7 @@ def test_gpt2s_attention_is_its_kernel_in_the_format_and_masked_by_nothing_else(
         again = run_backward(declared, each.inputs, each.output, EMULATION.arithmetic)
         assert _equal(each.output.gradients.dq, again.dq)
         for tensor in (each.inputs.q, each.inputs.v, each.inputs.do, each.output.o):
-            assert _equal(tensor, replace(reduction, mode=Rounding.TO_EVEN).mask(tensor))  # of the format
+            assert _equal(tensor, replace(reduction, mode=Rounding.RNE).mask(tensor))  # of the format
 
 
 def test_gpt2s_blocks_go_another_way_with_their_attention() -> None:

@@ -43,9 +43,9 @@ IN_ML_DTYPES: dict[Format, type] = {
 # precision in a smaller range.
 FORMATS = [*IN_ML_DTYPES, TF32, FP32, *map(parse_format, ["E2M0", "E2M1", "E8M0", "E5M23", "E6M9"])]
 DETERMINISTIC = {
-    Rounding.TO_EVEN: gfloat.RoundMode.TiesToEven,
-    Rounding.TIES_AWAY: gfloat.RoundMode.TiesToAway,
-    Rounding.TOWARD_ZERO: gfloat.RoundMode.TowardZero,
+    Rounding.RNE: gfloat.RoundMode.TiesToEven,
+    Rounding.RTNA: gfloat.RoundMode.TiesToAway,
+    Rounding.RTZ: gfloat.RoundMode.TowardZero,
     Rounding.UP: gfloat.RoundMode.TowardPositive,
     Rounding.DOWN: gfloat.RoundMode.TowardNegative,
 }

@@ -63,7 +63,7 @@ def test_no_order_and_no_subset_of_cells_changes_a_record(named: Callable[[str],
         rounds.append({each.id: run_cell(each, bench) for each in order})
     assert rounds[0] == rounds[1]
     assert rounds[2].items() <= rounds[0].items()
-    assert rounds[0][cells[0].id].answers["accuracy"].met is (name == "eager")
+    assert rounds[0][cells[0].id].answers["accuracy"].passed is (name == "eager")
 
 
 def test_one_process_asks_and_the_others_take_what_it_found(

@@ -83,16 +83,16 @@ def judged(kernel: Kernel, case: str, heads: int = 16) -> Record:
 def test_a_mistake_of_the_backward_pass_is_named_and_its_sound_twin_is_not(named: str) -> None:
     case, switches = PLANTED[named]
     wrong, sound = judged(users(partial(SOUND["tiled"], **switches), "wrong"), case), judged(twin("tiled"), case)
-    assert wrong.met("gradients") is False
+    assert wrong.passed("gradients") is False
     assert list(wrong.evidence["slips"]) == [named, *ALIKE.get(named, ())]
     assert min(wrong.evidence["slips"].values()) > 0.99
-    assert sound.met("gradients")
+    assert sound.passed("gradients")
     assert not {"slips", "off"} & sound.evidence.keys()
 
 
 def test_a_mistake_that_is_no_usual_one_has_no_name() -> None:
     record = judged(users(partial(SOUND["tiled"], gradients=times(dq=lambda _: 1.3)), "wrong"), "random")
-    assert record.met("gradients") is False
+    assert record.passed("gradients") is False
     assert "slips" not in record.evidence
 
 

@@ -276,9 +276,9 @@ NO_BINS = HistogramRecord(-2.0, 0.0625, (), 0)
 #: What a record that was made up is found out by: most go together with all else that the file says.
 FORGED: Mapping[str, Callable[[Run], Run]] = {
     # An answer, with the outcome that follows.
-    f"{DEVICE}: answers.claim: not met, and its measures say met": changing(
+    f"{DEVICE}: answers.claim: failed, and its measures say passed": changing(
         DEVICE,
-        lambda cell: replace(cell, outcome="fell", answers={**cell.answers, "claim": Answer(False, "biased", "no")}),
+        lambda cell: replace(cell, outcome="failed", answers={**cell.answers, "claim": Answer(False, "biased", "no")}),
     ),
     # A bound that is not asked for.
     f"{VENDORS}: answers.bound: not asked, and such a cell is: largest error is 3 times": changing(
@@ -296,7 +296,7 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
         run, records=tuple(map(left_out, run.records))
     ),
     f"{DEVICE}: skipped: no device, and it can be run": changing(DEVICE, left_out),
-    f"{VENDORS}: excused: and nothing fell": changing(VENDORS, lambda cell: replace(left_out(cell), excused="known")),
+    f"{VENDORS}: excused: and nothing failed": changing(VENDORS, lambda cell: replace(left_out(cell), excused="known")),
     f"{DEVICE}: heads: 0, and a cell draws 256, 512, 1024, 2048": changing(DEVICE, lambda cell: replace(cell, heads=0)),
     f"{DEVICE}: command: rm -rf /, and its cell has pytest tests/matrix --backend cpu --kernels flash@paper": changing(
         DEVICE, lambda cell: replace(cell, command="rm -rf /")
@@ -305,7 +305,9 @@ FORGED: Mapping[str, Callable[[Run], Run]] = {
         run, records=tuple(replace(each, command=each.command.replace("pytest", "pytest /x")) for each in run.records)
     ),
     "complete: the run was interrupted": lambda run: replace(run, complete=False),
-    f"{OURS}: says fell, and its answers come to held": changing(OURS, lambda cell: replace(cell, outcome="fell")),
+    f"{OURS}: says failed, and its answers come to passed": changing(
+        OURS, lambda cell: replace(cell, outcome="failed")
+    ),
     "options.seed: 2, profile small asks": lambda run: replace(run, options={**run.options, "seed": "2"}),
     "checks.claim: not as the suite describes it": lambda run: replace(
         run, checks={**run.checks, "claim": replace(run.checks["claim"], judges=False)}
@@ -370,7 +372,7 @@ def typed_otherwise(run: Run) -> Run:
 #: What nobody can tell from a statement: a word of what verifying says that it takes as it is stated.
 STATED: Mapping[str, Callable[[Run], Run]] = {
     "platform": lambda run: replace(run, platform={**run.platform, "memory_gib": 1e6, "cpu": "a faster one"}),
-    "fingerprints": lambda run: replace(run, platform={**run.platform, "fingerprint": {"cpu": {"matmul": "even"}}}),
+    "fingerprints": lambda run: replace(run, platform={**run.platform, "fingerprint": {"cpu": {"matmul": "rne"}}}),
     "options": typed_otherwise,
     "why a backend": in_table("unavailable", "cuda", "stolen"),
     "seconds": in_table("seconds", OURS, 1e-9),
@@ -457,7 +459,7 @@ def test_what_the_emulation_has_come_to_contradicts_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
-        ("records-1.json", '"met": true', '"met": true ', "records-1.json: SHA-256 is not as in statement.json"),
+        ("records-1.json", '"passed": true', '"passed": true ', "records-1.json: SHA-256 is not as in statement.json"),
         ("statement.json", '"profile_hash": "', '"profile_hash": "0', "statement.json: of profile small, 0"),
         ("summary.md", "10 cells", "9 cells", "summary.md: not what the records come to"),
         # A file elsewhere is not read.
@@ -525,10 +527,10 @@ def test_a_statement_that_is_none_is_one_line_and_exit_code_2(
 def failing(keep: Keep, ran: Run) -> Path:
     """A run in which a kernel of the backend's own errs beyond its bound, as it says, excused in the run itself."""
     (record,) = (cell for cell in ran.records if cell.id == VENDORS)
-    answers = {**record.answers, "bound": replace(record.answers["bound"], met=False, why="too large")}
+    answers = {**record.answers, "bound": replace(record.answers["bound"], passed=False, why="too large")}
     measures = {**record.measures, "error_over_bound": 3.0}
     changed = {
-        VENDORS: {"answers": answers, "measures": measures, "outcome": "fell", "excused": "so it is in baseline.json"}
+        VENDORS: {"answers": answers, "measures": measures, "outcome": "failed", "excused": "so it is in baseline.json"}
     }
     return keep(changed, "failing")
 
@@ -539,8 +541,8 @@ def test_what_fell_makes_the_statement_fall_unless_a_waiver_covers_it_until_its_
     folder, waivers = tmp_path / "handed_in", tmp_path / "waivers.toml"
     waivers.write_text(WAIVER)
     assert stating(failing)[0] == 1
-    assert "10 cells: 9 held, 1 fell" in (folder / "summary.md").read_text()
-    assert verified(folder) == (1, [f"refused: fell, and no waiver: {VENDORS}: too large"])
+    assert "10 cells: 9 passed, 1 failed" in (folder / "summary.md").read_text()
+    assert verified(folder) == (1, [f"refused: failed, and no waiver: {VENDORS}: too large"])
     assert stating(failing, "--waivers", waivers)[0] == 0
     assert "issue 12" in (folder / "summary.md").read_text()
     message = "refused: waiver cpu-sdpa_math-*, bound: expired on 2999-01-31"
@@ -593,7 +595,7 @@ def test_a_folder_with_something_else_is_left_alone_and_an_older_statement_is_re
     failing: Path, stated: Path, stating: Calls
 ) -> None:
     assert stating(failing)[0] == 1
-    assert "on cpu, emulation: fell" in (stated / "summary.md").read_text()
+    assert "on cpu, emulation: failed" in (stated / "summary.md").read_text()
     (stated / "thesis.tex").write_text("years of work")
     code, (line,) = stating(failing)
     assert (code, "there is something else in it" in line) == (2, True)
@@ -653,7 +655,7 @@ UNKNOWN = {
     "records*.answers.claim": "of a user's kernel: which tiles it works in, and so what is claimed, is not recorded",
 }
 #: Answers of a user's kernel of which no number is recorded, or not all that they rest on.
-UNTOLD = {"claim", "usage"}
+UNDECIDED_ANSWER = {"claim", "usage"}
 OF_O = {"row_coherence", "row_coherence_independent", *measures.OF_O}
 OF_GRADIENTS = frozenset(verification._OF_GRADIENTS)  # what equal bits of O tell nothing of
 
@@ -717,7 +719,7 @@ def unknown(before: Record, after: Record, what: str) -> bool:
     if before.experiment == "training":
         return True  # for which this profile does not ask
     if kind == "answers":
-        return before.kernel == "mine" and name in UNTOLD
+        return before.kernel == "mine" and name in UNDECIDED_ANSWER
     if name not in after.measures:
         return name not in verification._OF_EVERY_CALL | verification._OF_PREDICTION and before.backend != "emulation"
     if before.backend == "emulation" or (before.number("equal_bits") == 1.0 and name in OF_O - OF_GRADIENTS

@@ -16,15 +16,15 @@ from tiebreak.reports.tables.texts import LEGEND, cell_text, shown_text
 from tiebreak.reports.terminal import runnable
 
 SHOWN = Shown("bias", 0.23)
-MET = {records.FELL: False, records.CRASHED: False, records.TIMED_OUT: False, records.INCONCLUSIVE: None}
+PASSING = {records.FAILED: False, records.CRASHED: False, records.TIMED_OUT: False, records.UNDECIDED: None}
 
 
 def record(
-    kernel: str = "flash@paper", case: str = "random", *, outcome: str = records.HELD, shown: Shown | None = SHOWN
+    kernel: str = "flash@paper", case: str = "random", *, outcome: str = records.PASSED, shown: Shown | None = SHOWN
 ) -> Record:
     skipped = f"why {case}" if outcome == records.SKIPPED else None
-    met = MET.get(outcome, True)
-    answers = {} if skipped else {records.CLAIM: Answer(met, "unbiased", "" if met else f"why {case}")}
+    passed = PASSING.get(outcome, True)
+    answers = {} if skipped else {records.CLAIM: Answer(passed, "unbiased", "" if passed else f"why {case}")}
     command = f"pytest --cases {case}"
     made = made_up(kernel, case, outcome=outcome, shown=shown, skipped=skipped, command=command)
     return replace(made, answers=answers)
@@ -35,8 +35,8 @@ def a_run(*records: Record, legends: dict[str, str] | None = None) -> Run:
     return Run({}, {}, records, experiments=experiments)
 
 
-def fallen(records: Sequence[Record]) -> str:
-    return "\n".join(run_tables.fallen(records))
+def failures(records: Sequence[Record]) -> str:
+    return "\n".join(run_tables.failures(records))
 
 
 def tables(run: Run, width: int | None = 120) -> str:
@@ -46,10 +46,10 @@ def tables(run: Run, width: int | None = 120) -> str:
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
-        (records.HELD, "+0.23 ·"),
+        (records.PASSED, "+0.23 ·"),
         (records.MEASURED, "+0.23"),
-        (records.FELL, "!+0.23!"),
-        (records.INCONCLUSIVE, "?+0.23?"),
+        (records.FAILED, "!+0.23!"),
+        (records.UNDECIDED, "?+0.23?"),
         (records.SKIPPED, "skip"),
         (records.CRASHED, "!crash!"),
         (records.TIMED_OUT, "!time!"),
@@ -61,9 +61,9 @@ def test_a_cell_says_its_outcome(outcome: str, text: str) -> None:
 
 
 def test_an_excused_cell_stands_in_parentheses_and_one_that_broke_its_contract_shows_none() -> None:
-    excused = replace(record(outcome=records.FELL, shown=Shown(records.NONFINITE)), excused="known")
+    excused = replace(record(outcome=records.FAILED, shown=Shown(records.NONFINITE)), excused="known")
     assert cell_text(excused) == "(NaN)"
-    assert cell_text(record(outcome=records.FELL, shown=None)) == "!none!"
+    assert cell_text(record(outcome=records.FAILED, shown=None)) == "!none!"
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_kinds_of_experiments_have_tables_and_legends_of_their_own() -> None:
 
 
 def test_every_cell_that_did_not_hold_is_listed_with_its_reason_and_its_command_and_what_is_excused_last() -> None:
-    bad = (records.FELL, records.CRASHED, records.INCONCLUSIVE, records.TIMED_OUT)
-    excused = replace(record(outcome=records.FELL), excused="known: https://x")
-    *shown, last = fallen([excused, *(record(case=name, outcome=name) for name in records.OUTCOMES)]).splitlines()
+    bad = (records.FAILED, records.CRASHED, records.UNDECIDED, records.TIMED_OUT)
+    excused = replace(record(outcome=records.FAILED), excused="known: https://x")
+    *shown, last = failures([excused, *(record(case=name, outcome=name) for name in records.OUTCOMES)]).splitlines()
     assert sorted(line.strip() for line in shown if "why" in line) == sorted(f"why {outcome}" for outcome in bad)
     assert sum(f"rerun: {runnable('pytest')} --cases " in line for line in shown) == len(bad)
     assert last == "excused cpu-flash@paper-random-bf16: known: https://x (why random)"
@@ -123,7 +123,7 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
     sizes = [crashed(f"case{at}", f"RuntimeError: {at} is no 64 (mine.py, line 5)") for at in range(5)]
     same = [crashed(f"same{at}", "ValueError: no") for at in range(2)]
     other = crashed("case0", "ValueError: no", "other")
-    assert fallen([*sizes, *same, other]).splitlines() == [
+    assert failures([*sizes, *same, other]).splitlines() == [
         "crashed cpu-mine-case0-bf16, cpu-mine-case1-bf16, cpu-mine-case2-bf16, and 2 more",
         "    RuntimeError: 0 is no 64 (mine.py, line 5)",
         "    so all 5, with other numbers",
@@ -138,13 +138,13 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
 
 
 def test_in_brief_a_cell_that_fell_is_a_line_and_only_the_first_have_one() -> None:
-    off = replace(record(case="off", outcome=records.FELL), evidence={"off": {"dQ is off by 700 % of its size": 7.0}})
+    off = replace(record(case="off", outcome=records.FAILED), evidence={"off": {"dQ is off by 700 % of its size": 7.0}})
     alike, many = [crashed(f"case{at}", "ValueError: no") for at in range(2)], "abcdefgh"
-    lines = run_tables.brief([record(), off, *alike, *(record(case=name, outcome=records.FELL) for name in many)])
+    lines = run_tables.brief([record(), off, *alike, *(record(case=name, outcome=records.FAILED) for name in many)])
     assert lines[:3] == [
-        "fell cpu-flash@paper-off-bf16: dQ is off by 700 % of its size",
+        "failed cpu-flash@paper-off-bf16: dQ is off by 700 % of its size",
         "crashed cpu-mine-case0-bf16, cpu-mine-case1-bf16: ValueError: no",
-        "fell cpu-flash@paper-a-bf16: why a",
+        "failed cpu-flash@paper-a-bf16: why a",
     ]
     assert lines[8:] == ["and 2 more"]
 
@@ -153,14 +153,14 @@ def test_the_summary_counts_and_tells_why() -> None:
     run = Run(
         {},
         {},
-        (record(), *(record(case=name, outcome=name) for name in (records.FELL, records.SKIPPED, records.TIMED_OUT))),
+        (record(), *(record(case=name, outcome=name) for name in (records.FAILED, records.SKIPPED, records.TIMED_OUT))),
         not_run=("x", "y"),
         unavailable={"abacus": "its beads are stuck"},
         explanations={"cpu-mine": Explanation(records.FOLLOWS, ("paper",), 2, 0.9999)},
         complete=False,
     )
     assert summary(run).splitlines() == [
-        "4 cells: 1 held, 1 fell, 1 timed out, 1 skipped",
+        "4 cells: 1 passed, 1 failed, 1 timed out, 1 skipped",
         "skipped (1) cpu-flash@paper: why skipped",
         "backend abacus did not run: its beads are stuck",
         "cpu-mine: follows paper (99.99 % of bits in 2 cells)",

@@ -17,7 +17,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.records.record import CLAIM, FELL, HELD, MEASURED, SKIPPED, Record, SeriesRecord, Shown
+from tiebreak.reports.records.record import CLAIM, FAILED, MEASURED, PASSED, SKIPPED, Record, SeriesRecord, Shown
 
 FLASH, FAIR = (trained_kernel(VARIANTS[f"{name}@train_l_rounded"]) for name in ("flash", "fair"))
 SHORT = replace(DRIFT, steps=4)
@@ -117,12 +117,12 @@ def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study_and_no_o
 
 def test_a_run_that_drifts_as_claimed_holds() -> None:
     record = train(FLASH)
-    assert (record.outcome, record.reasons, record.plan) == (HELD, (), "flash@train_l_rounded")
+    assert (record.outcome, record.reasons, record.plan) == (PASSED, (), "flash@train_l_rounded")
     assert record.experiment == "training"
     assert record.digest == train(FLASH).digest != train(FLASH, seed=2).digest
     assert record.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FLASH.name])[0].text
-    assert record.met(CLAIM)
-    assert record.met("loss")
+    assert record.passed(CLAIM)
+    assert record.passed("loss")
     described = TrainingRun(SHORT).described()
     assert (described.label, described.headline, record.evidence["paper"]) == ("A", "delta_error_mean", "fails")
     assert set(record.measures) == set(KIND.measured)
@@ -141,10 +141,10 @@ def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
     claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
     snippet = replace(SHORT, name="a test", own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
     record = run(Cell(EMULATION, FAIR, TrainingRun(snippet), BF16))
-    assert record.outcome == FELL
-    assert record.met(CLAIM) is False
+    assert record.outcome == FAILED
+    assert record.passed(CLAIM) is False
     assert len(record.reasons) == 1
-    assert "claim fell: 1 < delta_error_mean (a test); delta_error_mean = " in record.reasons[0]
+    assert "claim failed: 1 < delta_error_mean (a test); delta_error_mean = " in record.reasons[0]
 
 
 def test_a_device_without_the_snippets_format_and_a_kernel_that_cannot_be_told_are_skipped() -> None:
@@ -192,9 +192,9 @@ def test_a_users_kernel_trains_with_its_own_backward_pass_and_is_held_to_fairnes
     assert (free.number("delta_error_mean") or 0.0) > 1e-3
     assert free.outcome == MEASURED
     assert CLAIM not in free.answers
-    assert free.met("contract")
+    assert free.passed("contract")
     assert free.measures == held.measures
-    assert held.outcome == FELL
+    assert held.outcome == FAILED
     assert held.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FAIR.name])[0].text
 
 
@@ -203,6 +203,6 @@ def test_gradients_of_nan_fall_and_a_kernel_without_a_causal_mask_does_not_train
         train(external_kernel(mine.replace(":mine", f":{name}")), backend=CPU)
         for name in ("nan_backward", "not_causal")
     )
-    assert (nan.outcome, nan.met("loss")) == (FELL, False)
+    assert (nan.outcome, nan.passed("loss")) == (FAILED, False)
     assert not_causal.outcome == SKIPPED
     assert not_causal.skipped == "not_causal takes no causal mask, and training asks for one"

@@ -71,7 +71,7 @@ def _values(fmt: Format) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % SIZE))
 
 
-AWAY = [(fmt, Rounding.TIES_AWAY) for fmt in (BF16, FP16, FP8_E4M3, FP8_E5M2)]
+AWAY = [(fmt, Rounding.RTNA) for fmt in (BF16, FP16, FP8_E4M3, FP8_E5M2)]
 
 
 @pytest.mark.parametrize(("fmt", "how"), [*AWAY, (BF16, Rounding.STOCHASTIC), (FP16, Rounding.STOCHASTIC)])

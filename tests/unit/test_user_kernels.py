@@ -118,13 +118,13 @@ MASKS, SHAPES = ("random", "random_causal", "random_causal_chunk"), ("random_gro
 @pytest.mark.parametrize(
     ("kernel", "names", "outcomes", "why"),
     [
-        ("precise", SHAPES, "skipped held held",
+        ("precise", SHAPES, "skipped passed passed",
          r"tried with grouped-query heads, it raised RuntimeError: The size of tensor a \(16\) must match the size of"
          r" tensor b \(4\) at non-singleton dimension 1 \(mine.py, line \d+\)"),
-        ("of_key_heads", SHAPES, "skipped held held",
+        ("of_key_heads", SHAPES, "skipped passed passed",
          r"tried with grouped-query heads, it returned shape \(1, 4, 4, 64\), expected \(1, 16, 4, 64\)"),
-        ("unmasked", MASKS, "held crashed skipped", r"AssertionError: no message \(mine.py"),
-        ("square", MASKS, "held held skipped",
+        ("unmasked", MASKS, "passed crashed skipped", r"AssertionError: no message \(mine.py"),
+        ("square", MASKS, "passed passed skipped",
          r"tried with causal mask of fewer or more queries than keys and d = 32 and 16 queries and 100 keys, it raised"
          r" AssertionError: as many queries as keys \(mine"),
     ],
@@ -150,7 +150,7 @@ def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(judge: Matrix
     assert (explanation.state, explanation.plans) == (FOLLOWS, (plan,))
     held = judge("fused", "--plan", plan, cases="tied_maxima[k=2],sink_tie,random")
     assert held.ret == 0
-    assert all(record.met(PREDICTION) and record.plan == plan for record in kept().records)
+    assert all(record.passed(PREDICTION) and record.plan == plan for record in kept().records)
 
 
 @pytest.mark.quick
@@ -187,13 +187,13 @@ def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: Mat
     products, cases = plan_changes(CPU.arithmetic, CPU.device), "growing_maximum,ties_across_blocks"
     result = judge("unfused", "--plan", ",".join(("paper", *products)), cases=cases)
     assert result.ret == 0
-    assert all(record.met(PREDICTION) and equal_bits(record) >= FOLLOWED for record in kept().records)
+    assert all(record.passed(PREDICTION) and equal_bits(record) >= FOLLOWED for record in kept().records)
     assert judge("unfused", "--plan", "flash@paper,tile=64", cases=cases).ret == 1
     assert all(equal_bits(record) < FOLLOWED for record in kept().records)
     assert judge("unfused", "--plan", "fused", cases="tied_maxima[k=2]").ret == 1
     (record,) = kept().records
-    fell = r"not what \S+@fused predicts: bias \S+ \+- \S+ ulp measured, bias .* emulated"
-    assert re.search(fell, " ".join(record.reasons))
+    failed = r"not what \S+@fused predicts: bias \S+ \+- \S+ ulp measured, bias .* emulated"
+    assert re.search(failed, " ".join(record.reasons))
 
 
 @pytest.mark.parametrize("plan", [(), ("--plan", "fair")], ids=["undeclared", "declared"])
@@ -204,7 +204,7 @@ def test_a_fair_kernel_is_fair_and_told_that_its_random_bits_are_its_own(
     assert result.ret == 0
     claims = [record.answers[CLAIM] for record in kept().records if CLAIM in record.answers]
     assert [claim.source for claim in claims] == ["--fair: no bias on any failure input"] * 2
-    assert all(claim.met for claim in claims)
+    assert all(claim.passed for claim in claims)
     if not plan:
         told = r"cpu-stochastic: behaves like .*fair.* in 2 cells \(its random bits are its own\)"
         result.stdout.re_match_lines([told])
@@ -221,4 +221,4 @@ def test_a_correctly_rounded_output_is_no_worse_than_itself_though_it_is_not_fai
     assert judge(*unfused, "--no-worse-than", "rounded", cases=cases).ret == 1
     assert [record.tied for record in kept().records] == [False, False]
     (reason,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
-    assert re.search(r"claim fell: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", reason)
+    assert re.search(r"claim failed: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", reason)

@@ -14,7 +14,7 @@ def test_casts_are_those_that_the_sources_name() -> None:
         for name, known in VENDOR_PLANS.items()
         if (parsed := parse_declaration(known.plan)).plan.p_bar.narrows
     }
-    away, even, zero = Rounding.TIES_AWAY, Rounding.TO_EVEN, Rounding.TOWARD_ZERO
+    away, even, zero = Rounding.RTNA, Rounding.RNE, Rounding.RTZ
     others = {
         "ascend_training": (away, away),
         "ascend_decode": (away, even),

@@ -20,7 +20,7 @@ from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.watch import Watch, timed_out
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.gate.expected import Excuses
-from tiebreak.reports.records.record import CRASHED, HELD, INCONCLUSIVE, MEASURED, TIMED_OUT, Run
+from tiebreak.reports.records.record import CRASHED, MEASURED, PASSED, TIMED_OUT, UNDECIDED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -82,14 +82,14 @@ def test_a_kernel_that_hangs_or_dies_has_its_own_outcome_and_every_cell_its_reco
     of_mine, others = ({record.case: record for record in run.records if record.kernel == name}
                        for name in ("mine", "standard"))  # fmt: skip
     assert {case: record.outcome for case, record in of_mine.items()} == {
-        "random": HELD,
+        "random": PASSED,
         "random_odd": TIMED_OUT,
         "random_causal": CRASHED,
     }
     assert others.keys() == of_mine.keys()
-    assert {record.outcome for record in others.values()} <= {HELD, MEASURED}
+    assert {record.outcome for record in others.values()} <= {PASSED, MEASURED}
     late = of_mine["random_odd"]
-    assert late.met("in_time") is False
+    assert late.passed("in_time") is False
     assert "twice: no result after 4 s; it was in mine (mine.py, line 9)" in late.reasons[0]
     died = "its process died: killed by a signal, out of memory, or ended by the kernel itself"
     assert of_mine["random_causal"].reasons == (died,)
@@ -159,7 +159,7 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
 
 
 def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
-    """Where the user's code was once, and the suite's the second time, is not told of the kernel."""
+    """Where the user's code was once, and the suite's the second time, is undecided of the kernel."""
     cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
     collector = collecting(*cells)
     for cell, first, second in zip(cells[:3], (None, DUMP, DUMP), (DUMP, DUMP, "suite's"), strict=True):
@@ -171,8 +171,8 @@ def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(col
         word.write_text(DUMP.replace("call.py", "workbench.py") if second == "suite's" else second)
         collector.pytest_runtest_logreport(died(cell, "gw0"))
     records = [collector.records[cell.id] for cell in cells[:3]]
-    assert [record.outcome for record in records] == [INCONCLUSIVE, TIMED_OUT, INCONCLUSIVE]
-    assert [record.met("in_time") for record in records] == [None, False, None]
+    assert [record.outcome for record in records] == [UNDECIDED, TIMED_OUT, UNDECIDED]
+    assert [record.passed("in_time") for record in records] == [None, False, None]
     assert len(collector.late["flash@paper"]) == 5, "it may hang in each of its cells, wherever it was"
     assert records[1].reasons == ("twice: no result after 62.5 s; it was in hang (attention.py, line 8)",)
     (collector.words / "gw0").unlink()

@@ -13,7 +13,7 @@ def narrow(x, C: tl.constexpr):
     FMT: tl.constexpr = C.fmt
     if not C.narrows:
         return x
-    elif C.rounding.name == "TIES_AWAY":
+    elif C.rounding.name == "RTNA":
         return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
     elif C.saturates:  # NVIDIA's casts to 8 bits do, not those of every device
         return _native(tl.where(x > FMT.largest, FMT.largest, tl.where(x < -FMT.largest, -FMT.largest, x)), FMT)

@@ -306,10 +306,7 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
         evidence["backward"] = backward.bits
     if output.assumed:
         evidence["assumed"] = output.assumed
-    if (
-        sample.verdict is Verdict.INCONCLUSIVE
-        and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
-    ):
+    if sample.verdict is Verdict.UNDECIDED and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS:
         evidence["heads_to_tell"] = heads
     if bench.settings.rules:
         evidence["rules"] = said(output, bench)
@@ -326,24 +323,24 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
     if sample.claim is not None:
         expectation = sample.claim.expectation
         measured = expectation.text(sample.errors)
-        yield Claimed(expectation.name, sample.claim.source, sample.claim_met, measured, expectation.waives)
+        yield Claimed(expectation.name, sample.claim.source, sample.claim_passed, measured, expectation.waives)
     if sample.bench.settings.as_rounded and sample.rounded is not None:
         measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
-        yield Claimed(*NO_WORSE, sample.rounded_met, measured)
+        yield Claimed(*NO_WORSE, sample.rounded_passed, measured)
 
 
 def _prediction(sample: Sample) -> Predicted | None:
-    """Where it is not met, also whether it would be if the plan said how the device adds up products."""
+    """Where it failed, also whether it would be if the plan said how the device adds up products."""
     if sample.prediction is None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
     measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
-    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_met is False else ()
+    products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_passed is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
             measured += f"; {plan}, as this device multiplies, does"
-    return Predicted(label, sample.prediction_met, measured)
+    return Predicted(label, sample.prediction_passed, measured)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:

@@ -103,7 +103,7 @@ class Contract(Experiment):
         drifts = {**third.drifts, **second.drifts}
         why = "" if shares[_O] == 1.0 else "runs on the same input differ in bits"
         why = why or ", ".join(f"{name} of another run is {drift:+.2%} larger" for name, drift in drifts.items())
-        asked = "the same bits of O each time, and gradients as large"
+        asked = "bitwise equal O each time, and gradients as large"
         answers = {REPEATABLE: Answer(not why, asked, f"not repeatable: {why}" if why else "")}
         if leaks:
             answers[CONTRACT] = contract_broken(f"leaks: {leaks}")

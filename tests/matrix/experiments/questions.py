@@ -89,7 +89,7 @@ INVARIANCE = Kind(
     _Invariance.kind,
     records.ExperimentRecord(
         "a call compared with itself under one change",
-        "0: the same bits; else the signed mean of the difference in ulps, + away from zero, farthest from 0 of all"
+        "0: bitwise equal; else the signed mean of the difference in ulps, + away from zero, farthest from 0 of all"
         " changes.\nB: with a bias (99.9 % beyond 0.05 ulp), ?: not known yet, neither: without one.",
     ),
     on_request=True,

@@ -193,7 +193,7 @@ def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measur
 
 def _claimed(claim: SnippetClaim, measures: Mapping[str, float]) -> Claimed:
     measured = f"{claim.measure} = {measures[claim.measure]:.3g}"
-    return Claimed(claim.text, claim.source, claim.held(measures), measured, claim.waives)
+    return Claimed(claim.text, claim.source, claim.passes(measures), measured, claim.waives)
 
 
 class _TrainingRuns(Kind):

@@ -78,7 +78,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
             plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
     for field in _POSITIVE:
         if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
-            plan = replace(plan, **{field: replace(cast, rounding=Rounding.TOWARD_ZERO)})
+            plan = replace(plan, **{field: replace(cast, rounding=Rounding.RTZ)})
     plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
     if rule.lag and block.whole:

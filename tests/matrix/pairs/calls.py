@@ -29,8 +29,8 @@ from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import CaseBench, equal_bits
 from tiebreak.reports.pairs.log_probabilities import SIDES, A, B
-from tiebreak.reports.pairs.verdict import APART, NOT_TOLD, ROUNDINGS, SAME, CallRecord, GradientRecord
-from tiebreak.reports.records.record import Estimate, finite
+from tiebreak.reports.pairs.verdict import APART, ROUNDINGS, SAME, CallRecord, GradientRecord
+from tiebreak.reports.records.record import UNDECIDED, Estimate, finite
 
 _GRADIENTS = {"dQ": "dq", "dK": "dk", "dV": "dv"}
 
@@ -58,7 +58,7 @@ class PairedCall:
             for look in range(LOOKS):
                 for index in batches_of(look):
                     self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
-                if self._verdict()[0] != NOT_TOLD:
+                if self._verdict()[0] != UNDECIDED:
                     break
             return self._told()
         except _LeftOutError as left:
@@ -72,7 +72,7 @@ class PairedCall:
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
-            raise _LeftOutError(NOT_TOLD, f"{letter} raised {raised(error, side.kernel)}") from error
+            raise _LeftOutError(UNDECIDED, f"{letter} raised {raised(error, side.kernel)}") from error
         if answer is None:
             raise _LeftOutError(None, f"{letter}: {asked.refused[name]}")
         return answer.o
@@ -122,14 +122,14 @@ class PairedCall:
         if self.bench.case.bits_tell and (verdict := judge(apart)) is Verdict.BIASED:
             return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
         if ratio is None:
-            return NOT_TOLD, "of no two plans is known how far they differ here"
+            return UNDECIDED, "of no two plans is known how far they differ here"
         if ratio.low > LIMIT:
             least = f"at least {ratio.low:.3g}, {LIMIT} is allowed"
             return APART, f"mean square {ratio.mean:.3g} times what both plans' errors add up to ({least})"
         if verdict is Verdict.UNBIASED and ratio.high <= LIMIT:
             return ROUNDINGS, ""
         heads = self._drawn
-        return NOT_TOLD, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"
+        return UNDECIDED, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"
 
     @property
     def _drawn(self) -> int:

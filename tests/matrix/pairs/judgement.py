@@ -24,7 +24,7 @@ from tiebreak.reports.pairs import verdict as verdicts
 from tiebreak.reports.pairs.log_probabilities import ModelRecord
 from tiebreak.reports.pairs.verdict import CallRecord, PairVerdict, SideRecord
 from tiebreak.reports.records.decode import SCHEMA
-from tiebreak.reports.records.record import FELL, FOLLOWED, HELD, MEASURED
+from tiebreak.reports.records.record import FAIL, FAILED, FOLLOWED, MEASURED, PASS, PASSED
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
@@ -39,7 +39,7 @@ CASES = (
     *("padded", "sink_at_maximum", "window_cuts_tie", "served[sink]"),
     *(f"invariance[{name}]" for name in ("batch", "split", "padding", "memory", "decode")),
 )
-_TOLD = {HELD: True, MEASURED: False, FELL: False}  # of a question: whether no bit changed
+_TOLD = {PASSED: True, MEASURED: False, FAILED: False}  # of a question: whether no bit changed
 
 
 def judged(
@@ -81,9 +81,9 @@ def judged(
     names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
     return PairVerdict(
         SCHEMA,
-        headline=f"{' and '.join(names)} [{fmt.name}]: {sentence}",
+        headline=f"{verdicts.RESULTS[severity]}: {' and '.join(names)} [{fmt.name}]: {sentence}",
         severity=severity,
-        ok=severity in (verdicts.ROUNDINGS, verdicts.SAME),
+        ok=verdicts.RESULTS[severity] == PASS,
         sides=(_record(sides[0], 0, calls), _record(sides[1], 1, calls)),
         format=fmt.name,
         seed=settings.seed,
@@ -102,7 +102,7 @@ def summed_exactly(side: Side) -> Side:
 
 
 def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
-    """A verdict that falls where log-probabilities are farther apart than allowed, or there are none."""
+    """A verdict that fails where log-probabilities are farther apart than allowed, or there are none."""
     numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
     beyond = [
         f"{name} is {'not known' if number is None else f'{number:.3g}'}, {limits[name]:g} is allowed"
@@ -111,13 +111,14 @@ def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
     ]
     if not beyond:
         return verdict
-    return structs.replace(verdict, ok=False, headline=f"{verdict.headline}; BEYOND A LIMIT: {'; '.join(beyond)}")
+    _, _, said = verdict.headline.partition(": ")
+    return structs.replace(verdict, ok=False, headline=f"{FAIL}: {said}; beyond a limit: {'; '.join(beyond)}")
 
 
 def _invariant(
     sides: tuple[Side, Side], question: Experiment, fmt: Format, settings: Settings, tell: Tell
 ) -> tuple[bool | None, bool | None]:
-    """Whether a change of a call leaves each side's bits as they are; None: it can't be asked, or is not told."""
+    """Whether a change of a call leaves each side's bits as they are; None: it can't be asked, or is undecided."""
     tell(f"asking both {question.name}")
     cells = (Cell(side.backend, side.kernel, question, fmt) for side in sides)
     a, b = (_TOLD.get(run_cell(cell, Workbench(settings)).outcome) for cell in cells)

@@ -42,7 +42,7 @@ BATCH, HEADS = 2, 4  # of a call whose answer must be one with another
 _ALL: Mapping[str, float] = {}
 _ROUNDED_ONCE = 1.0 / 12  # mean squared error in ulps^2 of what is rounded once: no sound side is held to less
 _DIFFERING, _DIFFERENCE = "differing_bits", "mean_difference"
-_ASKED, _DECLARED = "no bias that comes of the change", "the same bits, as the kernel declares"
+_ASKED, _DECLARED = "no bias that comes of the change", "bitwise equal, as the kernel declares"
 WITHIN_ERROR = {
     "other_bits": MeasureRecord("largest share of elements of O or a gradient that have other bits in the other call"),
     "difference_ulps": MeasureRecord("largest difference between the two calls", "ulp"),

@@ -11,7 +11,7 @@ from tiebreak.programs.audit.compiling import TARGETS, NotCompiledError, Target,
 from tiebreak.programs.audit.reading import read
 from tiebreak.reports import audit as records
 from tiebreak.reports.audit import Audit, Audits, audit_tables
-from tiebreak.reports.cli import FELL, HELD, Parser
+from tiebreak.reports.cli import FAILED, PASSED, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import matching, split
 from tiebreak.reports.records import store
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.update:
         store.write(audits, options.expect)
         print(f"expectation written: {options.expect}")
-    return HELD if expected is None or _judge(expected, audits, options) else FELL
+    return PASSED if expected is None or _judge(expected, audits, options) else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,8 +85,8 @@ def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> boo
     lines = records.differences(inside, audits.audits)
     skips = sum(audit.skipped is not None for audit in audits.audits)
     print(
-        f"audit {'FELL' if lines else 'held'}: {counted(len(audits.audits) - skips, 'kernel')} compared with {path},"
-        f" {skips} skipped, {len(lines)} differences"
+        f"audit {'FAILED' if lines else 'passed'}: {counted(len(audits.audits) - skips, 'kernel')} compared with"
+        f" {path}, {skips} skipped, {len(lines)} differences"
     )
     for line in lines:
         print(f"changed {line}")

@@ -28,7 +28,7 @@ _FLUSHING = re.compile(r"^v_(?:exp|log)_f32$")  # "denormals are flushed", whate
 _MODE = re.compile(r"^(?:s_setreg|s_round_mode)")
 
 _DIRECTED = frozenset({"rz", "rm", "rp"})
-_ROUND_MODES = ("to even", "up", "down", "toward zero")  # of MODE.FP_ROUND
+_ROUND_MODES = ("RNE", "up", "down", "RTZ")  # of MODE.FP_ROUND
 _DENORMALS_KEPT = 3  # of MODE.FP_DENORM
 _DEPTHS = {"f16": 16, "tf32": 8, "f8f6f4": 32}  # K of tcgen05.mma by kind
 _FORMATS = {"f16": ("f16", "bf16"), "tf32": ("?", "?", "tf32"), "f8f6f4": ("e4m3", "e5m2")}  # by code in the descriptor
@@ -144,7 +144,7 @@ def _mode(code: Code) -> str:
     """How operations round: PTX marks what is not to even; AMDGCN has a register, for fp32 and for fp64 and fp16."""
     if code.dialect == "ptx":
         modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if at.is_float)
-        return ", ".join(["to even", *sorted(frozenset().union(*modes))])
+        return ", ".join(["RNE", *sorted(frozenset().union(*modes))])
     single, other = (_ROUND_MODES[_setting(code, f"float_round_mode_{size}")] for size in ("32", "16_64"))
     text = single if single == other else f"{single}, fp16 {other}"
     changes = _kinds(" ".join(at.operands) for at in code.matching(_MODE.match))

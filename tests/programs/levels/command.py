@@ -69,7 +69,7 @@ def _parser() -> Parser:
         "of its own that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
         "--kernels, --heads, -n. Example: tiebreak levels --arch aarch64 --cases 'tied*' --heads 64",
         epilog="--arch takes QEMU's user mode, Debian's packages and PyPI's wheels: 600 MB in the user's cache, once. "
-        "Exit codes: 0 all held, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
+        "Exit codes: 0 all passed, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
         allow_abbrev=False,  # what begins alike may be pytest's
     )
     parser.add_argument("--list", action="store_true", help="name and environment of each level, and nothing is run")

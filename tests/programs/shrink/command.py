@@ -27,7 +27,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
 from tiebreak.programs.shrink.search import BOUND, FINITE, Finding, Seen, Shrinker
-from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
+from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
 from tiebreak.reports.records import store
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     store.write_text(script(left, finding, sign, kernel, backend.device, origin), options.output)
     print(f"left after {shrinker.trials} trials: {shrinker.part.size}; written: {options.output}; it says:", flush=True)
     shown = _rechecked(options.output)
-    return INTERRUPTED if interrupted else (HELD if shown else FELL)
+    return INTERRUPTED if interrupted else (PASSED if shown else FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.statement.profiles import PROFILES, profile
 from tiebreak.programs.statement.verification import Judged, judged, recomputed, sample
 from tiebreak.reports import statement as statements
-from tiebreak.reports.cli import FELL, HELD, Parser, count
+from tiebreak.reports.cli import FAILED, PASSED, Parser, count
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.gate.expected import Expected
 from tiebreak.reports.names import first_few, unknown
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def state(arguments: Sequence[str]) -> int:
-    """Write a statement; the exit code is 1 if the statement says that it fell."""
+    """Write a statement; the exit code is 1 if the statement says that it failed."""
     about = "A folder to hand in: records, digests, waivers, a summary."
     more = "tiebreak statement --verify DIR: whether one holds; --verify --help says more"
     parser = Parser(prog="tiebreak statement", description=about, epilog=more)
@@ -51,7 +51,7 @@ def state(arguments: Sequence[str]) -> int:
     records = statements.waived(runs, waivers)
     result = statements.result(records)
     print(f"statement: {options.output}: profile {asked.name}, {counts(records, WAIVED)}: {result}")
-    return HELD if result == "held" else FELL
+    return PASSED if result == "passed" else FAILED
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -71,7 +71,7 @@ def verify(arguments: Sequence[str]) -> int:
     asked = wanted or _profile(statement.profile, FILE)
     found, told = _problems(options.folder, statement, asked, options.sample, options.seed)
     print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
-    return FELL if found else HELD
+    return FAILED if found else PASSED
 
 
 def _profile(name: str, where: str = "--profile") -> Profile:
@@ -179,8 +179,8 @@ def problems_of_records(
     Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
     """
     known, found = _judged(runs, asked, waivers)
-    fallen = [record for record in statements.waived(runs.values(), waivers) if record.fails]
-    found += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in fallen]
+    failed = [record for record in statements.waived(runs.values(), waivers) if record.fails]
+    found += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in failed]
     needed = asked.recomputed if statements.asked_of_suite(runs.values(), asked) else 0
     chosen = sample(known, asked.recomputed if size is None else size, seed)
     if len(chosen) < needed:

@@ -51,7 +51,7 @@ _OF_EVERY_CALL = (OF_O.keys() | MORE_OF_O.keys()) - {*_OF_PREDICTION, "rounded_b
 _OF_GRADIENTS = frozenset({"delta_bias", *OF_GRADIENTS})
 _SAID = {True: frozenset({"rules"}), False: frozenset[str]()}  # evidence that is not asked again: of --rules
 _NOISE = 1e-6  # what fp64 sums leave of a number that should be 0
-_MET = {True: "met", False: "not met", None: "not told"}
+_WORDS = {True: "passed", False: "failed", None: "undecided"}
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
         if getattr(record, name) != getattr(blank, name):
             yield f"{name}: {getattr(record, name)}, and its cell has {getattr(blank, name)}"
     yield from contradictions(record, run)
-    if record.excused is not None and all(answer.met for answer in record.answers.values()):
-        yield "excused: and nothing fell"
+    if record.excused is not None and all(answer.passed for answer in record.answers.values()):
+        yield "excused: and nothing failed"
     answered = isinstance(cell.experiment, Call | TrainingRun)  # of other kinds running it alone tells
     if record.outcome == SKIPPED and cell.kernel.composed and answered:
         here = replace(cell, backend=replace(cell.backend, device="cpu"))
@@ -252,8 +252,8 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
         told = record.answers.get(name)
         if told is None:
             yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
-        elif told.met is not answer.met:
-            yield f"answers.{name}: {_MET[told.met]}, and its measures say {_MET[answer.met]}"
+        elif told.passed is not answer.passed:
+            yield f"answers.{name}: {_WORDS[told.passed]}, and its measures say {_WORDS[answer.passed]}"
         elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY:
             yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
 
@@ -267,11 +267,11 @@ def _call_result(judged: Judged, case: Case) -> Result:
     verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
     backward = record.answers.get(GRADIENTS)
-    raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
+    raised = backward is not None and backward.passed is False and "gradients_nonfinite" not in measures
     prediction = None
     if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
         apart = _interval(record.measures.get("prediction_difference"))
-        prediction = Predicted(declared.label, record.met(PREDICTION) if nonfinite else predicted(apart), "")
+        prediction = Predicted(declared.label, record.passed(PREDICTION) if nonfinite else predicted(apart), "")
     return Result(
         measures=measures,
         shown=shown(nonfinite, _number(record, "gain"), bias.mean, verdict),
@@ -303,10 +303,12 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
         expectation = claim.expectation
         # Of rows a record has the means alone, without their interval.
         rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
-        met = record.met(CLAIM) if rows else expectation.met(_errors(record))
-        yield Claimed(expectation.name, claim.source, met, "", expectation.waives)
+        passed = record.passed(CLAIM) if rows else expectation.passed(_errors(record))
+        yield Claimed(expectation.name, claim.source, passed, "", expectation.waives)
     if of_users and judged.settings.as_rounded:
-        yield Claimed(*NO_WORSE, record.met(CLAIM), "")  # the difference from what it is compared with is not recorded
+        yield Claimed(
+            *NO_WORSE, record.passed(CLAIM), ""
+        )  # the difference from what it is compared with is not recorded
 
 
 def _errors(record: Record) -> Errors:
