@@ -21,12 +21,14 @@ class Algorithm:
 
 
 _TAKES = frozenset(FEATURES) - {HIDDEN_NAN}  # 0 times NaN is NaN
-_OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8", "sink"})
+_OF_FLASH = frozenset({"row_sum_of", "offset", "pv", "v8", "p8"})
 FLASH_ATTENTION = Algorithm("flash", flash, tiled=True, takes=_TAKES)
 # P is normalised before its cast, so its sum is known before it is rounded.
 FLASH_ATTENTION_1 = Algorithm("flash_1", flash_1, tiled=True, takes=_TAKES, claimed_as="flash_1", unused=_OF_FLASH)
 SPLIT_ATTENTION = Algorithm("split", split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
 # l sums what `exp` leaves.
-STANDARD_ATTENTION = Algorithm("standard", standard, tiled=False, takes=_TAKES, claimed_as="standard", unused=_OF_FLASH)
+STANDARD_ATTENTION = Algorithm(
+    "standard", standard, tiled=False, takes=_TAKES, claimed_as="standard", unused=_OF_FLASH | {"sink"}
+)
 #: Those that a plan of flash attention goes with, by what stands before its @.
 TILED = {algorithm.name: algorithm for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION)}

@@ -259,7 +259,12 @@ def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     o, lse = _online(forward, rows, tiles, None if sink is None else plan.sink, plan.o_bar)
     if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
         return o, lse
-    return forward.final(o, rows) * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
+    return _with_sink(forward.final(o, rows), lse, sink)
+
+
+def _with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Let a sink enter rows of O that are normalised without it."""
+    return o * torch.sigmoid(lse - sink), torch.logaddexp(lse, sink.expand_as(lse))
 
 
 def _online(
@@ -303,7 +308,8 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
     lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~,
     O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
-    running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
+    running O's; l sums P before its cast, always. Each tile is shifted by its maximum. A sink that does not come first
+    scales the last O.
     """
     operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
@@ -321,7 +327,10 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
         pv = forward.arithmetic.matmul(p, v, plan.o_bar.of_a_tile, plan.accumulator)
         o = forward.running(plan.o_bar, o * (l / divisor * alpha), pv)
         m, l = new_m, new_l
-    return operands.unscaled(o), softmax.natural(m) + torch.log(l)
+    o, lse = operands.unscaled(o), softmax.natural(m) + torch.log(l)
+    if operands.sink is None or plan.sink is SinkEntry.FIRST:
+        return o, lse
+    return _with_sink(forward.final(o, rows) if plan.sink is SinkEntry.AFTERWARDS else o, lse, operands.sink)
 
 
 @_tile_by_tile

@@ -52,6 +52,7 @@ _MORE = (
     "flash@fused_p_bar_away",
     "flash@fused_fp8",
     "flash@fused_contracted",
+    "flash_1@fused,sink=last",
 )
 # Online softmax written out in PyTorch, O cast to the inputs' format once a tile: o = (o * a + p @ v).to(q.dtype).
 _LOOPS = tuple(f"flash@paper,o_bar=input:once,tile={keys}" for keys in (64, 32))

@@ -198,6 +198,7 @@ def test_reference_is_what_torch_and_its_autograd_make_of_it(features: tuple[Fea
     "plan",
     ["flash@fp32,tile=4", "flash@fp32,contract=yes,sink=last,tile=5", "lazy@fp32,sink=maximum,base=2,tile=4x5",
      "lazy@fp32,contract=yes,base=2,tile=4x5", "flash@fp32,sink=afterwards,tile=5", "flash_1@fp32,tile=4",
+     *(f"flash_1@fp32,sink={entry},tile=4" for entry in ("maximum", "last", "afterwards")),
      "flash_1@fp32,contract=yes,tile=4", "split@fp32,tile=5", "standard,p_bar=fp32,o=fp32,contract=yes"],
 )  # fmt: skip
 def test_algorithms_in_fp32_are_the_reference(features: tuple[Feature, ...], plan: str) -> None:

@@ -98,3 +98,9 @@ def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> Non
     record = run_cell(cell, _bench(_HEADS))
     assert PREDICTION not in record.answers
     assert "predicted_bias" not in record.measures
+
+
+def test_a_kernel_of_flash_attention_1_whose_sink_comes_last_is_not_blamed() -> None:
+    """P is cast without the sink then, which the plan of its other inputs has in every row sum."""
+    sound = _run("flash_1", "sink_at_maximum", BF16.name, _HEADS)
+    assert sound.passes, sound.reasons
