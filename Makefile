@@ -85,14 +85,10 @@ training: $(STAMP)  ## the short training runs at three seeds: table and figure
 LEVELS ?=
 test: $(FULL) lint suite $(if $(LEVELS),levels)  ## lint, types and the whole test suite, held against the committed baseline
 
-# Where faults show first, by a test that takes less than a second: rounding, plans, kernels, checks, records, tables, gate.
-QUICK := $(addprefix tests/unit/test_,$(addsuffix .py,accumulators arithmetic bounds call_features cases checks \
-           contraction declarations errors features formats options plans rounding rounding_points rooms selection \
-           shift_rules tables words)) \
-         $(addprefix tests/reports/test_,$(addsuffix .py,compare findings gate grids names show store))
-quick: $(STAMP)  ## what tells most in a minute: ruff, three inputs of the matrix, the quickest of the tests
+quick: $(STAMP)  ## what tells most in a minute: ruff, three inputs of the matrix, the tests that are marked quick
 	$(PY) -m ruff check .
-	$(PY) -m pytest -n auto -q tests/matrix $(QUICK) --backend emulation,cpu --cases 'tied_maxima[k=2],sink_tie,random' $(ARGS)
+	$(PY) -m pytest -n auto -q tests/matrix --backend emulation,cpu --cases 'tied_maxima[k=2],sink_tie,random' $(ARGS)
+	$(PY) -m pytest -n auto -q -m quick tests/unit tests/reports $(ARGS)
 
 # A target beside lint: under --keep-going no finding of the linter hides the tests.
 # The emulation's committed records gate this repository itself; --across: they are the same on every platform.

@@ -50,7 +50,8 @@ _HEEDING_CTRL_C = (
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test another tiebreak than the one that lies here: a wheel, or a clone that is installed beside it."""
     config.addinivalue_line("markers", "native: its module computes, so `make test LEVELS=all` runs it at each level")
-    config.addinivalue_line("markers", "quick: tells much of a processor: `make test` runs it at two more levels")
+    config.addinivalue_line("markers", "quick: faults show here first, in less than a second: `make quick` runs it")
+    config.addinivalue_line("markers", "processor: tells much of a processor: `make test` runs it at two more levels")
     import tiebreak.kernels
 
     tested = Path(tiebreak.kernels.__file__).resolve().parent

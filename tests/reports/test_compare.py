@@ -9,6 +9,8 @@ from tiebreak.reports.records.order import cases_of, kernel_places
 from tiebreak.reports.records.record import NUMBERS, CaseRecord, Estimate, NumbersRecord, PlanRecord, Record
 from tiebreak.reports.tables.compare import Agreement, Row, cell_texts, compare, platform_labels
 
+pytestmark = pytest.mark.quick
+
 
 def one_row(*records: Record | None, other: Record, **fields: Any) -> Row:
     """The row of the first cell, in runs that each have `other` as well."""

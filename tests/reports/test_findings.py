@@ -11,6 +11,8 @@ from tiebreak.reports.page.findings import findings
 from tiebreak.reports.records.record import CaseRecord, Estimate, Record, Run
 from tiebreak.reports.verdict import verdicts
 
+pytestmark = pytest.mark.quick
+
 TIES = ("tie[k=2]", "tie[k=3]", "tie[k=4]", "tie[k=8]")
 CASES = {name: CaseRecord("ties", failure=True, group="ties") for name in TIES} | {
     "random": CaseRecord("numbers", group="controls")

@@ -17,6 +17,8 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CLAIM, Answer, Estimate, Record, Run
 from tiebreak.reports.terminal import runnable
 
+pytestmark = pytest.mark.quick
+
 
 def measured(**measures: Any) -> dict[str, Any]:
     return {"measures": measures}

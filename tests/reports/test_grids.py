@@ -7,6 +7,8 @@ import pytest
 
 from tiebreak.reports.tables.grids import Grid, Part, csv_text, html, text
 
+pytestmark = pytest.mark.quick
+
 GRID = Grid(["case", "flash@all_bf16", "<b>|x_y"], [["a_b", "one\ntwo", None], ["c", "+0.23 B", "<i>"]], "cpu & more")
 PARTS: tuple[Part, ...] = (GRID, "a <note>\nof two lines", "")
 

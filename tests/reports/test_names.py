@@ -2,6 +2,8 @@ import pytest
 
 from tiebreak.reports.names import none_named, unknown
 
+pytestmark = pytest.mark.quick
+
 CASES = (
     "tied_maxima[k=2]",
     "tied_maxima[k=3]",

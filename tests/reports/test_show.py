@@ -12,6 +12,8 @@ from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CaseRecord, Run
 from tiebreak.reports.terminal import runnable
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def show(telling: Run, tiebreak: Call) -> Callable[..., str]:

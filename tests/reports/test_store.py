@@ -29,6 +29,8 @@ from tiebreak.reports.tables import run as tables
 from tiebreak.reports.tables.compare import Agreement, compare, parts, platform_labels
 from tiebreak.reports.tables.show import csv_grid
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def validator() -> jsonschema.Draft202012Validator:

@@ -12,6 +12,8 @@ from tiebreak.backends.emulation.accumulators import MATMULS, row_total
 from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
 
+pytestmark = pytest.mark.quick
+
 Array = npt.NDArray[Any]
 
 

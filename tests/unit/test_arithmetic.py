@@ -18,6 +18,8 @@ from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 
+pytestmark = pytest.mark.quick
+
 EMULATED = EmulatedArithmetic()
 NATIVE = TorchArithmetic()
 POLYNOMIAL = (0.01, 0.3, -0.2, -0.1)

@@ -20,6 +20,8 @@ from tiebreak.kernels.plans import ALL_BF16, FP32_PLAN, ISOLATION, PAPER, PLANS,
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
+pytestmark = pytest.mark.quick
+
 CASES = {case.name: case for case in SCRIPTED}
 RANDOM = ["random", "random_causal", "random_grouped", "random_odd", "random_mixed_v", "padded", "wholly_masked"]
 

@@ -40,6 +40,8 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import run_declared
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 
+pytestmark = pytest.mark.quick
+
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS, D, D_V = 2, 4, 2, 9, 13, 8, 6
 
 

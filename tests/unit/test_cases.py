@@ -18,6 +18,8 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 
+pytestmark = pytest.mark.quick
+
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 16
 LONG = {case.name for case in SCRIPTED if case.most_heads is not None}  # rows of which few heads say enough

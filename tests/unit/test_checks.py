@@ -28,6 +28,8 @@ from tiebreak.reports.records.record import (
     outcome_of,
 )
 
+pytestmark = pytest.mark.quick
+
 FINITE = {"nonfinite": 0.0, "missed": 0.0, "elements": 64.0}
 STEPS = {"finite_steps": 4.0, "steps": 4.0}
 ABOVE_1 = math.nextafter(1.0, 2.0)

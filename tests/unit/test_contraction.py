@@ -22,6 +22,8 @@ from tiebreak.kernels.kernel import CannotRunError, Declaration, run_declared
 from tiebreak.kernels.plans import Exponential
 from tiebreak.kernels.reference import reference
 
+pytestmark = pytest.mark.quick
+
 EMULATED, NATIVE = EmulatedArithmetic(), TorchArithmetic()
 CASES = {case.name: case for case in SCRIPTED}
 LOG2_E = Fraction(math.log2(math.e))  # the fp64 number, of which FlashAttention-2 takes a product with alpha

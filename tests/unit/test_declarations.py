@@ -26,6 +26,8 @@ from tiebreak.kernels.plans import (
 )
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, rule_names
 
+pytestmark = pytest.mark.quick
+
 LOW = PAPER.p_bar
 FORWARD = ("scale", "divisor", "log2_e", "q", "k", "qk", "s", "shifted", "exp", "p_bar", "pv", "o_bar", "l", "o")
 POINTS = (*FORWARD, *BACKWARD_POINTS)

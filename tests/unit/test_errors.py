@@ -25,6 +25,8 @@ from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
 
+pytestmark = pytest.mark.quick
+
 NAN, INF = math.nan, math.inf
 ULP_1 = 2.0**-7  # of bf16 in [1, 2)
 

@@ -34,6 +34,8 @@ from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, cells
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[2]
 ARITHMETIC = EmulatedArithmetic()
 CASES = {case.name: case for case in SCRIPTED}

@@ -12,6 +12,8 @@ import torch
 
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, parse_format, ulp
 
+pytestmark = pytest.mark.quick
+
 FORMATS = [FP32, BF16, FP16, TF32, FP8_E4M3, FP8_E5M2]
 
 SAME_IN_ML_DTYPES = {

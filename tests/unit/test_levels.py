@@ -21,7 +21,7 @@ AVX2 = {"avx", "avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 TESTS = Path(__file__).parents[1]
-QUICK = "quick"  # the mark
+MARK = "processor"
 #: Without bf16 instructions and with other vector code; without vector code, where the exponential is exact.
 BESIDE = ("aten-avx2-onednn-avx512", "aten-default-onednn-avx2")
 
@@ -99,9 +99,9 @@ def test_what_tells_most_of_a_processor_holds_at_another_level(name: str) -> Non
     level = {each.name: each for each in supported(cpu_features())}.get(name)
     if level is None:
         pytest.skip("this CPU can't be set to that level")
-    files = [path for path in TESTS.rglob("test_*.py") if f"mark.{QUICK}" in path.read_text(encoding="utf-8")]
+    files = [path for path in TESTS.rglob("test_*.py") if f"mark.{MARK}" in path.read_text(encoding="utf-8")]
     lean = [word for name in ("cacheprovider", "hypothesispytest", "benchmark") for word in ("-p", f"no:{name}")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", *lean, "-m", QUICK, *map(str, files)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", *lean, "-m", MARK, *map(str, files)]
     done = finished(command, levels.environment(level), TESTS.parent)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -22,6 +22,8 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import Run
 
+pytestmark = pytest.mark.quick
+
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
 

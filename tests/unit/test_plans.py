@@ -21,6 +21,8 @@ from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.kernels.triton.launch import refusal
 
+pytestmark = pytest.mark.quick
+
 ARITHMETIC = EmulatedArithmetic()
 CASES = {case.name: case for case in SCRIPTED}
 OF_PRODUCTS = {"p", "ds", "gradients"}  # operands of the tensor cores' products, and what is returned

@@ -153,7 +153,7 @@ def test_the_emulation_answers_as_it_is_made() -> None:
     }
 
 
-@pytest.mark.quick
+@pytest.mark.processor
 def test_this_cpu_breaks_ties_to_even() -> None:
     """Of every CPU that torch runs on; whether subnormals are flushed depends on its bf16 instructions."""
     answers = {**fingerprint(CPU.arithmetic, CPU.device), **arithmetic_probes(CPU.arithmetic, CPU.device)}

@@ -13,6 +13,8 @@ import pytest
 
 from tiebreak import plugins
 
+pytestmark = pytest.mark.quick
+
 CHECKOUT = Path(__file__).parents[2]
 PUBLIC = "tiebreak.kernels.public"  # the package that is installed as tiebreak itself
 CORE_LINES = 19_300  # at most, of modules that are no plug-in's and are shipped

@@ -28,6 +28,8 @@ from tiebreak.kernels.formats import (
 )
 from tiebreak.kernels.sdpa import Operators
 
+pytestmark = pytest.mark.quick
+
 E4M3 = parse_format("E4M3")
 E3M4 = parse_format("E3M4")
 

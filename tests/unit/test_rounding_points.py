@@ -24,6 +24,8 @@ from tiebreak.kernels.plans import FP32_PLAN, Cast, Exponential, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
+pytestmark = pytest.mark.quick
+
 Row = Sequence[float]
 # (scores before the scale, scale, V, size of a tile) -> one row of O
 Formula = Callable[[Row, float, Sequence[Row], int], list[float]]

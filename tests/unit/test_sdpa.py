@@ -30,7 +30,7 @@ from tiebreak.kernels.plans import FUSED, Cast, RoundingPlan
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.sdpa import Implementation, measure_exp_at_zero
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.processor
 CASES = {case.name: case for case in SCRIPTED}
 HEADS = 64
 FEW = 0.001  # of the bits

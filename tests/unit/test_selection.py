@@ -16,6 +16,8 @@ from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.reports.errors import UsageError
 
+pytestmark = pytest.mark.quick
+
 OFFERED = [case for case in SCRIPTED if not case.on_request]
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
+pytestmark = pytest.mark.quick
+
 INF = math.inf
 U = 0.75  # the dither of the hand-written rows
 

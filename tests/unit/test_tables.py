@@ -15,6 +15,8 @@ from tiebreak.reports.tables.run import summary
 from tiebreak.reports.tables.texts import LEGEND, cell_text, shown_text
 from tiebreak.reports.terminal import runnable
 
+pytestmark = pytest.mark.quick
+
 SHOWN = Shown("bias", 0.23)
 PASSING = {records.FAILED: False, records.CRASHED: False, records.TIMED_OUT: False, records.UNDECIDED: None}
 

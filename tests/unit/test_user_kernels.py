@@ -153,7 +153,7 @@ def test_a_sound_kernel_is_told_its_plan_and_keeps_what_it_is_told(judge: Matrix
     assert all(record.passed(PREDICTION) and record.plan == plan for record in kept().records)
 
 
-@pytest.mark.quick
+@pytest.mark.processor
 def test_torchs_own_flash_kernel_follows_the_declared_one(judge: MatrixRun) -> None:
     result = judge("sdpa")
     assert result.ret == 0
@@ -181,7 +181,7 @@ def equal_bits(record: Record) -> float:
     return share
 
 
-@pytest.mark.quick
+@pytest.mark.processor
 def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: MatrixRun, kept: Kept) -> None:
     """In one tile the maxima of `growing_maximum` are not the first thing in O-bar, and nothing is claimed of that."""
     products, cases = plan_changes(CPU.arithmetic, CPU.device), "growing_maximum,ties_across_blocks"

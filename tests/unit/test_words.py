@@ -12,6 +12,8 @@ from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiments import kinds
 from tiebreak.reports.records.record import OUTCOMES, VERDICTS
 
+pytestmark = pytest.mark.quick
+
 WORDS = (Path(__file__).parents[2] / "docs" / "words.md").read_text(encoding="utf-8")
 
 
