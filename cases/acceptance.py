@@ -31,7 +31,7 @@ class LackingError(Exception):
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensor:
     """One tensor that a kernel returned, beside what rules hold it against; (batch, heads, N, d), fp64."""
 
     out: Tensor  # as the kernel returned it
@@ -71,7 +71,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RuleResult:
     """What a rule says of a kernel's output, or of its gradients."""
 
     passed: bool | None  # None: it can't tell
@@ -89,22 +89,22 @@ class Rule:
 
     formula: str  # in words: o the output, ref the reference in its format, exact the same unrounded
     source: str  # repository and path (commit or release, and date)
-    of: Callable[[Compared], Readings]  # what it looks at; raises `LackingError`
+    of: Callable[[ComparedTensor], Readings]  # what it looks at; raises `LackingError`
     gradients: bool = False  # whether it speaks of dQ, dK and dV too
     note: str = ""  # what its formula does not say
 
-    def ask(self, *tensors: Compared) -> Answer:
+    def ask(self, *tensors: ComparedTensor) -> RuleResult:
         """What it says of O, or of all gradients."""
         try:
             for each in tensors:
                 each.complete()
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
-            return Answer(None, needs=str(lacking))
-        return Answer(all(reading.met for reading in readings), readings)
+            return RuleResult(None, needs=str(lacking))
+        return RuleResult(all(reading.met for reading in readings), readings)
 
 
-def answers(output: Compared, gradients: Sequence[Compared] = ()) -> Iterator[tuple[str, Answer]]:
+def answers(output: ComparedTensor, gradients: Sequence[ComparedTensor] = ()) -> Iterator[tuple[str, RuleResult]]:
     """What every rule says, by its name; of dQ, dK and dV, where there are, with `OF_GRADIENTS` behind it."""
     for name, rule in RULES.items():
         yield name, rule.ask(output)
@@ -126,7 +126,9 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
     return limits[fmt.name]
 
 
-def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
+def _beside_eager(
+    x: ComparedTensor, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0
+) -> Readings:
     """The largest error is no more than so many times that of eager attention, with room below or beside."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
     rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
@@ -134,7 +136,7 @@ def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.
     yield Reading(f"max error of {x.name}", _largest(x.out - x.ref), max(limit, floor))
 
 
-def _close(x: Compared, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
+def _close(x: ComparedTensor, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
     """Every element within atol + rtol |expected| of `to`; of: what stands for |expected|, if not that."""
     expected: Tensor = getattr(x, to)
     atol, rtol = _limit_of(limits, x.fmt)
@@ -142,13 +144,13 @@ def _close(x: Compared, limits: Mapping[str, tuple[float, float]], to: str = "re
     yield Reading(f"max share of tolerance of {x.name}", _largest((x.out - expected) / tolerance), 1.0)
 
 
-def _mostly_close(x: Compared, tolerance: float, most: float) -> Readings:
+def _mostly_close(x: ComparedTensor, tolerance: float, most: float) -> Readings:
     """Relative to the output, which callers give as the second tensor, as `torch.isclose` has it."""
     beyond = ~((x.out - x.ref).abs() / (1 + x.out.abs()) <= tolerance)
     yield Reading(f"share of {x.name} beyond tolerance", beyond.double().mean().item(), most)
 
 
-def _absolute_or_relative(x: Compared, tolerance: float) -> Readings:
+def _absolute_or_relative(x: ComparedTensor, tolerance: float) -> Readings:
     absolute = (x.out - x.ref).abs()
     least = torch.minimum(absolute, absolute / (x.ref.abs() + 1e-8))
     yield Reading(f"max of the smaller error of {x.name}", _largest(least), tolerance)
@@ -172,7 +174,7 @@ def _metrics(out: Tensor, exact: Tensor) -> Tensor:
     return torch.stack([largest, relative.nanmean(-1), error.square().nanmean(-1).sqrt()])
 
 
-def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
+def _ratios(x: ComparedTensor, shape: tuple[int, ...]) -> Tensor:
     """The kernel's metrics over the benchmark's, of values that are not small, over the last dimension of a shape."""
     small = x.exact.abs() < _limit_of(_SMALL, x.fmt)
     normal = x.exact.masked_fill(small, torch.nan).reshape(shape)
@@ -180,7 +182,7 @@ def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
     return ours / theirs
 
 
-def _double_benchmark(x: Compared, **limits: float) -> Readings:
+def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
     """Values that are not small by their metrics, small ones by how many have too large an error."""
     small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
     if not (x.fused != x.exact)[~small].any():
@@ -192,7 +194,7 @@ def _double_benchmark(x: Compared, **limits: float) -> Readings:
     yield Reading(f"small values of {x.name}", ours / max(theirs, 1), 2.0)
 
 
-def _recheck(x: Compared) -> Readings:
+def _recheck(x: ComparedTensor) -> Readings:
     """A head is a call with a seed of its own: no two share q, K or V."""
     bounds = [torch.nan] * 3
     if _finite(x.out):
@@ -207,14 +209,14 @@ def _recheck(x: Compared) -> Readings:
         yield Reading(f"lower bound of the median ratio of {what}", bound, 1.0)
 
 
-def _relative(x: Compared) -> Readings:
+def _relative(x: ComparedTensor) -> Readings:
     largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
     limit = _limit_of(_by_format(-10, -7, -13), x.fmt)
     yield Reading("MERE", mean, limit, strict=True)
     yield Reading("MARE", largest, 10 * limit, strict=True)
 
 
-def _mixed(x: Compared) -> Readings:
+def _mixed(x: ComparedTensor) -> Readings:
     error = (x.out - x.exact).abs()
     atol, rtol = _limit_of(_by_format(-9, -6, -16), x.fmt), _limit_of(_by_format(-9, -6, -10), x.fmt)
     within = error <= atol + rtol * x.exact.abs()
@@ -224,7 +226,7 @@ def _mixed(x: Compared) -> Readings:
     yield Reading("max error over its limit", _largest(error / limit), 1.0)
 
 
-def _balance(x: Compared) -> Readings:
+def _balance(x: ComparedTensor) -> Readings:
     """Of bf16 msprobe takes both to fp32 first; of fp16 it casts the benchmark."""
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
@@ -232,7 +234,7 @@ def _balance(x: Compared) -> Readings:
     yield Reading("balance", share, _limit_of(_by_format(-20, -7, -14), x.fmt))
 
 
-def _cambricon(x: Compared) -> Readings:
+def _cambricon(x: ComparedTensor) -> Readings:
     """Its CPU baseline is cast to the format of the output before it is compared."""
     expected, error = x.ref, x.out - x.ref
     yield Reading("diff1", (error.abs().sum() / (expected.abs().sum() + 1e-9)).item(), 3e-3)
@@ -243,7 +245,7 @@ def _cambricon(x: Compared) -> Readings:
         yield Reading("diff4, of the commoner sign", max(below, 1 - below), 1.0, strict=True)
 
 
-def _signed_mean(x: Compared) -> Readings:
+def _signed_mean(x: ComparedTensor) -> Readings:
     away = ((x.out - x.exact) * x.exact.sign()).mean()
     unit = torch.finfo(TORCH_DTYPES[x.fmt]).eps * x.exact.abs().mean()
     yield Reading(f"signed mean error of {x.name}", abs((away / unit).item()), 0.05)

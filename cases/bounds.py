@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.flash import Order
+from tiebreak.kernels.flash import TileOrder
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -95,7 +95,7 @@ def _raised(declaration: Declaration) -> float:
 def _roundings(inputs: AttentionInputs, declaration: Declaration) -> int:
     """How often O-bar and l are rounded: at every block's own sum, at its rescale, and where it is added."""
     block = declaration.block  # tiles begin anew with each split, and behind a prefix
-    return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is Order.PREFIX))
+    return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is TileOrder.PREFIX))
 
 
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tiebreak.cases.errors import Errors, difference
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, judge
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
@@ -43,7 +43,7 @@ class Expectation:
 
 
 def _judged(
-    verdict: Verdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
+    verdict: BiasVerdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
 ) -> Callable[[Errors], bool | None]:
     """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
 
@@ -52,14 +52,14 @@ def _judged(
         if measures.nonfinite or math.isnan(estimate.mean):  # NaN: nothing could be compared
             return False
         judgement = judge(estimate)
-        if judgement is Verdict.INCONCLUSIVE:
+        if judgement is BiasVerdict.INCONCLUSIVE:
             return None
         return judgement is verdict and (sign == 0 or estimate.mean * sign > 0)
 
     return met
 
 
-def _rows_err(name: str, verdict: Verdict) -> Expectation:
+def _rows_err(name: str, verdict: BiasVerdict) -> Expectation:
     """Held to a bias' own margin: what a row's errors have in common is a bias, of that row."""
 
     def text(measures: Errors) -> str:
@@ -69,12 +69,12 @@ def _rows_err(name: str, verdict: Verdict) -> Expectation:
     return Expectation(name, _judged(verdict, of=lambda measures: measures.coherence_excess), text=text)
 
 
-UNBIASED = Expectation("unbiased", _judged(Verdict.UNBIASED))
-BIASED = Expectation("biased", _judged(Verdict.BIASED))
-BIASED_AWAY = Expectation("biased away from zero", _judged(Verdict.BIASED, +1))
-BIASED_TOWARD = Expectation("biased toward zero", _judged(Verdict.BIASED, -1))
-ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", Verdict.BIASED)
-ROWS_ERR_APART = _rows_err("the errors of a row are independent", Verdict.UNBIASED)
+UNBIASED = Expectation("unbiased", _judged(BiasVerdict.UNBIASED))
+BIASED = Expectation("biased", _judged(BiasVerdict.BIASED))
+BIASED_AWAY = Expectation("biased away from zero", _judged(BiasVerdict.BIASED, +1))
+BIASED_TOWARD = Expectation("biased toward zero", _judged(BiasVerdict.BIASED, -1))
+ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", BiasVerdict.BIASED)
+ROWS_ERR_APART = _rows_err("the errors of a row are independent", BiasVerdict.UNBIASED)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: such a cell is held to nothing else.
 BREAKS_DOWN = Expectation(
@@ -214,7 +214,7 @@ def claims_about(case: str) -> tuple[Claim, ...]:
 def predicted(difference: Interval) -> bool | None:
     """Whether a bias is what the emulation predicts: their paired difference is inside the margin; None: not known."""
     verdict = judge(difference, MARGIN_ULPS)
-    return None if verdict is Verdict.INCONCLUSIVE else verdict is Verdict.UNBIASED
+    return None if verdict is BiasVerdict.INCONCLUSIVE else verdict is BiasVerdict.UNBIASED
 
 
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
@@ -223,7 +223,7 @@ def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
     A correctly rounded O on the same heads, of bias `rounded`, errs to the same side, by as much but for the margin.
     """
     same_side = bias.mean * rounded.mean > 0
-    return judge(rounded) is Verdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
+    return judge(rounded) is BiasVerdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
 
 
 def no_worse(ours: Errors, theirs: Errors) -> bool | None:
@@ -231,8 +231,8 @@ def no_worse(ours: Errors, theirs: Errors) -> bool | None:
     if ours.nonfinite > theirs.nonfinite:
         return False
     verdict, apart = judge(ours.bias), difference(ours, theirs)
-    if verdict is Verdict.UNBIASED or apart.inside(MARGIN_ULPS):
+    if verdict is BiasVerdict.UNBIASED or apart.inside(MARGIN_ULPS):
         return True
-    if verdict is not Verdict.BIASED or not apart.beyond(MARGIN_ULPS):
+    if verdict is not BiasVerdict.BIASED or not apart.beyond(MARGIN_ULPS):
         return None
     return abs(ours.bias.mean) < abs(theirs.bias.mean)

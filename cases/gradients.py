@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import IN_P, ErrorBounds
 from tiebreak.cases.errors import by_key_head
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, judge
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration
@@ -343,7 +343,7 @@ def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: 
     return by_key_head(along, inputs.groups) / ref.delta.abs().mean()
 
 
-def contains_bias(delta: Interval, fmt: Format) -> Verdict:
+def contains_bias(delta: Interval, fmt: Format) -> BiasVerdict:
     """Tell whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
     A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.

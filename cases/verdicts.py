@@ -25,7 +25,7 @@ def batches_of(look: int) -> range:
     return range(2**look // 2, 2**look)
 
 
-class Verdict(enum.Enum):
+class BiasVerdict(enum.Enum):
     """What the data say about a bias."""
 
     BIASED = "biased"  # the whole interval lies beyond the margin
@@ -96,8 +96,8 @@ def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int
     return _STEP * math.ceil(needed / _STEP) if needed < MOST_HEADS else MOST_HEADS  # NaN is not less
 
 
-def judge(bias: Interval, margin: float = MARGIN_ULPS) -> Verdict:
+def judge(bias: Interval, margin: float = MARGIN_ULPS) -> BiasVerdict:
     """The verdict on a bias at the interval's confidence."""
     if bias.beyond(margin):
-        return Verdict.BIASED
-    return Verdict.UNBIASED if bias.inside(margin) else Verdict.INCONCLUSIVE
+        return BiasVerdict.BIASED
+    return BiasVerdict.UNBIASED if bias.inside(margin) else BiasVerdict.INCONCLUSIVE

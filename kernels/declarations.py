@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, TILED
-from tiebreak.kernels.flash import ONE_TILE, Order
+from tiebreak.kernels.flash import ONE_TILE, TileOrder
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -35,7 +35,10 @@ _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "
 _OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
 _STEPS = (Steps.KEPT.value, Steps.ONCE.value)
-_OF_FLASH, _OF_SPLIT = (Order.FORWARDS, Order.BACKWARDS, Order.PREFIX), (Order.FORWARDS, Order.TILES, Order.TURNS)
+_OF_FLASH, _OF_SPLIT = (
+    (TileOrder.FORWARDS, TileOrder.BACKWARDS, TileOrder.PREFIX),
+    (TileOrder.FORWARDS, TileOrder.TILES, TileOrder.TURNS),
+)
 # Changes that are of no plan, and whose they are.
 _TAKEN_BY = {
     **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),
@@ -271,7 +274,7 @@ def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
     orders = [order.value for order in (_OF_SPLIT if split else _OF_FLASH)]
     sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")
     if key == _ORDER and value in orders:
-        return replace(declaration, block=replace(block, order=Order(value)))
+        return replace(declaration, block=replace(block, order=TileOrder(value)))
     if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
         sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
         known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}

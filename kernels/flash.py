@@ -27,7 +27,7 @@ Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
 
-class Order(enum.Enum):
+class TileOrder(enum.Enum):
     """Which tiles of keys a row takes first, and which a split gets, of a number of splits."""
 
     FORWARDS = "forwards"  # from key 0 on; of splits each gets as many keys, in tiles that begin with it
@@ -44,7 +44,7 @@ class Block:
     queries: int = 128
     keys: int = 128
     splits: int = 0  # of split attention; 0: every tile is one
-    order: Order = Order.FORWARDS
+    order: TileOrder = TileOrder.FORWARDS
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.keys < 1:
@@ -59,17 +59,17 @@ class Block:
     @property
     def whole(self) -> bool:
         """Whether a row is one tile."""
-        return self.keys == ONE_TILE.keys and not self.splits and self.order is not Order.PREFIX
+        return self.keys == ONE_TILE.keys and not self.splits and self.order is not TileOrder.PREFIX
 
     def of_keys(self, queries: int, keys: int) -> list[list[slice]]:
         """Tiles of keys, by split, in the order in which a row takes them; without splits each by itself."""
-        prefix = max(0, keys - queries) if self.order is Order.PREFIX else 0
+        prefix = max(0, keys - queries) if self.order is TileOrder.PREFIX else 0
         tiles = [*in_tiles(0, prefix, self.keys), *in_tiles(prefix, keys, self.keys)]
         if not self.splits:
-            return [[tile] for tile in (tiles[::-1] if self.order is Order.BACKWARDS else tiles)]
-        if self.order is Order.TURNS:
+            return [[tile] for tile in (tiles[::-1] if self.order is TileOrder.BACKWARDS else tiles)]
+        if self.order is TileOrder.TURNS:
             return [tiles[first :: self.splits] for first in range(min(self.splits, len(tiles)))]
-        if self.order is Order.TILES:
+        if self.order is TileOrder.TILES:
             return [tiles[part] for part in in_tiles(0, len(tiles), -(-len(tiles) // self.splits))]
         return [in_tiles(part.start, part.stop, self.keys) for part in in_tiles(0, keys, -(-keys // self.splits))]
 

@@ -8,7 +8,7 @@ from functools import partial
 from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Order, Wanted, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, TileOrder, Wanted, backward
 from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -35,7 +35,7 @@ class Declaration:
         if not self.algorithm.tiled:
             return ",".join([self.algorithm.name, *self.plan.name.split(",")[1:]])
         name, *numbers = self.shift_rule.name.split(",")
-        block, order = self.block, self.block.order is not Order.FORWARDS and self.block.order.value
+        block, order = self.block, self.block.order is not TileOrder.FORWARDS and self.block.order.value
         changes = {"tile": self.tile_named and block, "splits": block.splits, "order": order}
         head = f"{self.algorithm.name if name == 'safe' else name}@{self.plan.name}"
         return ",".join([head, *numbers, *(f"{key}={value}" for key, value in changes.items() if value)])

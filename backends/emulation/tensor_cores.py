@@ -23,7 +23,7 @@ _TF32 = ~0x1FFF
 _AT_ONCE = 2**17  # products that are in memory: a few buffers of 1 MB, which a core's cache holds
 
 
-class Order(enum.Enum):
+class SumOrder(enum.Enum):
     """What is aligned with what in a step."""
 
     TOGETHER = "products and addend"  # NVIDIA: cut off, added, rounded toward zero
@@ -38,7 +38,7 @@ class TensorCore:
     products: int  # of a step; more of them are several steps
     fraction_bits: int  # that a term keeps below the exponent of the largest one
     least_exponents: tuple[int, int]  # of a's and b's formats: what their subnormals count as
-    order: Order = Order.TOGETHER  # what is aligned with what
+    order: SumOrder = SumOrder.TOGETHER  # what is aligned with what
     result: Format = FP32  # what the sum of a step is rounded to
     reads_tf32: bool = False  # whether the last 13 bits of an operand are ignored
 
@@ -80,7 +80,7 @@ def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor
         values = [(x.view(torch.int32) & _TF32).view(torch.float32) for x in values]
     of_a, of_b = (_power(x, least) for x, least in zip(values, core.least_exponents, strict=True))
     rows, columns = (x.double() for x in values)
-    add = _add_together if core.order is Order.TOGETHER else _add_in_turn
+    add = _add_together if core.order is SumOrder.TOGETHER else _add_in_turn
     for start in range(0, k, core.products):
         keys = slice(start, start + core.products)
         products = rows[keys, ..., None] * columns[keys, :, None]
@@ -117,7 +117,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
 def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
     """The products' sum, cut off as NVIDIA's, and the addend are aligned, rounded down, and their sum to even."""
     of_addend = _power(addend, FP32.min_exponent)
-    if core.order is Order.EVEN_AND_ODD:
+    if core.order is SumOrder.EVEN_AND_ODD:
         even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
         odd, of_odd = _sum_of_products(core, products[1::2], powers[1::2])
         power = torch.maximum(of_even, of_odd)
@@ -126,7 +126,7 @@ def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Ten
         total, power = _sum_of_products(core, products, powers)
     largest = torch.maximum(power, of_addend)
     addend_part = _down(addend.double(), largest, core.fraction_bits)
-    if core.order is Order.EVEN_AND_ODD:
+    if core.order is SumOrder.EVEN_AND_ODD:
         addend_part = addend_part.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
     total = _down(total, largest, _BITS_OF_PRODUCTS) + addend_part
     # A product that fp32 lacks is Inf, and two of them with both signs are NaN.
@@ -166,9 +166,9 @@ _ROWS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("sm_90 sm_100 sm_120", "tf32", 8, 25, {}),
     ("sm_90", _FP8, 32, 13, {"result": _E8M13}),
     ("sm_100 sm_120", _FP8, 32, 25, {}),
-    ("gfx942", "fp16 bf16", 8, 24, {"order": Order.PRODUCTS_FIRST}),  # MFMA of CDNA3
-    ("gfx942", "tf32", 4, 24, {"order": Order.PRODUCTS_FIRST}),
-    ("gfx942", _FNUZ, 16, 24, {"order": Order.EVEN_AND_ODD}),
+    ("gfx942", "fp16 bf16", 8, 24, {"order": SumOrder.PRODUCTS_FIRST}),  # MFMA of CDNA3
+    ("gfx942", "tf32", 4, 24, {"order": SumOrder.PRODUCTS_FIRST}),
+    ("gfx942", _FNUZ, 16, 24, {"order": SumOrder.EVEN_AND_ODD}),
 )
 _CORES = {
     (target, a, b): TensorCore(

@@ -22,7 +22,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Memory, Shape
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape
 from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.backends.interpreter.programs import ApartError, Together
@@ -69,9 +69,9 @@ class FaithfulBuilder(InterpreterBuilder):
             default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
             max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
         )
-        self.begin(Memory("", ()), np.zeros((1, 3), np.int32), contracts=False)
+        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False)
 
-    def begin(self, memory: Memory, places: Array, *, contracts: bool) -> None:
+    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool) -> None:
         """Take up a launch of programs with these ids, which may touch this memory, and contracts or not."""
         self.memory, self._places = memory, places
         self.contracts = contracts

@@ -87,7 +87,7 @@ _EVERYWHERE = Argument(ANYWHERE, 2**12, 2**62, 2**12)
 
 
 @dataclass(frozen=True)
-class Memory:
+class KernelMemory:
     """What a kernel was given, by its parameters' names."""
 
     kernel: str

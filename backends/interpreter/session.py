@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
-from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.interpreter.numbers import Array, numpy_type
 from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
-from tiebreak.backends.interpreter.tape import Recorder, Tape, leaves
+from tiebreak.backends.interpreter.tape import BuilderRecorder, Tape, leaves
 from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
@@ -134,7 +134,7 @@ class _Session:
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
         places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
-        memory = Memory(function.fn.__name__, tuple(arguments_of(arguments)))
+        memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
         self._builder.begin(memory, places, contracts=contracts)
 
         given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
@@ -186,10 +186,10 @@ class _Session:
 
 
 @functools.cache
-def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, Recorder]:
+def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, BuilderRecorder]:
     """Return one builder for all sessions, which tapes ask."""
     builder = FaithfulBuilder(assumed)
-    return builder, Recorder(builder)
+    return builder, BuilderRecorder(builder)
 
 
 @functools.lru_cache(512)

@@ -59,7 +59,7 @@ class Tape:
         return True
 
 
-class Recorder:
+class BuilderRecorder:
     """The builder, as upstream's language sees it."""
 
     def __init__(self, builder: Any) -> None:

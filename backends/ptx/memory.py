@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from triton._C.libtriton import interpreter as native
 
-from tiebreak.backends.interpreter.memory import Memory
+from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.parsing import Instruction
 
@@ -29,7 +29,7 @@ class SharedMemoryError(RuntimeError):
 class Global:
     """The host's memory, of which a kernel may touch its arguments' alone; addresses are int64."""
 
-    def __init__(self, allowed: Memory) -> None:
+    def __init__(self, allowed: KernelMemory) -> None:
         self._allowed = allowed
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], _: Instruction) -> Array:

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.absent import absent
-from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.threads import Launch
 from tiebreak.kernels.kernel import CannotRunError
@@ -79,7 +79,7 @@ class _Launcher:
         bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
         given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
         bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
-        memory = Memory(self._name, tuple(arguments_of(given)))
+        memory = KernelMemory(self._name, tuple(arguments_of(given)))
         program.run(Launch((x, y, z), self._threads, self._shared, bits, memory))
 
 

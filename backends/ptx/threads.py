@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import Memory
+from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, Global, Shared
 from tiebreak.backends.ptx.parsing import Instruction
@@ -22,7 +22,7 @@ class Launch:
     threads: int  # of a block
     shared: int  # bytes of a block
     arguments: Sequence[int]  # the bits of every parameter
-    memory: Memory  # what they may touch
+    memory: KernelMemory  # what they may touch
 
 
 class Threads:

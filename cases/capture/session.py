@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.folder import MB, Folder
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, NotHeldError, Place, Watch
+from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, ModelWatch, NotHeldError, Place
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _SHOWN = 5  # files in the summary
@@ -80,7 +80,7 @@ class Capture:
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"
                 raise CaptureError(f"{reason}; give capture the model before torch.compile")
-        self._watch = Watch(self.model, self.modules, self._seen)
+        self._watch = ModelWatch(self.model, self.modules, self._seen)
         self._folder = Folder(Path(self.folder), int(self.budget_mb * MB), *_ranks())
         last = self._folder.last_step
         self._number = (0 if last is None else last + 1) if self.start is None else self.start  # of the running step

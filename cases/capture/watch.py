@@ -202,7 +202,7 @@ class _Frame:
 
 
 @dataclass
-class Watch:
+class ModelWatch:
     """Reports every call of attention of a model while it is `looking`; otherwise it only passes calls on."""
 
     model: nn.Module

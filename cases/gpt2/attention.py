@@ -67,7 +67,7 @@ Observer = Callable[[Observation], None]
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """Where in a run one call of a layer's attention stands, and who watches."""
 
     arithmetic: Arithmetic  # the device's operations
@@ -82,7 +82,7 @@ def noise_seed(seed: int, step: int, layer: int) -> int:
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: LayerCall) -> Tensor:
     """Causal attention, every head with its own kernel, of unrounded q, k and v: each (batch, heads, tokens, d), fp32.
 
     O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does. The queries
@@ -101,17 +101,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
     return out
 
 
-def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call) -> Tensor:
+def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: LayerCall) -> Tensor:
     # Under autocast too, and where a model's products are masked, the plan alone says what is rounded.
     with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
-        out: Tensor = _Attention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
+        out: Tensor = _HeadAttention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _HeadAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: LayerCall
     ) -> Tensor:
         q, k, v = (call.arithmetic.cast(tensor, kernel.inputs) for tensor in (q, k, v))
         # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.

@@ -20,7 +20,7 @@ from torch.nn.functional import log_softmax, softmax
 
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
-from tiebreak.cases.gpt2.model import GPT2, Configuration, Memory, everywhere
+from tiebreak.cases.gpt2.model import GPT2, Configuration, KeyValueCache, everywhere
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
 from tiebreak.kernels.arithmetic import Arithmetic
 
@@ -117,7 +117,7 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
     tokens = fixture().tokens.to(next(model.parameters()).device)
     logits, streams = list[Tensor](), list[list[Tensor]]()
     for first in range(0, SEQUENCES, way.sequences):
-        memory, own = Memory(), tokens[first : first + way.sequences]
+        memory, own = KeyValueCache(), tokens[first : first + way.sequences]
         parts, after = list[Tensor](), list[list[Tensor]]()
         for start in range(0, CONTEXT, way.tokens):
             parts.append(model(own[:, start : start + way.tokens], draw, memory))
@@ -147,7 +147,7 @@ def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple
     The first of each sequence is given, (SEQUENCES, 1); `uniform` is what each is drawn by, the first too: see `draws`.
     The step seeds the noise. Returned are (SEQUENCES, tokens), the first among them, and one fewer each, nats, fp64.
     """
-    tokens, memory, chosen = first, Memory(), list[Tensor]()
+    tokens, memory, chosen = first, KeyValueCache(), list[Tensor]()
     for each in uniform[1:]:
         logits = model(tokens[:, -1:], step, memory)[:, -1].double()
         below = softmax(logits, -1).cumsum(-1)

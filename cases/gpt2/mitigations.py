@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.model import GPT2, Block, Configuration
+from tiebreak.cases.gpt2.model import GPT2, Configuration, TransformerBlock
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
-def clip(block: Block, largest: Tensor, tau: float) -> None:
+def clip(block: TransformerBlock, largest: Tensor, tau: float) -> None:
     """QK-clip: shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place.
 
     Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau (arXiv
@@ -50,7 +50,7 @@ class QKClip:
         self._largest.clear()
 
 
-def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
+def match_scores(block: TransformerBlock, queries: Tensor, keys: Tensor) -> None:
     """Set the gains of QK-norm so that a block's scores are those that it has without.
 
     A norm takes the length from every query and key, and with it what the script put there: the common score and the

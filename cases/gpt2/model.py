@@ -11,7 +11,7 @@ from numpy.random import Generator, Philox
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Heads, Kernels, Observer, attend, noise_seed
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, LayerCall, Observer, attend, noise_seed
 from tiebreak.kernels.arithmetic import Arithmetic
 
 INITIAL_STD = 0.02  # of GPT-2's matrices
@@ -95,7 +95,7 @@ class Gate(nn.Module):
 
 
 @dataclass
-class Memory:
+class KeyValueCache:
     """What a model keeps of the tokens before those that it is given, and of what it computed; one is grown in place.
 
     Calls that follow one another on parts of a sequence are a prefill in chunks, and of one token each a decode.
@@ -117,7 +117,7 @@ class Memory:
         return max((k.shape[2] for k in self.keys.values()), default=0)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each after a normalisation and added to the residual stream."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -133,7 +133,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(
-        self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call], memory: Memory | None = None
+        self, x: Tensor, kernels: Heads, call: Callable[[Tensor], LayerCall], memory: KeyValueCache | None = None
     ) -> Tensor:
         """The residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
@@ -167,7 +167,7 @@ class GPT2(nn.Module):
         self.observers: Sequence[Observer] = ()
         self.tokens = nn.Embedding(configuration.vocabulary, configuration.width)
         self.positions = nn.Embedding(configuration.context, configuration.width)
-        self.blocks = nn.ModuleList(Block(configuration) for _ in range(configuration.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(configuration) for _ in range(configuration.layers))
         self.norm = nn.LayerNorm(configuration.width, bias=False)
         self.head = nn.Linear(configuration.width, configuration.vocabulary, bias=False)
         if configuration.tied:
@@ -181,13 +181,13 @@ class GPT2(nn.Module):
                 std = INITIAL_STD * (residual if name.endswith(("wo.weight", "down.weight")) else 1.0)
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
-    def block(self, layer: int) -> Block:
+    def block(self, layer: int) -> TransformerBlock:
         """The block of a layer, from 0."""
         module = self.blocks[layer]
-        assert isinstance(module, Block)
+        assert isinstance(module, TransformerBlock)
         return module
 
-    def forward(self, tokens: Tensor, step: int, memory: Memory | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: int, memory: KeyValueCache | None = None) -> Tensor:
         """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
 
         With a memory the tokens follow those that it has seen.
@@ -196,7 +196,7 @@ class GPT2(nn.Module):
         x, streams = self.tokens(tokens) + self.positions.weight[before : before + tokens.shape[1]], list[Tensor]()
         for layer, kernels in enumerate(self.kernels):
             if kernels:
-                call = partial(Call, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
+                call = partial(LayerCall, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
                 x = self.block(layer)(x, kernels, call, memory)
             streams.append(x)
         if memory is not None:

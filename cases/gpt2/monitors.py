@@ -1,6 +1,6 @@
 """Monitors: what one call of attention did to its gradients, and the state of a layer's weights.
 
-A monitor is a function of a `View`, which a `Recorder` calls for every call of attention that it is shown. A model
+A monitor is a function of a `View`, which a `MeasureRecorder` calls for every call of attention that it sees. A model
 without observers keeps and computes nothing for them.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.model import Block
+from tiebreak.cases.gpt2.model import TransformerBlock
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Softmax
 from tiebreak.kernels.formats import FP32
@@ -192,7 +192,7 @@ def direction_cosine() -> Measure:
     return cosine
 
 
-class Recorder:
+class MeasureRecorder:
     """Calls measures on the calls of attention in some layers and keeps what they say."""
 
     def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
@@ -220,7 +220,7 @@ def drift(values: Sequence[float]) -> float:
     return sum(values) / size if size else math.nan
 
 
-def spectral_norms(block: Block) -> Tensor:
+def spectral_norms(block: TransformerBlock) -> Tensor:
     """The largest singular value of every head's W_Q, (heads,) (paper, figures 3 and 11); NaN of NaN and Inf."""
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
     finite = torch.isfinite(parts).flatten(1).all(1)

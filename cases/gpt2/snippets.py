@@ -22,11 +22,11 @@ from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
-from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, direction_cosine, drift, spectral_norms
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, direction_cosine, drift, spectral_norms
 from tiebreak.cases.gpt2.optimizers import CLIP, EPSILON, adamw
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
-from tiebreak.cases.verdicts import Verdict
+from tiebreak.cases.verdicts import BiasVerdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, Format, parse_format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -117,7 +117,7 @@ class Snippet:
         """Whether it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
-    def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
+    def drifts(self, measures: Mapping[str, float]) -> BiasVerdict | None:
         """Whether a run went as those of kernels whose bias training feels do.
 
         Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: nobody can tell.
@@ -130,8 +130,8 @@ class Snippet:
         if not (drifting and sound):
             return None
         if any(drifting):
-            return Verdict.BIASED
-        return Verdict.UNBIASED if all(sound) else Verdict.INCONCLUSIVE
+            return BiasVerdict.BIASED
+        return BiasVerdict.UNBIASED if all(sound) else BiasVerdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
         """What is claimed about a variant."""
@@ -313,7 +313,7 @@ def run_snippet(
     """
     model = _model(snippet, variant, arithmetic, seed, device)
     monitors = {**{name: MEASURES[name] for name in _READ}, "direction_cosine": direction_cosine()}
-    recorder = Recorder(monitors, [LAYER], HEAD)
+    recorder = MeasureRecorder(monitors, [LAYER], HEAD)
     losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
     read = {name: recorder.series(name, LAYER, HEAD) for name in monitors}
     series = {"delta_error": read["delta_error"], "row_max": read["row_max"], "wq_norm": tuple(norms)}
@@ -355,7 +355,7 @@ def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int
 
 
 def _train(
-    snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
+    snippet: Snippet, model: GPT2, recorder: MeasureRecorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
     """Train: losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -47,7 +47,7 @@ def backward_block(plan: RoundingPlan, d: int) -> Block:
 
 
 @dataclass(frozen=True)
-class Call:
+class TritonCall:
     """One call: tensors as the kernels take them, (batch x heads, n, d), and what the kernels are compiled for."""
 
     q: Tensor
@@ -59,7 +59,7 @@ class Call:
     algorithm: str  # its name
 
     @classmethod
-    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
+    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "TritonCall":
         """The call that a declaration makes of some inputs, whose tensors may be of any type.
 
         Raises:
@@ -179,7 +179,7 @@ def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str |
     return None
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
+def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
     """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
     (heads, queries, d), keys = call.q.shape, call.k.shape[1]
     o, lse = call.empty(call.config.plan.o, call.q), call.row_numbers()
@@ -192,7 +192,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(call: TritonCall, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
 
     They follow from what the forward pass returned and dO, (batch, heads, queries, d) of any type and strides.
@@ -217,7 +217,7 @@ def run(inputs: AttentionInputs, arithmetic: object, gradients: bool, *, declara
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
     del arithmetic  # the kernels bring their own
-    call = Call.from_inputs(inputs, declaration)
+    call = TritonCall.from_inputs(inputs, declaration)
     o, lse = forward(call)
     made, of_rows = None, (*inputs.q.shape[:3], 1)
     if gradients:

@@ -43,7 +43,7 @@ _WIDER = 2.0  # times the baseline's: what a cell with the same noise may have t
 
 
 @dataclass(frozen=True)
-class Change:
+class CellChange:
     """What changed in one cell."""
 
     record: Record  # of the new run; of the baseline if the cell vanished
@@ -56,17 +56,17 @@ class Outcome:
     """What the gate found."""
 
     compared: int  # cells that both runs have
-    changes: tuple[Change, ...]
+    changes: tuple[CellChange, ...]
     notes: tuple[str, ...]  # what a reader should know; no reason to fall
     complete: bool = True  # whether the new run came to its end
 
     @property
-    def worse(self) -> list[Change]:
+    def worse(self) -> list[CellChange]:
         """What makes the gate fall."""
         return [change for change in self.changes if change.worse]
 
     @property
-    def better(self) -> list[Change]:
+    def better(self) -> list[CellChange]:
         """Improvements."""
         return [change for change in self.changes if not change.worse]
 
@@ -112,22 +112,22 @@ def gate(
     held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
-    changes: list[Change] = []
+    changes: list[CellChange] = []
     for before, after in pairs:
         found = list(_compare(before, after, held_to, across))
         if not any(worse for worse, _ in found):
             found += [(True, text) for text in same_bits(before, after, baseline)]
-        changes += [Change(after, *each) for each in found]
+        changes += [CellChange(after, *each) for each in found]
     plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
     asked = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
-    changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
+    changes += [CellChange(record, True, "vanished: the new run lacks it") for record in asked]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
-    changes += [Change(record, True, f"not in the baseline, and {record.outcome}")
+    changes += [CellChange(record, True, f"not in the baseline, and {record.outcome}")
                 for record in fresh if _SEVERITY.get(record.outcome)]  # fmt: skip
     worse = {change.record.id for change in changes if change.worse}
-    changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
+    changes += [CellChange(record, True, f"{text}: was the file edited?") for name, record in new.items()
                 if name not in worse for text in contradictions(record, known)]  # fmt: skip
     notes += _other_software(baseline, run)
     if first := len(fresh) + sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs):
@@ -146,7 +146,7 @@ def gate(
 
 def _plans(
     pairs: Sequence[tuple[Record, Record]], expected: Sequence[Expected], *, across: bool
-) -> tuple[list[Change], list[str]]:
+) -> tuple[list[CellChange], list[str]]:
     """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
     Across platforms its bias counts: another plan is worse where it is biased, or where that is not known.
@@ -157,13 +157,13 @@ def _plans(
     for entry in entries:
         if any(entry.concerns(new.id) for _, new in pairs) and not any(entry.concerns(new.id) for _, new in changed):
             raise UsageError(f"{entry.where}: no plan of {entry.cells} has changed: remove the entry")
-    worse: list[Change] = []
+    worse: list[CellChange] = []
     notes = Counter[str]()
     for old, new in changed:
         text = f"declares {new.plan or 'no plan'}, {old.plan or 'no plan'} in the baseline"
         accepted = next((entry.reason for entry in entries if entry.concerns(new.id)), None)
         if accepted is None and not (across and new.verdict in (records.UNBIASED, None)):
-            worse.append(Change(new, True, text))
+            worse.append(CellChange(new, True, text))
         else:
             notes[f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")] += 1
     return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.page.mechanism import Side
+from tiebreak.reports.page.mechanism import HistogramSide
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import cases_of
@@ -91,12 +91,12 @@ def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]
     return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
-def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
+def mechanism(runs: Sequence[Run]) -> tuple[HistogramSide, HistogramSide] | None:
     """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
         stepping, smooth = (
             [
-                Side(record.kernel, record.evidence["histogram"], bias)
+                HistogramSide(record.kernel, record.evidence["histogram"], bias)
                 for record in records
                 if "histogram" in record.evidence and (bias := run.number(record, "headline")) is not None
             ]

@@ -30,7 +30,7 @@ beyond: share of tokens whose ratio of probabilities leaves 1 +- 0.01, 1 +- 0.2.
 are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
 
 
-class Difference(Data, frozen=True):
+class LogProbabilityDifference(Data, frozen=True):
     """Log-probabilities of the same tokens by two models, the second less the first; null: NaN or infinite."""
 
     tokens: Count  # that have a log-probability
@@ -47,13 +47,13 @@ class Difference(Data, frozen=True):
     equal_by_layer: tuple[Size, ...]  # share of its elements with the same bits
 
 
-class Compared(Data, frozen=True):
+class ReadingComparison(Data, frozen=True):
     """Two readings of the same tokens beside each other."""
 
     first: str  # which, and how it was called where that is not in one prefill: A, decode with a cache
     second: str  # likewise
     role: Annotated[str, one_of(ROLES)]  # what for
-    difference: Difference | None = None  # None: one could not be made
+    difference: LogProbabilityDifference | None = None  # None: one could not be made
     skipped: str | None = None  # why not
     predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
 
@@ -71,11 +71,11 @@ class FormatRecord(Data, frozen=True):
     """All readings in one format."""
 
     format: str  # of q, k, v and O
-    compared: tuple[Compared, ...]  # the pair, called alike, first
+    compared: tuple[ReadingComparison, ...]  # the pair, called alike, first
     nearer: Annotated[str, one_of(SIDES)] | None = None  # to exact attention; None: the data do not tell
 
     @property
-    def pair(self) -> Compared:
+    def pair(self) -> ReadingComparison:
         """The two kernels, called alike."""
         return self.compared[0]
 
@@ -94,7 +94,7 @@ class ModelRecord(Data, frozen=True):
         return None if None in numbers else max(filter(None, numbers), key=abs, default=0.0)
 
 
-def number(difference: Difference | None, measure: str) -> float | None:
+def number(difference: LogProbabilityDifference | None, measure: str) -> float | None:
     """Return the number of one of `MEASURES`; None where there is none."""
     value: Value = getattr(difference, measure, None)
     return number_of(value)
@@ -161,7 +161,7 @@ def figures(model: ModelRecord) -> list[Figure]:
     return drawn
 
 
-def _text(compared: Compared, measure: str) -> str:
+def _text(compared: ReadingComparison, measure: str) -> str:
     """Return a number as a table has it, with its interval where there is one."""
     if compared.difference is None:
         return "skipped"

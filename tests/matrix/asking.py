@@ -37,7 +37,7 @@ class Miss:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer(Emulated):
+class DesignedOutput(Emulated):
     o: Tensor
     name: str  # of the input
     misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
@@ -59,15 +59,15 @@ class Answer(Emulated):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TestedKernel:
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v
     threads: int = field(default_factory=torch.get_num_threads)  # that it runs with
-    answers: dict[str, Answer] = field(default_factory=dict)  # to designed inputs, by name
+    answers: dict[str, DesignedOutput] = field(default_factory=dict)  # to designed inputs, by name
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
-    def ask(self, designed: Designed, seed: int = 0) -> Answer | None:
+    def ask(self, designed: Designed, seed: int = 0) -> DesignedOutput | None:
         """As `answer`, of an input that the format can hold; remembered, so that the kernel is asked once."""
         name = f"{designed.name}#{seed}" if seed else designed.name
         unasked = name not in self.answers and name not in self.refused and self.fmt in designed.formats
@@ -75,12 +75,12 @@ class Asked:
             self.answers[name] = answer
         return self.answers.get(name)
 
-    def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
+    def answer(self, name: str, inputs: AttentionInputs) -> DesignedOutput | None:
         """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
         why = refusal(self.backend, self.kernel, inputs)
         try:
             if why is None:
-                return Answer(inputs, self.run(inputs), name)
+                return DesignedOutput(inputs, self.run(inputs), name)
         except CannotRunError as error:
             why = str(error)
         self.refused[name] = why

@@ -25,7 +25,7 @@ from tiebreak.matrix.options import NO_BUDGET, OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
-from tiebreak.matrix.watch import Budget, Watch
+from tiebreak.matrix.watch import Budget, Watchdog
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
@@ -39,7 +39,7 @@ _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
-WATCH = pytest.StashKey[Watch]()
+WATCH = pytest.StashKey[Watchdog]()
 BENCH = pytest.StashKey[Workbench]()  # what the cells of one worker share
 EXCUSES = pytest.StashKey[Excuses]()  # failures that are excused
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
@@ -123,7 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if options.is_default(config.getoption):
             processes = worker_input.get("workercount", max(1, len(config.getoption("tx", ()))))
             budget = Budget.by_default(chosen, processes)
-        config.stash[WATCH] = watch = Watch.of(worker_input, settings.cell_timeout, budget)
+        config.stash[WATCH] = watch = Watchdog.of(worker_input, settings.cell_timeout, budget)
         config.stash[BENCH] = Workbench(settings, None if watch.file is None else watch.file.parent)
         if on_controller:
             check_usable(chosen)

@@ -11,7 +11,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.claims import Claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, by_key_head, difference, in_units, merge
 from tiebreak.cases.gradients import GradientErrors, delta_errors_of, equation_cosines
-from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.cases.verdicts import BiasVerdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
@@ -130,7 +130,7 @@ class Sample:
     def rounded(self) -> Errors | None:
         """Errors of a correctly rounded O, of a user's kernel that is biased on a failure input or held to them."""
         failing_of_users = self.cell.kernel.external and self.bench.case.failure
-        asked = self.bench.settings.as_rounded or self.verdict is Verdict.BIASED
+        asked = self.bench.settings.as_rounded or self.verdict is BiasVerdict.BIASED
         return self.emulated(ROUNDED) if failing_of_users and asked else None
 
     @cached_property
@@ -173,11 +173,11 @@ class Sample:
         return self.errors.left_out == self.errors.elements
 
     @cached_property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> BiasVerdict | None:
         """On the bias; None where the mean error in ulps says nothing in this case."""
         if self.bench.case.cancels:
             return None
-        return Verdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
+        return BiasVerdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
 
     @property
     def claim_met(self) -> bool | None:
@@ -204,7 +204,7 @@ class Sample:
     def settled(self) -> bool:
         """Tell whether more heads would say nothing more of O."""
         answers = (self.claim_met, self.prediction_met, self.rounded_met)
-        return None not in answers and self.verdict is not Verdict.INCONCLUSIVE
+        return None not in answers and self.verdict is not BiasVerdict.INCONCLUSIVE
 
     @property
     def obstacle(self) -> str:

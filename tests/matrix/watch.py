@@ -105,14 +105,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watchdog:
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     budget: Budget = Budget()
     pace: Pace = field(default_factory=Pace)  # of this process
 
     @classmethod
-    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watch":
+    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watchdog":
         """The watch of a worker with this input, or of the only process, with none."""
         file, deadline = worker_input.get(_FILE), worker_input.get(_DEADLINE, budget.deadline)
         return cls(None if file is None else Path(file), seconds, replace(budget, deadline=deadline))

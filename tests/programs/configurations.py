@@ -11,7 +11,7 @@ from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.loading import Tuning
 from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call, digest
+from tiebreak.matrix.experiments.call import OneCall, digest
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
@@ -79,14 +79,14 @@ def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
     """What the calls among some cells give, on a few heads."""
     looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
     for cell in cells:
-        if isinstance(call := cell.experiment, Call) and cell.kernel.external:
+        if isinstance(call := cell.experiment, OneCall) and cell.kernel.external:
             own = looks.setdefault(cell.kernel.origin[1], {})
             with threads(1), own_randomness(seed):
                 own[call.name] = (*own.get(call.name, ()), *_bits(cell, call, bench))
     return looks
 
 
-def _bits(cell: Cell, call: Call, bench: Workbench) -> tuple[str, ...]:
+def _bits(cell: Cell, call: OneCall, bench: Workbench) -> tuple[str, ...]:
     try:
         inputs = bench.case(call.case, cell.fmt).batch(0).inputs
         if call.refusal(cell, bench) is not None:

@@ -11,7 +11,7 @@ from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.names import pick
 
@@ -24,7 +24,7 @@ _INPUT = "; a failure input"
 def groups() -> dict[str, dict[str, Experiment]]:
     """Experiments by what those that stand beside them are about, and by name; calls first."""
     found: dict[str, dict[str, Experiment]] = {}
-    for kind in sorted(kinds().values(), key=lambda kind: kind.name != Call.kind):
+    for kind in sorted(kinds().values(), key=lambda kind: kind.name != OneCall.kind):
         for each in kind.offered(None, cases_named=True):
             heading = each.described().group or kind.described.about
             asked = ": where --experiments or --cases names it" if kind.on_request else ""
@@ -110,7 +110,7 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
 def described(experiment: Experiment) -> Iterator[str]:
     it = experiment.described()
     rows = [("is", it.about), ("source", it.source), ("version", str(experiment.version))]
-    if isinstance(experiment, Call):
+    if isinstance(experiment, OneCall):
         rows.append(("measured", f"{'dQ, dK and dV too' if it.backward else 'O alone'}{_INPUT * it.failure}"))
         rows += [("claim", _claim_text(claim)) for claim in experiment.case.claims]
     rows += experiment.told()

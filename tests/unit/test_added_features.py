@@ -32,7 +32,7 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import command
 from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
@@ -155,7 +155,7 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     context = SelectionContext(pairs, [CPU], BF16, kernels_named=True)
     chosen = [
         call.name
-        for call in map(Call, (case for case in SCRIPTED if case.name.startswith("served[")))
+        for call in map(OneCall, (case for case in SCRIPTED if case.name.startswith("served[")))
         for _ in call.pairs(context)
     ]
     assert {name[len("served[") : -1] for name in chosen} == asked

@@ -31,7 +31,7 @@ from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.selection import Selection, cells
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +159,7 @@ def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None
     if INTERPRETER.unavailable() is not None:
         pytest.skip("no interpreter")
     selected, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
-    calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, Call)]
+    calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, OneCall)]
     default = {name for name, case in CASES.items() if not (case.on_request or case.needs)}
     assert {case for kernel, case in calls if kernel == "triton_fp8"} == set(EIGHT_BITS)
     assert {case for kernel, case in calls if kernel == "triton_flash"} == default

@@ -31,7 +31,7 @@ SPLASH = Foreign(f"{_TPU}.splash_attention:make_splash_mha_single_device", "jax"
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _JaxAttention:
     """A function of JAX' arrays, called with tensors."""
 
     function: Callable[..., Any]  # (q, k, v, mask=array or None, options by name) -> O
@@ -63,7 +63,7 @@ class _Attention:
 
 
 @cache
-def _computed(attention: _Attention, backward: bool, **options: Any) -> Any:
+def _computed(attention: _JaxAttention, backward: bool, **options: Any) -> Any:
     library = importlib.import_module("jax")
 
     def forward(mask: Any, q: Any, k: Any, v: Any) -> Any:
@@ -102,9 +102,9 @@ def _splash(q: Any, k: Any, v: Any, *, mask: Any, is_causal: bool, scale: float,
     return numpy.stack([SPLASH(visible, block_sizes=sizes)(*sequence) for visible, *sequence in calls])
 
 
-_DOT_PRODUCT = _Attention(partial(JAX, implementation="xla"), pallas=False)
-_FLASH = _Attention(_flash)
-_SPLASH = _Attention(_splash)
+_DOT_PRODUCT = _JaxAttention(partial(JAX, implementation="xla"), pallas=False)
+_FLASH = _JaxAttention(_flash)
+_SPLASH = _JaxAttention(_splash)
 
 
 @needs(JAX)

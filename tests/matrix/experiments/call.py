@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.acceptance import Compared, answers
+from tiebreak.cases.acceptance import ComparedTensor, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import CapturedError, captured_cases
@@ -22,7 +22,7 @@ from tiebreak.cases.errors import Errors, difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
-from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
+from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, BiasVerdict, Interval, Value, batches_of, heads_to_tell
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
@@ -58,7 +58,7 @@ _SHRUNK = 0.9  # an output of less than this share of the reference is shown as 
 
 
 @dataclass(frozen=True)
-class Call(Experiment):
+class OneCall(Experiment):
     """One call on the input of a case, looked at until claim, verdict and prediction are settled."""
 
     kind: ClassVar[str] = "call"
@@ -105,8 +105,8 @@ class Call(Experiment):
     def formats(self) -> Sequence[Format] | None:
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
-    def with_features(self, words: Sequence[str]) -> "Call":
-        return Call(with_features(self.case, words), self.case)
+    def with_features(self, words: Sequence[str]) -> "OneCall":
+        return OneCall(with_features(self.case, words), self.case)
 
     def check(self, fmt: Format) -> None:
         """Captured tensors are read once, and features added to a few heads."""
@@ -307,7 +307,7 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
     if output.assumed:
         evidence["assumed"] = output.assumed
     if (
-        sample.verdict is Verdict.INCONCLUSIVE
+        sample.verdict is BiasVerdict.INCONCLUSIVE
         and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
     ):
         evidence["heads_to_tell"] = heads
@@ -349,7 +349,7 @@ def _prediction(sample: Sample) -> Predicted | None:
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
     """Of a biased cell, whether O itself ties there, and whether gradients contain the bias, where measured."""
     bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
-    if verdict != Verdict.BIASED.value or not isinstance(bias, Interval):
+    if verdict != BiasVerdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
     tied = of_tied_outputs(bias, rounded) if isinstance(rounded, Interval) else None
     return tied, contains_bias(delta, fmt).value if isinstance(delta, Interval) else None
@@ -392,18 +392,18 @@ def eager() -> Declaration:
     return backward.after(parse_declaration("standard,s=input,q=input"))
 
 
-def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
+def compared(output: AttentionOutput, bench: CaseBench) -> tuple[ComparedTensor, list[ComparedTensor]]:
     """O of the first batch, and its gradients where there are, beside what rules hold them against."""
     batch = bench.batch(0)
     eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
     fmt = batch.inputs.formats.output
-    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
+    o = ComparedTensor(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
     if output.gradients is None:
         return o, []
     gradients = []
     for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
         out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
-        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
+        gradients.append(ComparedTensor(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
     return o, gradients
 
 
@@ -417,18 +417,18 @@ def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAns
     return rules
 
 
-class _Calls(Kind):
+class _CallKind(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         try:
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
             raise UsageError(str(error)) from error
         cases = SCRIPTED if captured is None or cases_named else ()
-        return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
+        return tuple(OneCall(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 
 
-KIND = _Calls(
-    Call.kind,
+KIND = _CallKind(
+    OneCall.kind,
     records.ExperimentRecord(
         "one call of attention on scripted or captured input",
         "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither:"

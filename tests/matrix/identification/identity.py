@@ -14,12 +14,12 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import eight_bit_kernels
-from tiebreak.matrix.asking import Answer, Asked, threads
+from tiebreak.matrix.asking import DesignedOutput, TestedKernel, threads
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
 from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import Change, changes, forward_alone, text
+from tiebreak.matrix.identification.space import PlanChange, changes, forward_alone, text
 from tiebreak.matrix.settling import DESIGNED_MISSED, designed_answers, unexplained
 from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
@@ -123,7 +123,7 @@ class Identity:
 
 
 def identify(
-    asked: Asked, seed: int = 1, tell: Callable[[str], None] = lambda line: None, *, beyond_known: bool = True
+    asked: TestedKernel, seed: int = 1, tell: Callable[[str], None] = lambda line: None, *, beyond_known: bool = True
 ) -> Identity:
     """Find the plan that a kernel follows, from its outputs alone; it raises what `designed_answers` does.
 
@@ -169,7 +169,7 @@ def identify(
         )
 
 
-def _search(asked: Asked, designed: Sequence[Answer]) -> Search:
+def _search(asked: TestedKernel, designed: Sequence[DesignedOutput]) -> Search:
     """A search from the known plans, by all designed inputs but those that ask of sums."""
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
     known = [*on_device(asked.backend).values(), *eight_bits]
@@ -178,7 +178,7 @@ def _search(asked: Asked, designed: Sequence[Answer]) -> Search:
 
 
 def _against_rivals(
-    asked: Asked, designed: Sequence[Answer], plan: Declaration, tell: Callable[[str], None]
+    asked: TestedKernel, designed: Sequence[DesignedOutput], plan: Declaration, tell: Callable[[str], None]
 ) -> tuple[Declaration, Mapping[str, Sequence[str]]]:
     """The plan that no change betters, the plainest of those that are like it, and what is, by point."""
     rivals = Rivals(asked)
@@ -201,7 +201,7 @@ def _against_rivals(
     return plan, points
 
 
-def _points_settled(asked: Asked, designed: Sequence[Answer], plan: Declaration) -> dict[str, bool]:
+def _points_settled(asked: TestedKernel, designed: Sequence[DesignedOutput], plan: Declaration) -> dict[str, bool]:
     """By point of a plan, whether every other value there explains fewer of the designed inputs that it explains."""
     explained = [each for each in designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
     settled: dict[str, bool] = {}
@@ -211,7 +211,7 @@ def _points_settled(asked: Asked, designed: Sequence[Answer], plan: Declaration)
     return settled
 
 
-def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
+def _held_out(asked: TestedKernel, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
     """By case, the share of bits that the plan has; or else the tiles that explain it.
 
     Kernels choose their tiles by the head dimension: other tiles at another dimension make no other plan.
@@ -230,7 +230,7 @@ def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, flo
     return shares, elsewhere
 
 
-def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None]) -> dict[str, Elsewhere]:
+def _in_other_shapes(asked: TestedKernel, plan: Declaration, tell: Callable[[str], None]) -> dict[str, Elsewhere]:
     """The shapes in which a kernel does not follow its plan, and what it follows there."""
     others = {}
     for designed in SHAPES:
@@ -240,7 +240,7 @@ def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None
     return {name: other for name, other in others.items() if other is not None}
 
 
-def _elsewhere(answer: Answer, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:
+def _elsewhere(answer: DesignedOutput, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:
     """What a kernel follows where it does not follow its plan: the nearest of its changes; None where it follows it."""
     share = 1.0 - answer.missed(plan)
     if share >= FOLLOWED:
@@ -262,7 +262,7 @@ def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
 class Rivals:
     """What of the space is told from a plan."""
 
-    asked: Asked
+    asked: TestedKernel
     _duels: dict[tuple[Declaration, Declaration], tuple[int, int]] = field(default_factory=dict)  # that were fought
 
     def better(self, plan: Declaration) -> Declaration | None:
@@ -278,7 +278,7 @@ class Rivals:
                 return rival
         return None
 
-    def _changes(self, plan: Declaration) -> Iterator[tuple[Change, Declaration]]:
+    def _changes(self, plan: Declaration) -> Iterator[tuple[PlanChange, Declaration]]:
         """Those that its answers about sums don't rule out."""
         for change, rival in changes(plan, self.asked.fmt):
             if change.key != space.SLOW or rival.plan.accumulator is Accumulator.EXACT or self._adds_up(rival):
@@ -288,7 +288,7 @@ class Rivals:
         """Whether a plan has all bits of what was asked of sums."""
         return all(answer.missed(plan) == 0.0 for name, answer in self.asked.answers.items() if name in OF_SUMS)
 
-    def alike(self, plan: Declaration) -> dict[Change, Declaration]:
+    def alike(self, plan: Declaration) -> dict[PlanChange, Declaration]:
         """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows.
 
         Two at once where they are like the plan together, and not each by itself.
@@ -298,7 +298,9 @@ class Rivals:
         pairs = (move for move in space.moves(plan, self.asked.fmt) if not _apart(plan, move[1]) <= alone)
         return alike | self._alike(plan, pairs)
 
-    def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
+    def _alike(
+        self, plan: Declaration, rivals: Iterable[tuple[PlanChange, Declaration]]
+    ) -> dict[PlanChange, Declaration]:
         exact = all(answer.missed(plan) == 0.0 for answer in self._first)
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
         # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
@@ -308,7 +310,7 @@ class Rivals:
             if not _beats(ours, theirs) and not (exact and ours and not theirs)
         }
 
-    def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
+    def duel(self, plan: Declaration, rival: Declaration, change: PlanChange) -> tuple[int, int]:
         """Rows that differ in which the kernel has the one's bits, and the other's, until that is settled."""
         if (plan, rival) not in self._duels:
             ours = theirs = 0
@@ -320,7 +322,7 @@ class Rivals:
             self._duels[plan, rival] = ours, theirs
         return self._duels[plan, rival]
 
-    def _on(self, answer: Answer, plan: Declaration, rival: Declaration) -> tuple[int, int]:
+    def _on(self, answer: DesignedOutput, plan: Declaration, rival: Declaration) -> tuple[int, int]:
         """Of one input, the rows in which they differ where the kernel has more bits of the one, and of the other.
 
         A row is one event: its elements come of one P and one l, and chance that gives a plan one gives it others.
@@ -332,7 +334,7 @@ class Rivals:
         ours, theirs = ((differ & same_bits(answer.o, each)).sum(-1) for each in (one, other))
         return int((ours > theirs).sum()), int((theirs > ours).sum())
 
-    def _inputs(self, change: Change) -> Iterator[Answer]:
+    def _inputs(self, change: PlanChange) -> Iterator[DesignedOutput]:
         """Those that were asked first, then others like them."""
         if change.key == space.SLOW:
             yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
@@ -345,7 +347,7 @@ class Rivals:
                 yield answer
 
     @property
-    def _first(self) -> list[Answer]:
+    def _first(self) -> list[DesignedOutput]:
         """What was asked first, but for sums."""
         names = {designed.name for designed in DESIGNED} - OF_SUMS
         return [answer for name, answer in self.asked.answers.items() if name in names]

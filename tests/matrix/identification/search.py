@@ -10,7 +10,7 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.asking import Answer
+from tiebreak.matrix.asking import DesignedOutput
 from tiebreak.matrix.identification import space
 
 _FEW = 3  # plans that lead on where the best one does not
@@ -29,7 +29,7 @@ _ENOUGH = 0.7  # cost at which nothing is left to find: one input is missed by a
 
 @dataclass(frozen=True)
 class Search:
-    answers: Sequence[Answer]
+    answers: Sequence[DesignedOutput]
     fmt: Format  # of the call
     starts: Sequence[Declaration]  # known plans, as `forward_alone` gives them
     costs: dict[Declaration, float] = field(default_factory=dict)  # of plans that were tried on all answers
@@ -66,7 +66,7 @@ class Search:
         cost = sum(math.log1p(answer.missed(declaration) / _LOST) for answer in self.answers)
         return cost > _HIDDEN * len(self.answers) * math.log1p(1.0 / _LOST)
 
-    def _mean_cost(self, answer: Answer) -> float:
+    def _mean_cost(self, answer: DesignedOutput) -> float:
         """What plans cost there on the average: an input that tells them apart settles most of them by itself."""
         total, number = self._shown.get(answer.name, (math.inf, 1.0))
         return total / number
@@ -181,6 +181,6 @@ class Search:
             self.cost(plan, order[patience - 1] if len(order) >= patience else math.inf, than)
 
 
-def _cost(answer: Answer, declaration: Declaration) -> float:
+def _cost(answer: DesignedOutput, declaration: Declaration) -> float:
     miss = answer.miss(declaration)
     return math.log1p(miss.share / _LOST) + _OF_A_BIT * miss.bits_between

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
-from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, Order
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, TileOrder
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
@@ -29,7 +29,7 @@ TILES = (16, 32, 48, 64, 80, 96, 112, 128, 256, 512)
 _OF_BLOCKS = {
     TILE: (*map(str, TILES), "one"),
     SPLITS: ("0", "2", "4", "8"),
-    ORDER: tuple(order.value for order in Order),
+    ORDER: tuple(order.value for order in TileOrder),
 }
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
@@ -49,7 +49,7 @@ _parsed = cache(parse_declaration)
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """One point of a plan, and what it is there."""
 
     key: str  # as --plan has it, or what it is that no field of a plan says
@@ -92,9 +92,9 @@ def _told(declaration: Declaration) -> Block:
     if not algorithm.tiled:
         return BLOCK
     split, order, one_tile = algorithm is SPLIT_ATTENTION, block.order, block.keys == ONE_TILE.keys
-    dealt, backwards = order in (Order.TILES, Order.TURNS), order is Order.BACKWARDS and one_tile
+    dealt, backwards = order in (TileOrder.TILES, TileOrder.TURNS), order is TileOrder.BACKWARDS and one_tile
     kept = dealt and block.splits if split else not (dealt or backwards)
-    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else Order.FORWARDS)
+    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else TileOrder.FORWARDS)
 
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
@@ -142,7 +142,7 @@ def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
 
 def changes(
     declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
-) -> Iterator[tuple[Change, Declaration]]:
+) -> Iterator[tuple[PlanChange, Declaration]]:
     """Every declaration that differs, in one point of these keys, from one that `forward_alone` gives, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
@@ -150,7 +150,7 @@ def changes(
             plain = forward_alone(other, inputs)
             if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
                 seen.add(plain)
-                yield Change(key, value), plain
+                yield PlanChange(key, value), plain
 
 
 @cache
@@ -233,7 +233,7 @@ def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaratio
     yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
 
 
-def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
+def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange, Declaration]]:
     """As `changes`, at two points at once, where one alone leads nowhere, or both may look like the plan."""
     for casts in _moved(declaration, inputs):
         if declaration.algorithm.unused & casts.keys():
@@ -243,7 +243,7 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, De
             points = values_apart(declaration.plan, other.plan).items()
             if len(points) > 1:  # else what is put in its place does the same
                 first, *others = points
-                yield Change(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
+                yield PlanChange(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
 
 
 def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,8 @@ from tiebreak.cases.verdicts import (
     LIMIT,
     LOOKS,
     ROUNDED_ONCE,
+    BiasVerdict,
     Interval,
-    Verdict,
     batches_of,
     heads_to_tell,
     interval,
@@ -21,7 +21,7 @@ from tiebreak.cases.verdicts import (
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.asking import Asked
+from tiebreak.matrix.asking import TestedKernel
 from tiebreak.matrix.attribution import slip_bits
 from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
 from tiebreak.matrix.measures import ratio_of_means
@@ -66,7 +66,7 @@ class PairedCall:
             return CallRecord(self.bench.case.name, severity, why)
 
     def _o(self, letter: str, side: Side) -> Tensor:
-        asked, name = Asked(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+        asked, name = TestedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
             answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
         except Exception as error:  # whatever the kernel raises
@@ -119,14 +119,14 @@ class PairedCall:
         return self._of_difference(self._difference(), self._ratio())
 
     def _of_difference(self, apart: Interval, ratio: Interval | None) -> tuple[str, str]:
-        if self.bench.case.bits_tell and (verdict := judge(apart)) is Verdict.BIASED:
+        if self.bench.case.bits_tell and (verdict := judge(apart)) is BiasVerdict.BIASED:
             return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
         if ratio is None:
             return NOT_TOLD, "of no two plans is known how far they differ here"
         if ratio.low > LIMIT:
             least = f"at least {ratio.low:.3g}, {LIMIT} is allowed"
             return APART, f"mean square {ratio.mean:.3g} times what both plans' errors add up to ({least})"
-        if verdict is Verdict.UNBIASED and ratio.high <= LIMIT:
+        if verdict is BiasVerdict.UNBIASED and ratio.high <= LIMIT:
             return ROUNDINGS, ""
         heads = self._drawn
         return NOT_TOLD, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"

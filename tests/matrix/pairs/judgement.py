@@ -11,7 +11,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell, Experiment
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.questions import INVARIANCE
 from tiebreak.matrix.identification.identity import FAILING
 from tiebreak.matrix.pairs import DECLARED, Side
@@ -30,7 +30,7 @@ from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
 QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
-KNOWN: Mapping[str, Experiment] = {case.name: Call(case) for case in SCRIPTED} | QUESTIONS
+KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in SCRIPTED} | QUESTIONS
 #: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
 #: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
 CASES = (
@@ -57,7 +57,7 @@ def judged(
     calls, normal, others = list[CallRecord](), list[SharedBatch](), dict[str, SharedBatch]()
     asked = [KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
-        for call in (each for each in asked if isinstance(each, Call)):
+        for call in (each for each in asked if isinstance(each, OneCall)):
             tell(f"calling both on {call.name}")
             bench = CaseBench(call.case, fmt, settings)
             calls.append(PairedCall(bench, light).record())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.capture.watch import AttentionCall, NotHeldError, Place, Watch
+from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.fixture import Read, Way
@@ -77,7 +77,7 @@ class OwnModel:
             o.copy_(_attention(side, inputs))
             outputs.append(o.cpu().double())
 
-        watch = Watch(self.module, {}, put)
+        watch = ModelWatch(self.module, {}, put)
         try:
             with watch.installed():
                 watch.look(True)
@@ -174,13 +174,15 @@ class _Readings:
         nearer = None if more is None or not more.beyond(0.0) else records.A if more.mean > 0 else records.B
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
-    def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> records.Compared:
+    def _compared(
+        self, role: str, first: _Reading, second: _Reading, *, plans: bool = False
+    ) -> records.ReadingComparison:
         found = self._apart(first, second)
         if isinstance(found, str):
-            return records.Compared(str(first), str(second), role, skipped=found)
+            return records.ReadingComparison(str(first), str(second), role, skipped=found)
         of_plans = self._apart(self._plan(first), self._plan(second)) if plans else None
-        predicted = of_plans.rms if isinstance(of_plans, records.Difference) else None
-        return records.Compared(str(first), str(second), role, found, predicted=predicted)
+        predicted = of_plans.rms if isinstance(of_plans, records.LogProbabilityDifference) else None
+        return records.ReadingComparison(str(first), str(second), role, found, predicted=predicted)
 
     def _plan(self, reading: _Reading) -> _Reading:
         """Of its plan. Random bits of two kernels are as good as independent, unless they are the suite's own."""
@@ -188,7 +190,7 @@ class _Readings:
         apart = reading.whose == records.B and side is not None and not side.kernel.composed
         return reading._replace(whose=_PLAN_OF + reading.whose, draw=int(apart))
 
-    def _apart(self, first: _Reading, second: _Reading) -> records.Difference | str:
+    def _apart(self, first: _Reading, second: _Reading) -> records.LogProbabilityDifference | str:
         before, after = self._read(first), self._read(second)
         if isinstance(before, str):
             return before
@@ -213,11 +215,11 @@ class _Readings:
         return self.made[reading]
 
 
-def difference(first: Read, second: Read) -> records.Difference:
+def difference(first: Read, second: Read) -> records.LogProbabilityDifference:
     """What the second reading has more than the first."""
     d = second.log_probabilities - first.log_probabilities
     off, streams = d.expm1(), list(zip(first.streams, second.streams, strict=True))  # off: what ratios are more than 1
-    return records.Difference(
+    return records.LogProbabilityDifference(
         tokens=d.numel(),
         equal=_share(d == 0),
         mean=Estimate.of(*vars(interval(d.mean(1))).values()),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.gradients import row_units
-from tiebreak.cases.verdicts import WORSE, Interval, Verdict, interval, judge
+from tiebreak.cases.verdicts import WORSE, BiasVerdict, Interval, interval, judge
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.reference import reference, reference_gradients
@@ -126,7 +126,7 @@ def units(inputs: AttentionInputs, part: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """What O, or a gradient, of two answers differs in."""
 
     share: float  # of elements with other bits
@@ -135,7 +135,9 @@ class Difference:
     worse: float  # mean squared error of the worst head over that of the plain call
 
     @classmethod
-    def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0) -> "Difference":
+    def between(
+        cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0
+    ) -> "OutputDifference":
         """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts.
 
         No side is held to less than what one rounding may err by.
@@ -172,7 +174,7 @@ class WithinError:
 
     fmt: Format  # of O and the gradients
     asked: dict[str, str] = field(default_factory=dict)  # what must be so, and what is so instead, empty if it is
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[OutputDifference] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)  # that a question takes itself, in place of differences
     unit: str = ""  # behind the first of them in tables
     settled: bool = True  # a few heads always tell
@@ -195,7 +197,7 @@ class WithinError:
         for part, ours, theirs in cut.pairs(plain, other):
             known = self.asked.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
-                differs = Difference.between(
+                differs = OutputDifference.between(
                     ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, levels.get(part, 1.0)
                 )
                 self.differences.append(differs)
@@ -247,7 +249,7 @@ class PairedErrors:
         verdict = judge(intervals[0])
         squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
         growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
-        grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not Verdict.BIASED
+        grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not BiasVerdict.BIASED
         return ChangeRecord(
             share,
             difference,

@@ -34,7 +34,7 @@ _WRITES_NONE = re.compile(
 
 
 @dataclass(frozen=True)
-class Instruction:
+class CompiledInstruction:
     """One instruction of a kernel."""
 
     opcode: str  # without the suffix that names an AMDGCN encoding
@@ -58,7 +58,7 @@ class Code:
 
     def __init__(self, text: str, dialect: str) -> None:
         self.text, self.dialect = text, dialect
-        self.instructions: list[Instruction] = []
+        self.instructions: list[CompiledInstruction] = []
         written: dict[str, int] = {}
         for line, place in _placed(text, dialect):
             opcode, _, rest = line.partition(" ")
@@ -69,7 +69,7 @@ class Code:
             sources = tuple(dict.fromkeys(written[name] for name in reads if name in written))
             for operand in operands[:outputs]:
                 written.update(dict.fromkeys(_registers(operand, dialect), len(self.instructions)))
-            self.instructions.append(Instruction(opcode, operands, sources, place))
+            self.instructions.append(CompiledInstruction(opcode, operands, sources, place))
         self.matrix = list(self.matching(_MATRIX.match))
         self.library = {at.place for at in self.matching(_LIBRARY.match)}
         self._last: Place = max((at.place for at in self.matrix), default=())
@@ -77,18 +77,18 @@ class Code:
         for at in self.matching(_LOAD.match):
             self._constants.setdefault(at.operands[0], set()).update(at.loaded)
 
-    def matching(self, matches: Callable[[str], object]) -> Iterator[Instruction]:
+    def matching(self, matches: Callable[[str], object]) -> Iterator[CompiledInstruction]:
         """Instructions whose opcode matches."""
         return (at for at in self.instructions if matches(at.opcode))
 
-    def after_products(self, at: Instruction) -> bool:
+    def after_products(self, at: CompiledInstruction) -> bool:
         """Whether the source asks for it below its last product; so it does where there is none."""
         for (line, column), (last_line, last_column) in zip(at.place, self._last, strict=False):
             if (line, column) != (last_line, last_column):
                 return line > last_line  # two calls on one line: the cast is of what the product takes
         return not self.matrix  # or else it is a product itself
 
-    def roots(self, at: Instruction) -> list[Instruction]:
+    def roots(self, at: CompiledInstruction) -> list[CompiledInstruction]:
         """What computed an instruction's operands, seen through moves, selections and the sign's return."""
         origins, queue, seen = [], list(at.sources), set(at.sources)
         while queue:
@@ -100,7 +100,7 @@ class Code:
                 origins.append(source)
         return origins
 
-    def literals(self, at: Instruction) -> set[int]:
+    def literals(self, at: CompiledInstruction) -> set[int]:
         """Numbers among an instruction's operands, also through a register that holds one."""
         sources = [self.instructions[number] for number in at.sources]
         nearest = {source.operands[0]: source.loaded for source in sources if _LOAD.match(source.opcode)}

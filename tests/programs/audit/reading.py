@@ -13,7 +13,7 @@ instruction set architecture, "Vector ALU Operations", "Matrix Arithmetic Instru
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.programs.audit.assembly import FUSED, Code, Instruction
+from tiebreak.programs.audit.assembly import FUSED, Code, CompiledInstruction
 from tiebreak.reports.audit import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
@@ -85,7 +85,7 @@ def _operation(opcode: str) -> str:
     return next((name for name, pattern in names.items() if pattern.match(opcode)), opcode)
 
 
-def _product(code: Code, at: Instruction) -> str:
+def _product(code: Code, at: CompiledInstruction) -> str:
     """K and types of a matrix product."""
     if at.opcode.startswith("tcgen05"):
         return _tcgen05(code, at)
@@ -102,7 +102,7 @@ def _product(code: Code, at: Instruction) -> str:
     return f"{name} k{shape.rpartition('k')[2]} {a}*{b} -> {result}"
 
 
-def _tcgen05(code: Code, at: Instruction) -> str:
+def _tcgen05(code: Code, at: CompiledInstruction) -> str:
     """Its types stand in a number, the descriptor: of D at bit 4, of A at bit 7, of B at bit 10."""
     kind = at.opcode.rpartition("kind::")[2].split(".")[0]
     descriptors = code.constants(at.operands[3])  # after D, A and B
@@ -124,7 +124,7 @@ def _divisions(code: Code) -> Iterator[str]:
         yield "v_rcp_f32"
 
 
-def _softmax(code: Code, pattern: re.Pattern[str]) -> list[Instruction]:
+def _softmax(code: Code, pattern: re.Pattern[str]) -> list[CompiledInstruction]:
     """Arithmetic down to the last product, without divisions and logarithms."""
     operations = (at for at in code.matching(pattern.match) if at.place not in code.library)
     return [at for at in operations if not code.matrix or not code.after_products(at)]
@@ -158,10 +158,10 @@ def _setting(code: Code, name: str) -> int:
     return int(match.group(1))
 
 
-def _casts(code: Code) -> Iterator[tuple[Instruction, str]]:
+def _casts(code: Code) -> Iterator[tuple[CompiledInstruction, str]]:
     """Every cast of a kernel: its last instruction, and how it rounds, which what made the number that is cut tells."""
     cut: set[int] = set()
-    alone: list[tuple[Instruction, str]] = []
+    alone: list[tuple[CompiledInstruction, str]] = []
     for at in code.instructions:
         rounding = _rounds(code, at)
         if rounding is not None:
@@ -177,7 +177,7 @@ def _casts(code: Code) -> Iterator[tuple[Instruction, str]]:
     yield from (pair for pair in alone if id(pair[0]) not in cut)
 
 
-def _rounds(code: Code, at: Instruction) -> str | None:
+def _rounds(code: Code, at: CompiledInstruction) -> str | None:
     """How it rounds to a narrower format, to even or as it is called; None if it does not."""
     if _CAST.match(at.opcode):
         return at.opcode
@@ -185,7 +185,7 @@ def _rounds(code: Code, at: Instruction) -> str | None:
     return f"v_add3_u32 {min(added):#x} + last bit" if added else None
 
 
-def _masks(code: Code, at: Instruction) -> str | None:
+def _masks(code: Code, at: CompiledInstruction) -> str | None:
     """How it cuts off a number's lower bits; None if it does not, or they are those of a number already rounded."""
     masks = _CUTS.keys() & code.literals(at) if _MASK.match(at.opcode) else set()
     roots = code.roots(at) if masks else []

@@ -26,7 +26,7 @@ from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
-from tiebreak.programs.shrink.search import BOUND, FINITE, Finding, Seen, Shrinker
+from tiebreak.programs.shrink.search import BOUND, FINITE, Seen, Shrinker, Symptom
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
@@ -163,7 +163,7 @@ def _rechecked(path: Path) -> bool:
     return shown
 
 
-def script(seen: Seen, finding: Finding, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
+def script(seen: Seen, finding: Symptom, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
     """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
     inputs, fmt = seen.inputs, seen.inputs.formats.inputs
     dtype = TORCH_DTYPES[fmt]
@@ -245,7 +245,7 @@ def _bits(tensor: Tensor, dtype: torch.dtype) -> str:
     return f'bits({shape}, """\n{rows}""")'
 
 
-def _verdict(seen: Seen, finding: Finding, sign: float) -> tuple[str, str]:
+def _verdict(seen: Seen, finding: Symptom, sign: float) -> tuple[str, str]:
     """Two expressions: whether it is wrong, and one line of what."""
     if finding.name == FINITE.name:
         bad = "(~o.isfinite() & reference.isfinite())"

@@ -15,7 +15,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
-from tiebreak.cases.verdicts import Verdict, interval, judge
+from tiebreak.cases.verdicts import BiasVerdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import Reference, reference
@@ -86,11 +86,11 @@ class Seen:
         """The mean error, and whether it is beyond the margin at 99.9 %; never of fewer than `MANY` key heads."""
         means = by_key_head(self.error, self.inputs.groups)
         bias = interval(means[torch.isfinite(means)])
-        return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
+        return bias.mean, judge(bias) is BiasVerdict.BIASED and len(means) >= MANY
 
 
 @dataclass(frozen=True)
-class Finding:
+class Symptom:
     name: str  # finite, bound, mean or wrong way
     about: str  # one line
     badness: Callable[[Seen], Tensor]  # of every element, (batch, heads, queries, d); of a mean one number
@@ -100,25 +100,25 @@ class Finding:
         return bool((self.badness(seen) > self.limit).any())
 
 
-FINITE = Finding(
+FINITE = Symptom(
     "finite",
     "NaN or Inf where the reference is finite",
     lambda seen: (~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)).double(),
     0.0,
 )
-BOUND = Finding(
+BOUND = Symptom(
     "bound", "an error beyond the rounding-error bound of the loosest plan", lambda seen: seen.over_bound, 1.0
 )
 
 
-def wrong_way(sign: float, *, tied: bool) -> Finding:
+def wrong_way(sign: float, *, tied: bool) -> Symptom:
     """An element that is off by more than half an ulp to one side; of a tie, a little more, in a row that repeats."""
 
     def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
         return error.masked_fill((error > _TIE) | ~seen.repeated, 0.0) if tied else error
 
-    return Finding("wrong way", "an element that is rounded the wrong way", badness, _WRONG)
+    return Symptom("wrong way", "an element that is rounded the wrong way", badness, _WRONG)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Shrinker:
     inputs: AttentionInputs  # the whole call, without a padding mask
     tell: Callable[[str], None]
     part: Part = field(init=False)
-    finding: Finding = field(default=FINITE)  # what holds on `part`
+    finding: Symptom = field(default=FINITE)  # what holds on `part`
     trials: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class Shrinker:
         inputs = cut(self.inputs, part)
         return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
 
-    def keeps(self, part: Part, finding: Finding) -> bool:
+    def keeps(self, part: Part, finding: Symptom) -> bool:
         """Whether a finding holds on a part; a kernel that does not take the part shows nothing on it."""
         if not _consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
             return False
@@ -151,13 +151,13 @@ class Shrinker:
         except Exception:
             return False
 
-    def shrink(self, finding: Finding) -> None:
+    def shrink(self, finding: Symptom) -> None:
         """Make `part` as small as it gets with a finding that holds on it as it is."""
         self.finding = finding
         self._one_row(finding)
         self._along_axes(finding)
 
-    def _along_axes(self, finding: Finding) -> None:
+    def _along_axes(self, finding: Symptom) -> None:
         before = None
         while before != self.part:
             before = self.part
@@ -174,7 +174,7 @@ class Shrinker:
             mean, biased = seen.mean_error
             return torch.tensor(sign * mean if biased else 0.0)
 
-        mean = self.finding = Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
+        mean = self.finding = Symptom("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
         while len(self.part.batch) * len(self.part.heads) >= 2 * MANY:
             axis = "batch" if len(self.part.batch) > 1 else "heads"
             kept = getattr(self.part, axis)
@@ -189,7 +189,7 @@ class Shrinker:
         self._sort(mean)
         self._along_axes(mean)
 
-    def _sort(self, finding: Finding) -> None:
+    def _sort(self, finding: Symptom) -> None:
         """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
         whole = self.inputs
         if not whole.causal:
@@ -201,7 +201,7 @@ class Shrinker:
             if not self.keeps(self.part, finding):
                 self.inputs = whole
 
-    def _one_row(self, finding: Finding) -> bool:
+    def _one_row(self, finding: Symptom) -> bool:
         """Go down to the worst row on which a finding holds alone."""
         badness = finding.badness(self.seen(self.part)).mean(-1)
         later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
@@ -217,11 +217,11 @@ class Shrinker:
                 return True
         return False
 
-    def _take(self, finding: Finding, axis: str, items: tuple[int, ...]) -> bool:
+    def _take(self, finding: Symptom, axis: str, items: tuple[int, ...]) -> bool:
         changed: dict[str, Any] = {axis: items}
         return self._try(replace(self.part, **changed), finding)
 
-    def _try(self, part: Part, finding: Finding) -> bool:
+    def _try(self, part: Part, finding: Symptom) -> bool:
         if not self.keeps(part, finding):
             return False
         self.part, self.finding = part, finding

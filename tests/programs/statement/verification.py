@@ -19,7 +19,7 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
 from tiebreak.cases.errors import Errors, merge
-from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import LOOKS, BiasVerdict, Interval, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -28,7 +28,7 @@ from tiebreak.matrix.candidates import tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, Call, shown, where_bias_is
+from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, OneCall, shown, where_bias_is
 from tiebreak.matrix.experiments.training import MEASURED, TrainingRun, training_result
 from tiebreak.matrix.measures import MORE_OF_O, OF_GRADIENTS, OF_O
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
@@ -66,14 +66,14 @@ class Judged:
     def predicted(self) -> bool:
         """Whether it is of a call on a device, held to what its plan predicts."""
         call, declared = self.cell.experiment, self.cell.kernel.declaration
-        if not isinstance(call, Call) or declared is None:
+        if not isinstance(call, OneCall) or declared is None:
             return False
         return not (self.cell.backend.predicts or call.case.cancels or call.case.chaotic)
 
     @property
     def recomputable(self) -> bool:
         """Whether the emulation can tell of its numbers: it is of a call of a kernel of the suite, with a result."""
-        emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, Call)
+        emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, OneCall)
         return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
 
 
@@ -197,7 +197,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
     yield from contradictions(record, run)
     if record.excused is not None and all(answer.met for answer in record.answers.values()):
         yield "excused: and nothing fell"
-    answered = isinstance(cell.experiment, Call | TrainingRun)  # of other kinds running it alone tells
+    answered = isinstance(cell.experiment, OneCall | TrainingRun)  # of other kinds running it alone tells
     if record.outcome == SKIPPED and cell.kernel.composed and answered:
         here = replace(cell, backend=replace(cell.backend, device="cpu"))
         if cell.experiment.refusal(here, Workbench(Settings(settings.seed, HEADS_PER_BATCH))) != record.skipped:
@@ -206,7 +206,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
         return
     if record.digest is None and answered:
         yield "digest: missing"
-    if isinstance(cell.experiment, Call):
+    if isinstance(cell.experiment, OneCall):
         yield from _number_faults(judged, cell.experiment.case)
         yield from _answer_faults(record, _call_result(judged, cell.experiment.case))
     elif isinstance(cell.experiment, TrainingRun):
@@ -264,7 +264,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
     measures = {name: _interval(it) if isinstance(it, Estimate) else _number(record, name)
                 for name, it in record.measures.items()}  # fmt: skip
     nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
-    verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
+    verdict = None if case.cancels else (BiasVerdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
     backward = record.answers.get(GRADIENTS)
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
@@ -362,7 +362,7 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
 def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
     """The bias of the plan that a kernel declares, on the heads that its cell has drawn."""
     call, declared = judged.cell.experiment, judged.cell.kernel.declaration
-    assert isinstance(call, Call)
+    assert isinstance(call, OneCall)
     assert declared is not None
     batches = judged.record.heads // _at_once(call.case, bench.settings)
     case = bench.case(call.case, judged.cell.fmt)
