@@ -59,7 +59,7 @@ class DesignedOutput(Emulated):
 
 
 @dataclass(frozen=True)
-class TestedKernel:
+class ProbedKernel:
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v

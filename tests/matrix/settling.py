@@ -23,7 +23,7 @@ from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration, first_line
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.asking import DesignedOutput, TestedKernel
+from tiebreak.matrix.asking import DesignedOutput, ProbedKernel
 from tiebreak.matrix.backward_attribution import backward_pass_of
 from tiebreak.matrix.candidates import BY_LAW, accepted, drawn, on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, OF_SUMS
@@ -64,10 +64,10 @@ def settled(cell: Cell, bench: Workbench) -> Settled:
     return bench.settled[key]
 
 
-def asking(cell: Cell, bench: Workbench) -> TestedKernel:
+def asking(cell: Cell, bench: Workbench) -> ProbedKernel:
     """Return what a cell's kernel has been asked in this process."""
     key = cell.backend.name, cell.kernel.name, cell.fmt.name
-    asked: TestedKernel = bench.asked.setdefault(key, TestedKernel(cell.backend, cell.kernel, cell.fmt))
+    asked: ProbedKernel = bench.asked.setdefault(key, ProbedKernel(cell.backend, cell.kernel, cell.fmt))
     return asked
 
 
@@ -132,7 +132,7 @@ def _alive(owner: Path) -> bool:
     return True
 
 
-def _settle(asked: TestedKernel, seed: int) -> Settled:
+def _settle(asked: ProbedKernel, seed: int) -> Settled:
     """Ask a kernel; whatever it raises on the way leaves its plan unknown, and its cells say what it was."""
     try:
         answers = designed_answers(asked)
@@ -151,7 +151,7 @@ def _settle(asked: TestedKernel, seed: int) -> Settled:
         return Settled(known)
 
 
-def designed_answers(asked: TestedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
+def designed_answers(asked: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
     """Return what a kernel makes of the designed inputs, where that can tell anything; it may raise anything.
 
     Raises:
@@ -179,7 +179,7 @@ def unexplained(answers: Sequence[DesignedOutput], plan: Declaration) -> dict[st
     return {name: share for name, share in missed.items() if share > DESIGNED_MISSED}
 
 
-def explaining(asked: TestedKernel, answers: Sequence[DesignedOutput]) -> str | None:
+def explaining(asked: ProbedKernel, answers: Sequence[DesignedOutput]) -> str | None:
     """Return the accepted plan that explains every designed input, of several the one that misses least; None: none."""
     first = [answer for answer in answers if answer.name in BINDING]
     known = accepted(on_device(asked.backend), Formats.of(asked.fmt))
@@ -192,7 +192,7 @@ def explaining(asked: TestedKernel, answers: Sequence[DesignedOutput]) -> str | 
     return min(explain, key=cost, default=None)
 
 
-def on_normal_numbers(asked: TestedKernel, seed: int) -> tuple[str, ...]:
+def on_normal_numbers(asked: ProbedKernel, seed: int) -> tuple[str, ...]:
     """Return the accepted plan with the most bits; where O may have random bits, all that have; of no answer none."""
     known, answers = accepted(on_device(asked.backend), Formats.of(asked.fmt)), _on(asked, len(NORMAL), seed)
     total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in answers) for name, plan in known.items()}
@@ -210,7 +210,7 @@ def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
     return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
 
 
-def _on(asked: TestedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
+def _on(asked: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
     """Return what it makes of so many inputs, but for those that it can't run."""
     answers = []
     for at in range(number):
@@ -226,7 +226,7 @@ def _on(asked: TestedKernel, number: int, seed: int) -> list[tuple[Tensor, Emula
     return answers
 
 
-def _random(asked: TestedKernel, inputs: AttentionInputs) -> bool:
+def _random(asked: ProbedKernel, inputs: AttentionInputs) -> bool:
     """Tell whether equal rows differ, of one head or of equal heads, or equal calls do.
 
     O of one row may lie far from where its bits turn. So every head has a row of its own first.
@@ -254,7 +254,7 @@ def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence
     return min(apart, key=apart.__getitem__)
 
 
-def _backward(asked: TestedKernel, followed: str, seed: int) -> tuple[str, int] | None:
+def _backward(asked: ProbedKernel, followed: str, seed: int) -> tuple[str, int] | None:
     """The backward pass that gradients on normal numbers come from, where there are any."""
     if not asked.kernel.has_backward:
         return None

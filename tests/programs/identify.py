@@ -11,7 +11,7 @@ from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.matrix.asking import TestedKernel
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settling import UnidentifiedError
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         for kernel in kernels:
             tell = lambda line, name=kernel.name: terminal.say(f"{name}: {line}")  # noqa: E731
             try:
-                identity = identify(TestedKernel(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
+                identity = identify(ProbedKernel(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
             except Exception as error:  # whatever the kernel raises
                 known = isinstance(error, UnidentifiedError)
                 failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"

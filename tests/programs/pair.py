@@ -15,7 +15,7 @@ from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
-from tiebreak.matrix.asking import TestedKernel
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
@@ -95,7 +95,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=own, told=tell)
     kernels = [
-        TestedKernel(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
+        ProbedKernel(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
     ]
     first = _side(_name(a), kernels[0], asked.seed, tell)
@@ -152,7 +152,7 @@ def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
 
 
-def _side(name: str, asked: TestedKernel, seed: int, tell: Callable[[str], None]) -> Side:
+def _side(name: str, asked: ProbedKernel, seed: int, tell: Callable[[str], None]) -> Side:
     """A side with the plan that its kernel declares, or that the whole search of `tiebreak identify` comes to."""
     backend, kernel = asked.backend, asked.kernel
     if kernel.declaration is not None:

@@ -20,7 +20,7 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.asking import TestedKernel, threads
+from tiebreak.matrix.asking import ProbedKernel, threads
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import judged, limited
@@ -289,7 +289,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _unknown(kernel: TestedKernel, *_: object) -> Identity:
+def _unknown(kernel: ProbedKernel, *_: object) -> Identity:
     raise UnidentifiedError("it is not deterministic")
 
 
@@ -341,7 +341,7 @@ def test_json_alone_goes_to_the_terminal_and_apart_is_exit_code_1(capsys: pytest
 def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 
-    def asking(kernel: TestedKernel, *_: object) -> Identity:
+    def asking(kernel: ProbedKernel, *_: object) -> Identity:
         asked.append(kernel.kernel.name)
         return _unknown(kernel)
 

@@ -39,15 +39,15 @@ class _Asked(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         session = Session(cell, bench.settings.seed, bench.settings.heads)
-        found = self.comparing(session)
+        results = self.comparing(session)
         for look in range(LOOKS):
             for session.index in batches_of(look):
-                self.question.ask(session, found)
-            if found.nothing:
+                self.question.ask(session, results)
+            if results.is_empty:
                 raise CannotRunError("; ".join(session.refused))
-            if found.settled:
+            if results.settled:
                 break
-        return found.result
+        return results.result
 
 
 class _Usage(_Asked):

@@ -39,7 +39,7 @@ _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _FP32 = Cast(FP32)
 _MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
-#: Beside those with a name, some at numbers of their own.
+#: Those with a name, and some at other numbers.
 RULES = (
     *SHIFT_RULES.values(),
     *(with_number(_SAFE, "shift", number) for number in ("-2", "-1", "-0.5", "0.5", "ln1.5", "2")),
@@ -50,7 +50,7 @@ _parsed = cache(parse_declaration)
 
 @dataclass(frozen=True)
 class PlanChange:
-    """One point of a plan, and what it is there."""
+    """One point of a plan, and the value that it is given."""
 
     key: str  # as --plan has it, or what it is that no field of a plan says
     value: str  # the same; behind a comma, another point and what it is there
@@ -58,7 +58,7 @@ class PlanChange:
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
-    """What a declaration does forward in a call's format, all else as of `fused`: two that do the same are equal."""
+    """Return a declaration reduced to its forward pass in a format, the rest as in `fused`: equal ones do the same."""
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
     if folds_scale(plan):
@@ -66,7 +66,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     elif plan.divisor.narrows:
         dead |= {"scale"}
     if plan.p8 is None and not plan.p_bar.saturates:
-        same = plan.row_sum_of is SumOf.CLAMPED or _fits(plan.exp, plan.p_bar, inputs)
+        same = plan.row_sum_of is SumOf.CLAMPED or _keeps_values(plan.exp, plan.p_bar, inputs)
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
         dead |= {"offset"} if wide else set()  # a power of two is divided out
@@ -87,7 +87,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
 
 
 def _told(declaration: Declaration) -> Block:
-    """Its block, but for what its algorithm, or a row that is one tile, makes nothing of."""
+    """Return a declaration's block without what its algorithm, or a row of one tile, ignores."""
     algorithm, block = declaration.algorithm, declaration.block
     if not algorithm.tiled:
         return BLOCK
@@ -98,13 +98,13 @@ def _told(declaration: Declaration) -> Block:
 
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
-    """A plan that casts O once where no step lies between O-bar's cast and O's: what they cast is normalised."""
+    """Return a plan that casts O once where no step separates O-bar's cast from O's, and O-bar is normalised."""
     one_tile = _told(declaration).whole
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
         return plan
-    if not all(_fits(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
+    if not all(_keeps_values(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
         return plan
     once = one_tile or not declaration.algorithm.tiled
     if once and plan.o_bar.follows is not None and not plan.o_bar.every:
@@ -116,25 +116,25 @@ def _fmt(cast: Cast, inputs: Format) -> Format:
     return inputs if cast.follows is not None else cast.fmt
 
 
-def _fits(first: Cast, then: Cast, inputs: Format) -> bool:
-    """Whether a second cast leaves what the first has cast as it is."""
+def _keeps_values(first: Cast, then: Cast, inputs: Format) -> bool:
+    """Return whether a second cast leaves what the first has cast as it is."""
     before, after = _fmt(first, inputs), _fmt(then, inputs)
     return before.exponent_bits <= after.exponent_bits and before.mantissa_bits <= after.mantissa_bits
 
 
 def text(declaration: Declaration) -> str:
-    """As --plan takes it."""
+    """Return a declaration as --plan takes it."""
     return named(declaration).label
 
 
 def named(declaration: Declaration) -> Declaration:
-    """With the shortest name, and the shift rule that it had before it lost its own."""
-    known = (replace(declaration, shift_rule=rule) for rule in RULES)
-    return shortest(next(each for each in known if nameless(each).shift_rule == nameless(declaration).shift_rule))
+    """Return a declaration with its shortest name, and the shift rule that it had before it was made nameless."""
+    candidates = (replace(declaration, shift_rule=rule) for rule in RULES)
+    return shortest(next(each for each in candidates if nameless(each).shift_rule == nameless(declaration).shift_rule))
 
 
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
-    """Of two that nothing tells apart, the plainer one has the smaller."""
+    """Return a key by which the plainer of two declarations sorts first."""
     label, usual = text(declaration), (FLASH_ATTENTION, STANDARD_ATTENTION)
     fixed = declaration.shift_rule != nameless(replace(declaration, shift_rule=_SAFE)).shift_rule
     return label.count(",") + label.count(":"), fixed, declaration.algorithm not in usual, len(label)
@@ -143,7 +143,7 @@ def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
 def changes(
     declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
 ) -> Iterator[tuple[PlanChange, Declaration]]:
-    """Every declaration that differs, in one point of these keys, from one that `forward_alone` gives, each once."""
+    """Yield every declaration that differs from a `forward_alone` one in one point of these keys, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
         for value, other in _with_another(key, declaration, inputs) if key in keys else ():
@@ -155,7 +155,7 @@ def changes(
 
 @cache
 def _has_text(declaration: Declaration) -> bool:
-    """Whether --plan can say it: a fast exponential goes by the names of plans that have one."""
+    """Return whether --plan can express a declaration: a fast exponential needs a plan that has a name."""
     try:
         text(declaration)
     except ValueError:
@@ -164,7 +164,7 @@ def _has_text(declaration: Declaration) -> bool:
 
 
 def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
-    """A declaration with every value at one point."""
+    """Yield the declaration with every value at one point."""
     plan, algorithm = declaration.plan, declaration.algorithm
     if key == ALGORITHM:
         yield from _with_another_algorithm(declaration)
@@ -189,7 +189,7 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
 
 
 def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
-    """With every algorithm, in every tile where it had none; a rule that lags is seen together with its own alone."""
+    """Yield every algorithm, in every tile where there was none; a rule that lags only together with its algorithm."""
     others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
     if declaration.algorithm is not FLASH_ATTENTION:
         others += [(rule.name, FLASH_ATTENTION, rule) for rule in SHIFT_RULES.values() if rule.lag]
@@ -203,7 +203,7 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
 def combined(
     declarations: Iterable[Declaration], inputs: Format, *stages: Collection[str], usual: bool = False
 ) -> Iterator[Declaration]:
-    """Plans with up to one change of each stage, keys of points that show together alone.
+    """Yield plans with up to one change of each stage, whose keys are points that show only together.
 
     Usual ones have no new cast to other formats than fp32 and the inputs'.
     """
@@ -219,13 +219,13 @@ def combined(
 
 
 def without(declaration: Declaration, inputs: Format, *keys: str) -> Declaration:
-    """A declaration that is in fp32, or as `fp32_inside` has it, at some points."""
+    """Return a declaration with some points in fp32, or as `fp32_inside` has them."""
     plain = {FORWARD[key]: getattr(PLANS["fp32_inside"], FORWARD[key]) for key in keys}
     return forward_alone(replace(declaration, plan=replace(declaration.plan, **plain)), inputs)
 
 
 def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
+    """Yield the declaration with one narrow point in fp32, or without its shift rule, contraction or base."""
     for key in sorted(FORWARD):
         with suppress(ValueError):  # two points exclude one another
             if key != SLOW and (other := without(declaration, inputs, key)) != declaration:
@@ -234,7 +234,7 @@ def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaratio
 
 
 def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange, Declaration]]:
-    """As `changes`, at two points at once, where one alone leads nowhere, or both may look like the plan."""
+    """Yield changes of two points at once, where one alone leads nowhere, or both may look like the plan."""
     for casts in _moved(declaration, inputs):
         if declaration.algorithm.unused & casts.keys():
             continue
@@ -247,7 +247,7 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange
 
 
 def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
-    """What goes together, by field."""
+    """Yield changes that go together, as new values by field."""
     plan, rounded = declaration.plan, SumOf.ROUNDED
     if not plan.exponential.base_two:
         yield {"exponential": replace(plan.exponential, base_two=True), "contracted": True}

@@ -21,7 +21,7 @@ from tiebreak.cases.verdicts import (
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.asking import TestedKernel
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.attribution import slip_bits
 from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
 from tiebreak.matrix.measures import ratio_of_means
@@ -66,7 +66,7 @@ class PairedCall:
             return CallRecord(self.bench.case.name, severity, why)
 
     def _o(self, letter: str, side: Side) -> Tensor:
-        asked, name = TestedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+        asked, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
             answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
         except Exception as error:  # whatever the kernel raises

@@ -67,24 +67,26 @@ WITHOUT_BIAS = {
 
 
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
-    """Return the answer of a call that was cut along a dimension, in the parts that its pieces have a share of."""
+    """Return the answer of a call that was cut along a dimension, in the parts that all its pieces have."""
     pieces = list(answers)
     return {part: torch.cat([each[part] for each in pieces], dimension) for part in parts if part in pieces[0]}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What of an answer is compared; the same cut of an answer that has no more is all of it."""
+    """The part of an answer that is compared; the same cut of an answer that has no more is all of it."""
 
     batch: slice | None = None  # None: all
     rows: slice | None = None  # of O and dQ
     keys: slice | None = None  # of dK and dV
 
     def of(self, part: str, x: Tensor) -> Tensor:
+        """Return the elements of one part of an answer, (batch, heads, rows or keys, d), that the cut leaves."""
         rows, every = self.rows if part in OF_QUERIES else self.keys, slice(None)
         return x[self.batch or every, :, rows or every]
 
     def pairs(self, plain: Answers, other: Answers) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each part that both answers have, and what the cut leaves of either."""
         for part in plain:
             if part in other:
                 yield part, self.of(part, plain[part]), self.of(part, other[part])
@@ -106,7 +108,7 @@ def exact(inputs: AttentionInputs, part: str) -> Tensor:
 
 @lru_cache(maxsize=len(PARTS))
 def units(inputs: AttentionInputs, part: str) -> Tensor:
-    """Return what an error is to be multiplied by to be in ulps, + away from zero; NaN or 0 where the answer is 0.
+    """Return the factor that turns an error into ulps, + away from zero; NaN or 0 where the answer is 0.
 
     An ulp of O is its own. The elements of a gradient cancel: theirs are of what they are the sum of, added up without
     signs, dP and delta apart, since these cancel too.
@@ -127,7 +129,7 @@ def units(inputs: AttentionInputs, part: str) -> Tensor:
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """What O, or a gradient, of two answers differs in."""
+    """The differences between the O, or one gradient, of two answers."""
 
     share: float  # of elements with other bits
     ulps: float  # largest difference, in ulps of the plain call's, or of its head's root mean square if that is larger
@@ -138,7 +140,7 @@ class OutputDifference:
     def between(
         cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0
     ) -> "OutputDifference":
-        """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts.
+        """Measure the differences; `exact` is in fp64, `level` how much of the plain call's mean squared error counts.
 
         No side is held to less than what one rounding may err by.
         """
@@ -153,6 +155,7 @@ class OutputDifference:
 
     @property
     def text(self) -> str:
+        """Return the differences as the end of a sentence."""
         if self.lost:
             return f"is NaN or Inf in {self.lost} elements"
         return f"differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
@@ -164,16 +167,16 @@ def worst_head(x: Tensor, exact: Tensor) -> float:
 
 
 def _largest_finite(x: Tensor) -> float:
-    known = x[torch.isfinite(x)].abs()
-    return known.max().item() if len(known) else 0.0
+    finite = x[torch.isfinite(x)].abs()
+    return finite.max().item() if len(finite) else 0.0
 
 
 @dataclass
 class WithinError:
-    """What came of the calls of a cell whose answers must be one."""
+    """The comparisons of a cell whose answers must agree but for rounding."""
 
     fmt: Format  # of O and the gradients
-    asked: dict[str, str] = field(default_factory=dict)  # what must be so, and what is so instead, empty if it is
+    requirements: dict[str, str] = field(default_factory=dict)  # and what is so instead; empty where one is met
     differences: list[OutputDifference] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)  # that a question takes itself, in place of differences
     unit: str = ""  # behind the first of them in tables
@@ -189,46 +192,50 @@ class WithinError:
         same: bool = False,
         levels: Mapping[str, float] = _ALL,
     ) -> None:
-        """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
+        """Add a comparison with a plain call on these inputs; `words` name the change that must not matter.
 
         Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
         atomics, two calls agree by chance. `levels`: how much of the plain call's mean squared error counts.
         """
         for part, ours, theirs in cut.pairs(plain, other):
-            known = self.asked.setdefault(words, "")
+            failure = self.requirements.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
                 differs = OutputDifference.between(
                     ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, levels.get(part, 1.0)
                 )
                 self.differences.append(differs)
                 if (same and part == O) or differs.lost or differs.worse > WORSE:
-                    self.asked[words] = f"{known}, {part} too" if known else f"{words}: {part} {differs.text}"
+                    self.requirements[words] = (
+                        f"{failure}, {part} too" if failure else f"{words}: {part} {differs.text}"
+                    )
 
     @property
-    def nothing(self) -> bool:
-        return not (self.asked or self.measures)
+    def is_empty(self) -> bool:
+        """Whether no comparison was made."""
+        return not (self.requirements or self.measures)
 
     @property
     def result(self) -> Result:
+        """The cell's result: its measures, and the answer of its check."""
         measures = self.measures or {
             "other_bits": max((each.share for each in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
             "error_ratio": max((each.worse for each in self.differences), default=1.0),
         }
-        name, why = next(iter(measures)), [text for text in self.asked.values() if text]
+        name, why = next(iter(measures)), [text for text in self.requirements.values() if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
-        answer = Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "")
+        answer = Answer(not why, "; ".join(self.requirements), f"{why[0]}{more}" if why else "")
         return Result(
             measures=measures,
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
-            answers={USAGE: answer} if self.asked else {},
+            answers={USAGE: answer} if self.requirements else {},
             heads=BATCH * HEADS,
         )
 
 
 @dataclass
 class PairedErrors:
-    """One part of both answers on all heads drawn so far."""
+    """The errors of one part of both answers on all heads drawn so far."""
 
     same: list[float] = field(default_factory=list)  # share of elements that have the same bits, batch by batch
     lost: int = 0  # elements that are finite in one answer alone
@@ -244,6 +251,7 @@ class PairedErrors:
         return difference, plain, changed
 
     def record(self) -> ChangeRecord:
+        """Return the mean difference with its verdict, as records have it."""
         share, intervals = 1.0 - sum(self.same) / len(self.same), self.intervals()
         difference, before, after = (Estimate.of(each.mean, each.half_width) for each in intervals)
         verdict = judge(intervals[0])
@@ -263,39 +271,42 @@ class PairedErrors:
 
 @dataclass
 class WithoutBias:
-    """What came of the calls of a cell whose answers must not differ in a bias."""
+    """The comparisons of a cell whose answers may differ, but not by a bias."""
 
     declared: bool = False  # whether the kernel says that the change alters no bit
     errors: dict[str, PairedErrors] = field(default_factory=dict)  # by what was changed, and of what
     controls: dict[str, float] = field(default_factory=dict)  # what must change O, and the share of it that it did
 
     def compare(self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE) -> None:
-        """Take down the errors of a plain call on these inputs and of a changed one; words say what was changed."""
+        """Add the errors of a plain call on these inputs and of a changed one; `words` name the change."""
         for part, ours, theirs in cut.pairs(plain, other):
             truth, unit = (cut.of(part, of(inputs, part)) for of in (exact, units))
             errors = [in_units(answer.double() - truth, unit) for answer in (ours, theirs)]
             groups = inputs.groups if part in OF_QUERIES else 1
-            found = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
-            found.same.append(equal_bits(ours, theirs))
-            found.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
+            results = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
+            results.same.append(equal_bits(ours, theirs))
+            results.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
             sides = [torch.stack([by_key_head(each, groups), by_key_head(each.square(), groups)]) for each in errors]
-            found.errors.append(torch.stack(sides))
+            results.errors.append(torch.stack(sides))
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
-        """Take down whether what must change an answer has; the first batch tells."""
+        """Add a control: a change that must alter the answer. The first batch decides."""
         self.controls.setdefault(words, 1.0 - equal_bits(before, after))
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
+        """Whether no comparison was made."""
         return not self.errors
 
     @property
     def settled(self) -> bool:
+        """Whether more heads would change no verdict."""
         changes = self._changes().values()
-        return bool(self._dead) or all(each.verdict in (None, UNBIASED) or _wrong(each) for each in changes)
+        return bool(self._ineffective) or all(each.verdict in (None, UNBIASED) or _is_wrong(each) for each in changes)
 
     @property
     def result(self) -> Result:
+        """The cell's result: its measures, and the answer of its check."""
         # Tables show the farthest mean, or the share, 0, where no bit differs.
         changes = self._changes()
         name = worst(changes)
@@ -321,22 +332,22 @@ class WithoutBias:
         return {name: each.record() for name, each in self.errors.items()}
 
     @property
-    def _dead(self) -> list[str]:
-        """Controls that changed nothing: the change did nothing."""
+    def _ineffective(self) -> list[str]:
+        """The controls that altered nothing: the change had no effect, so the comparison shows nothing."""
         return [control for control, share in self.controls.items() if share == 0.0]
 
     def _answer(self, changes: Mapping[str, ChangeRecord], heads: int) -> Answer | None:
-        """Return whether all is as it must be; None where other bits have no bias: nobody has said there are none."""
+        """Return whether all is as it must be; None where bits differ without a bias and no invariance is declared."""
         asked, differs = _DECLARED if self.declared else _ASKED, any(each.bits for each in changes.values())
-        if any(map(_wrong, changes.values())) or (self.declared and differs):
+        if any(map(_is_wrong, changes.values())) or (self.declared and differs):
             return Answer(False, asked, changes_text(changes))
-        if self._dead:
-            return Answer(None, asked, f"the knob did nothing: no bit changed by {', '.join(self._dead)}")
+        if self._ineffective:
+            return Answer(None, asked, f"the knob did nothing: no bit changed by {', '.join(self._ineffective)}")
         if not self.settled:
             return Answer(None, asked, f"{heads} heads do not settle it: {changes_text(changes)}; raise --heads")
         return None if differs else Answer(True, asked)
 
 
-def _wrong(change: ChangeRecord) -> bool:
-    """Tell a bias, larger errors than another way of rounding explains, NaN and Inf."""
+def _is_wrong(change: ChangeRecord) -> bool:
+    """Return whether a change causes a bias, NaN or Inf, or larger errors than another way of rounding explains."""
     return change.verdict == BIASED or change.lost > 0 or change.growth is not None
