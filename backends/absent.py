@@ -42,7 +42,7 @@ def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterato
 
 
 def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autotuned kernel the first configuration that its pruning leaves, or the chosen; what was tuned stays."""
+    """Return a launch that takes the first configuration of an autotuned kernel, or the chosen one; none is tuned."""
 
     def tuned(self: Autotuner, *args: object, **kwargs: object) -> Any:
         prune, name, seen = self.prune_configs, self.base_fn.__name__, {*self.arg_names, "enable_fp_fusion"}
@@ -51,8 +51,8 @@ def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
             left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
             for each in prune(given):
                 # Compiled code sees all of it; interpreted code has neither warps nor stages.
-                told = {key: value for key, value in each.all_kwargs().items() if executing() or key in seen}
-                words = "+".join(f"{key}={value}" for key, value in told.items())
+                options = {key: value for key, value in each.all_kwargs().items() if executing() or key in seen}
+                words = "+".join(f"{key}={value}" for key, value in options.items())
                 left.setdefault(words, each)
                 Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))
             if kernel == name and chosen not in left:

@@ -70,7 +70,7 @@ def round_to(x: Tensor, fmt: Format, mode: Rounding = Rounding.TO_EVEN, *, rando
 
 
 def fma(x: Tensor, factor: float | Tensor, addend: Tensor) -> Tensor:
-    """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
+    """Return a fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
 
     The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
     of fp32 would be rounded twice. So the sum is rounded to odd first: no tie of fp32 has the last bit of fp64 set.
@@ -88,7 +88,7 @@ def fma(x: Tensor, factor: float | Tensor, addend: Tensor) -> Tensor:
 
 
 def odd_sum(x: Tensor, y: Tensor) -> Tensor:
-    """x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
+    """Return x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
 
     What is rounded once more, to a format narrower by two bits, is then as if rounded once (Boldo and Melquiond,
     Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008).
@@ -195,5 +195,5 @@ def _overflow(x: Tensor, rounded: Tensor, fmt: Format, mode: Rounding) -> Tensor
 
 
 def flushed(x: Tensor) -> Tensor:
-    """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
+    """Return `x` with zeros of the same sign for numbers that are subnormal in fp32, as in bf16."""
     return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)

@@ -16,7 +16,7 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32,
 
 _OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
 _BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
-_BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps beside the addend, on CDNA3
+_BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps next to the addend, on CDNA3
 _LOST_ADDEND = 2.0**25  # how many times smaller than the largest term an addend is that CDNA3's fp8 leaves out
 _EXPONENT = 0x7F800000  # bits of an fp32 number
 _TF32 = ~0x1FFF
@@ -24,7 +24,7 @@ _AT_ONCE = 2**17  # products that are in memory: a few buffers of 1 MB, which a 
 
 
 class SumOrder(enum.Enum):
-    """What is aligned with what in a step."""
+    """The terms that are aligned with each other in a step."""
 
     TOGETHER = "products and addend"  # NVIDIA: cut off, added, rounded toward zero
     PRODUCTS_FIRST = "products, then their sum and the addend"  # CDNA3: these two rounded down, their sum to even
@@ -33,7 +33,7 @@ class SumOrder(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorCore:
-    """How one matrix instruction adds up; `core_of` knows them."""
+    """The way in which a matrix instruction adds up; `core_of` knows them."""
 
     products: int  # of a step; more of them are several steps
     fraction_bits: int  # that a term keeps below the exponent of the largest one
@@ -73,7 +73,7 @@ def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -
 
 
 def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor:
-    """Step after step, of three dimensions each."""
+    """Add step after step, in three dimensions each."""
     k = a.shape[-1]
     values = [pad(x, (0, -k % core.products)).movedim(-1, 0).contiguous() for x in (a, b.transpose(-1, -2))]
     if core.reads_tf32:
@@ -92,13 +92,13 @@ def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor
 
 
 def _power(x: Tensor, least_exponent: int) -> Tensor:
-    """2 to the exponent of every value, in fp64: a subnormal's is the least of its format, a zero's fp32's least."""
+    """Return 2 to the exponent of every value, in fp64: at least its format's least; for zero fp32's least."""
     powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32).double()
     return powers.clamp_(min=2.0**least_exponent).masked_fill_(x == 0, _OF_ZERO)
 
 
 def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
-    """The terms, cut off below the last bit of the largest one, are summed exactly and rounded toward zero.
+    """Truncate terms below the last bit of the largest one, sum them exactly and round toward zero.
 
     Args:
         core: of NVIDIA.
@@ -115,7 +115,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
 
 
 def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
-    """The products' sum, cut off as NVIDIA's, and the addend are aligned, rounded down, and their sum to even."""
+    """Align the products' sum, truncated as on NVIDIA, with the addend, round both down, and their sum to even."""
     of_addend = _power(addend, FP32.min_exponent)
     if core.order is SumOrder.EVEN_AND_ODD:
         even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
@@ -135,14 +135,14 @@ def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Ten
 
 
 def _sum_of_products(core: TensorCore, products: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
-    """Products, cut off below the last bit of the largest and summed, and that one's power."""
+    """Return the sum of products truncated below the last bit of the largest, and that one's power."""
     largest = powers.amax(0)
     scale = 2.0**core.fraction_bits / largest
     return (products * scale).trunc_().sum(0) / scale, largest
 
 
 def _down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
-    """Rounded toward minus infinity, to so many bits below the largest term's power."""
+    """Return `x` rounded toward minus infinity, to `bits` bits below the largest term's power."""
     scale = 2.0**bits / largest
     return (x * scale).floor_().div_(scale)
 
@@ -183,7 +183,7 @@ TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of th
 
 
 def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
-    """The tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
+    """Return the tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
 
     The formats, of `OPERANDS`, are the same unless both are fp8.
 

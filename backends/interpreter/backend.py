@@ -16,7 +16,7 @@ from tiebreak.kernels.triton.roster import triton_kernels
 
 @dataclass(frozen=True)
 class _Interpreter(Backend):
-    """Triton kernels alone: on a CPU, as a card would round that is only assumed."""
+    """A backend for Triton kernels alone: on a CPU, rounding as a card is assumed to."""
 
     assumed: Assumptions = EXACT
 
@@ -44,7 +44,7 @@ class _Interpreter(Backend):
         return described
 
     def repeats(self, kernel: Kernel) -> bool:
-        return not kernel.external  # programs run one after the other; a user's may draw numbers of its own
+        return not kernel.external  # programs run one after the other; a user's may draw its own numbers
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.interpreter.session import interpreting  # triton may be missing

@@ -48,7 +48,7 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
 
 
 def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What the compiler has no code for is no call for this card."""
+    """Return a function that raises CannotRunError where the compiler fails for this card."""
 
     def compiling(self: Any, *args: object, **kwargs: object) -> Any:
         try:
@@ -65,7 +65,7 @@ def _refused(function: Any, *_: object, **__: object) -> None:
 
 
 class _Launcher:
-    """In the place of the driver's: gives a grid to a program."""
+    """A replacement of the driver's launcher that passes a grid to a program."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._types: Mapping[str, Any] = source.signature
@@ -75,7 +75,7 @@ class _Launcher:
             raise CannotRunError("clusters of blocks and scratch memory are not executed here")
 
     def __call__(self, x: int, y: int, z: int, _stream: object, program: Program, *rest: Any) -> None:
-        """Of what follows, all but the last as many as there are parameters are the driver's own."""
+        """Run a program; the last arguments are its parameters, those before them the driver's."""
         bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
         given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
         bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
@@ -84,7 +84,7 @@ class _Launcher:
 
 
 def _bits(kind: Any, value: Any) -> Iterator[int]:
-    """What a kernel gets of an argument: each part of a tuple but constants, the address of a tensor."""
+    """Yield an argument as a kernel gets it: a tensor's address, the parts of a tuple without constants."""
     if isinstance(kind, tuple):
         for part, element in zip(kind, value, strict=True):
             yield from _bits(part, element)
