@@ -485,7 +485,7 @@ def with_features(case: Case, words: Sequence[str]) -> Case:
 def _made(draw: Draw, recipe: Recipe, features: Mapping[Feature, float | None]) -> AttentionInputs:
     inputs = recipe(draw)
     for feature, value in features.items():
-        if feature not in inputs.asks():
+        if feature not in inputs.required_features():
             inputs = _ADDED[feature.taken].add(inputs, value)
     return inputs
 

@@ -144,7 +144,7 @@ class GradientErrorBounds:
         dq = bound(ds_error, k, by_k, keys, inputs.scale)
         dk = bound(ds_error.mT, q, by_q, queries, inputs.scale)
         dv = bound(p_error.mT, do, by_do, queries, 1.0)
-        of_keys = inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
+        of_keys = inputs.gradients_as_stored(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
         of_sink = None if inputs.sink is None else self._of_sink(declaration, l_error, from_o + from_p)
         return (dq, *of_keys), of_sink
 

@@ -110,7 +110,7 @@ def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
 
 def _plain(inputs: AttentionInputs) -> bool:
     """Whether nothing but q, k, v and a causal mask is asked for."""
-    return len(inputs.asks()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
+    return len(inputs.required_features()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
 
 
 def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:

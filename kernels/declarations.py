@@ -72,7 +72,7 @@ _WORDS: Mapping[str, Mapping[str, object]] = {
 
 
 def parse_declaration(text: str) -> Declaration:
-    """The declaration that a text names: a kernel or a plan, and changes behind commas.
+    """Return the declaration that a text names: a kernel or a plan, and changes separated by commas.
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, `split@PLAN`, or a plan alone, for plain flash
     attention at it. Each change is `KEY=VALUE`:
@@ -87,10 +87,10 @@ def parse_declaration(text: str) -> Declaration:
     - `accumulator=bfmmla`, how products are added up
     - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
-    - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
+    - `splits=2`, of as many keys with separate tiles, or by `order=tiles` or `turns` of whole tiles
     - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
-    Its label names what differs from the first part, in an order of its own. ValueError, one line: a name, key or value
+    Its label names what differs from the first part, in a fixed order. ValueError, one line: a name, key or value
     is unknown, or the algorithm makes nothing of it.
     """
     head, *changes = (part.strip() for part in text.split(","))
@@ -114,7 +114,7 @@ def parse_declaration(text: str) -> Declaration:
 
 
 def shortest(declaration: Declaration) -> Declaration:
-    """What has the same forward pass, by the text with the fewest changes; ValueError: no text names it.
+    """Return the declaration with the same forward pass and the shortest text; ValueError: no text names it.
 
     Its backward pass is the named plan's.
     """
@@ -131,7 +131,7 @@ def shortest(declaration: Declaration) -> Declaration:
 
 @cache
 def _heads(name: str) -> tuple[Declaration, ...]:
-    """A rule, or an algorithm, at every plan that it makes something of."""
+    """Yield a rule, or an algorithm, at every plan that it supports."""
     heads = []
     for plan in PLANS:
         with suppress(ValueError):
@@ -141,9 +141,9 @@ def _heads(name: str) -> tuple[Declaration, ...]:
 
 
 def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
-    """A declaration's forward pass, as changes of a named one; None where changes can't say it."""
-    theirs, own = named.plan.exponential, declaration.plan.exponential
-    if (theirs.correction, theirs.lanes) != (own.correction, own.lanes):
+    """Return a declaration's forward pass as changes of a named one; None where changes can't express it."""
+    theirs, ours = named.plan.exponential, declaration.plan.exponential
+    if (theirs.correction, theirs.lanes) != (ours.correction, ours.lanes):
         return None
     fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
     plan = _renamed(replace(named.plan, **fields), named.plan)
@@ -152,7 +152,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
 
 @cache
 def _named(head: str) -> Declaration:
-    """The declaration of a kernel, or of plain flash attention at a plan."""
+    """Return the declaration of a kernel, or of plain flash attention at a plan."""
     name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{FLASH_ATTENTION.name}@{head}"
     for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential
         if kernel.declaration is not None and kernel.declaration.label == name:
@@ -169,7 +169,7 @@ def _named(head: str) -> Declaration:
 
 @cache
 def values_of(key: str, inputs: Format) -> tuple[str, ...]:
-    """What a key of `FORWARD` may be given in `changed`: every word; of a cast the formats in use and all modes.
+    """Return every value that `changed` accepts for a key of `FORWARD`; of a cast, the formats in use and all modes.
 
     `inputs` is the format of the call, which casts call by its role. Of what has a size, such as the rows that share a
     scale, it is what plans with a name have.
@@ -193,7 +193,7 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
 
 
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
-    """A declaration with one change, as it stands behind a comma; its name stays.
+    """Return a declaration with one change, as written after a comma; its name stays.
 
     ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
     """
@@ -216,7 +216,7 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _value(key: str, value: str) -> object:
-    """What a text is the value of a key for; of a base whether it is two."""
+    """Parse the value of a key; of a base, return whether it is two."""
     if key in _WORDS:
         if value not in _WORDS[key]:
             raise ValueError(f"{key}={value}: expected {' or '.join(_WORDS[key])}")
@@ -285,13 +285,13 @@ def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
-    """The plan, called by the named one that it was made from and by what is otherwise."""
+    """Return the plan, named after the one that it was made from and after its changes."""
     changes = [f",{key}={value}" for key, value in values_apart(named, plan).items()]
     return replace(plan, name="".join([named.name, *changes]))
 
 
 def values_apart(one: RoundingPlan, other: RoundingPlan) -> dict[str, str]:
-    """What another plan has, where it differs from one, as text has it: by key."""
+    """Return the values of another plan where it differs from one, as text has them, by key."""
     differ = {key: field for key, field in _FIELDS.items() if getattr(one, field) != getattr(other, field)}
     return {key: _text(key, getattr(other, field)) for key, field in differ.items()}
 
@@ -308,7 +308,7 @@ def _text(key: str, value: object) -> str:
     return f"{fmt}{mode}{steps}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """`: did you mean ...?`, or nothing where nothing is near."""
-    matches = get_close_matches(name, list(known), n=3, cutoff=0.6)
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return `: did you mean ...?`, or nothing where no known name is similar."""
+    matches = get_close_matches(name, list(candidates), n=3, cutoff=0.6)
     return f": did you mean {' or '.join(matches)}?" if matches else ""

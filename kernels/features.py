@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing beyond attention of as many query as key heads, in which every query sees every key."""
+    """A property of inputs beyond attention with equal numbers of heads in which every query sees every key."""
 
     name: str  # how it is called
     words: str  # after "takes no", in the reason of a skip

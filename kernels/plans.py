@@ -10,14 +10,14 @@ from tiebreak.kernels.quantization import Quantization, Scaling
 
 
 class Follows(enum.Enum):
-    """Which of a call's formats a rounding point of a plan is in."""
+    """The formats of a call that a rounding point of a plan may follow."""
 
     OPERANDS = "operands"  # what products take: P-bar and, in some plans, S, l and O-bar
     OUTPUT = "output"  # O and the gradients
 
 
 class Steps(enum.Enum):
-    """At which steps of a tile a running sum, O-bar or l, is cast."""
+    """The steps of a tile at which a running sum, O-bar or l, is cast."""
 
     EVERY = "every"  # what the tile adds, what is rescaled, and their sum
     KEPT = "kept"  # what is rescaled, and the sum
@@ -43,12 +43,12 @@ class Cast:
 
     @property
     def of_a_tile(self) -> "Cast":
-        """Of a running sum's, that of what a tile adds."""
+        """The cast of a tile's part of a running sum."""
         return self if self.steps is Steps.EVERY else Cast(FP32)
 
 
 class Accumulator(enum.Enum):
-    """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
+    """The way in which the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
 
     EXACT = "exact"  # in fp64, rounded once to fp32
     # Matrix products alone; row sums are in fp32, as a balanced tree. Operands of tensor cores count as bf16 (Volta's
@@ -66,7 +66,7 @@ class Accumulator(enum.Enum):
 
 
 class SumOf(enum.Enum):
-    """Which P-bar the row sum l adds up. What P V takes is always P-bar after its cast."""
+    """The P-bar that the row sum l adds up. P V always takes P-bar after its cast."""
 
     UNROUNDED = "unrounded"  # before the cast, as FlashAttention-2 to -4 do
     CLAMPED = "clamped"  # before the cast, but no more than the largest value of its format
@@ -74,7 +74,7 @@ class SumOf(enum.Enum):
 
 
 class SinkEntry(enum.Enum):
-    """Where a learned sink, a logit s without a V, enters a row of tiled attention."""
+    """The point at which a learned sink, a logit s without a V, enters a row of tiled attention."""
 
     FIRST = "first"  # the row begins with m = s and l = 1, as in vLLM's unified kernel: l is rounded with 1 in it
     MAXIMUM = "maximum"  # it begins with m = s alone, and exp(s - m) is added to l at the end, as in gpt-oss
@@ -83,7 +83,7 @@ class SinkEntry(enum.Enum):
 
 
 class DeltaSource(enum.Enum):
-    """What delta, the row term of the softmax's gradient, is computed from (paper, section 3.2)."""
+    """The numbers from which delta, the row term of the softmax's gradient, is computed (paper, section 3.2)."""
 
     OUTPUT = "rowsum(dO*O)"  # flash attention: from the stored O, with its rounding error
     PROBABILITIES = "rowsum(dP*P)"  # standard attention: never sees O
@@ -107,7 +107,7 @@ class Exponential:
 
     @property
     def at_zero(self) -> float:
-        """Its value at 0, where every tie sits; a fast one misses 1."""
+        """The value at 0, where every tie is; a fast one misses 1."""
         # The correction takes y into the binade below 1, where the lines are half as steep.
         return 1.0 - self.correction[0] / 2 if self.correction else 1.0
 
@@ -141,7 +141,7 @@ class RoundingPlan:
     q8: Quantization | None = None  # q in 8 bits with scales
     k8: Quantization | None = None  # K in 8 bits with scales
     v8: Quantization | None = None  # V in 8 bits with scales
-    p8: Quantization | None = None  # P-bar in 8 bits with scales of its own, in the place of its cast
+    p8: Quantization | None = None  # P-bar in 8 bits with its own scales, instead of its cast
     smooth_k: bool = False  # whether the mean of K over the keys is taken off K first, which softmax does not see
     sink: SinkEntry = SinkEntry.FIRST  # where a learned sink enters a row; standard attention has it as one more score
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
@@ -181,12 +181,12 @@ class RoundingPlan:
         return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
 
     def casts(self) -> tuple[tuple[str, Cast], ...]:
-        """All rounding points, by name."""
+        """Return all rounding points, by name."""
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in pairs if isinstance(value, Cast))
 
     def in_formats(self, formats: Formats) -> "RoundingPlan":
-        """The same plan for a call in these formats: every rounding point that follows one of them is in it."""
+        """Return the same plan for a call in these formats: every rounding point that follows one of them is in it."""
         return _in_formats(self, formats)
 
 
@@ -211,7 +211,7 @@ PLANS: dict[str, RoundingPlan] = {}
 
 
 def _plan(name: str, like: RoundingPlan, **changes: Any) -> RoundingPlan:
-    """A plan with a name: another one's casts but for some."""
+    """Return a plan with a name: another one's casts but for some."""
     PLANS[name] = replace(like, name=name, **changes)
     return PLANS[name]
 
@@ -233,7 +233,7 @@ ISOLATION = (
     _plan("pv_fp32", PAPER, p_bar=_HIGH, o_bar=_HIGH),
 )
 
-# Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
+# Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): another bias.
 _AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.TIES_AWAY) for cast in (_LOW, OUTPUT))
 FUSED_P_BAR_AWAY = _plan("fused_p_bar_away", FUSED, p_bar=_AWAY)
 FUSED_P_BAR_O_AWAY = _plan("fused_p_bar_o_away", FUSED, p_bar=_AWAY, o=_OUTPUT_AWAY)

@@ -15,7 +15,7 @@ _GRID = 256  # between 1/2 and 1 bf16 has steps of 1/256
 
 
 def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInputs:
-    """One maximum and two ties of P-bar a row, in bf16: how a kernel casts P-bar shows in them, not in random scores.
+    """Draw one maximum and two ties of P-bar a row, in bf16: they show how a kernel casts P-bar, random scores do not.
 
     Every score is the fp32 number next to a tie's logarithm, which lies above -0.5: closer to it than the exponential,
     rounded to fp32, can tell. Three products of bf16 numbers add up to it exactly in any order.
@@ -39,7 +39,7 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
 
 
 def pieces(x: Tensor) -> list[Tensor]:
-    """Three bf16 numbers that add up to each fp32 number, whose 24 bits are three times 8."""
+    """Return three bf16 numbers that add up to each fp32 number, whose 24 bits are three times 8."""
     first = x.bfloat16().float()
     second = (x - first).bfloat16().float()
     return [first, second, x - first - second]

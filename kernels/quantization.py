@@ -16,7 +16,7 @@ _E8M0 = (-127.0, 127.0)  # exponents of the powers of two that microscaling has 
 
 
 class Scaling(enum.Enum):
-    """Which numbers of q, K, V or P-bar share a scale factor."""
+    """The numbers of q, K, V or P-bar that share a scale factor."""
 
     TENSOR = "tensor"  # all
     HEAD = "head"  # those of one batch and head
@@ -46,7 +46,7 @@ class Quantization:
             raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling in SIZED else 'take no'} size")
 
     def __str__(self) -> str:
-        """As declarations have it: `fp8_e4m3/head`, `int8/block128:away+scale`."""
+        """Return the quantization as declarations have it: `fp8_e4m3/head`, `int8/block128:away+scale`."""
         mode = "" if self.rounding is Rounding.TO_EVEN else f":{self.rounding.value}"
         size, scaled = self.size or "", _TAKES_SCALE if self.takes_scale else ""
         return f"{self.fmt.name}/{self.scaling.value}{size}{mode}{scaled}"
@@ -69,7 +69,7 @@ class Quantization:
         return max(self.fmt.unit_roundoff, beyond)
 
     def scales(self, x: Tensor, inner: int) -> Tensor:
-        """The scale of every number of x (batch, heads, rows, columns), fp32, broadcastable to it; 1 where all is 0.
+        """Return the scale of every number of x (batch, heads, rows, columns), fp32, broadcastable; 1 where all is 0.
 
         `inner` is the dimension that the product sums over, -1 or -2.
         """
@@ -91,7 +91,7 @@ class Quantization:
 
 
 def _shared(x: Tensor, size: int, dim: int) -> Tensor:
-    """The largest of every `size` numbers along a dimension, in the place of each of them."""
+    """Return the largest of every `size` numbers along a dimension, repeated for each of them."""
     parts = [part.amax(dim, keepdim=True).expand_as(part) for part in torch.split(x, size, dim)]
     return torch.cat(parts, dim)
 
@@ -103,7 +103,7 @@ _TEXT = re.compile(
 
 
 def parse_quantization(text: str) -> Quantization:
-    """The quantization that a text names, as `str` gives it; ValueError, one line: it names none."""
+    """Return the quantization that a text names, as `str` gives it; ValueError, one line: it names none."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(

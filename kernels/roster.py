@@ -20,12 +20,12 @@ _NAMED = {
 
 
 def rule_names() -> tuple[str, ...]:
-    """What stands before the @ of a composed kernel's name."""
+    """Return the words before the @ of a composed kernel's name."""
     return (*TILED, *(rule for rule in SHIFT_RULES if rule != "safe"))
 
 
 def composed_kernel(name: str) -> Kernel:
-    """The composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
+    """Return the composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
 
     With the rule `safe` it is called by its algorithm: `flash`, `flash_1` or `split`. ValueError: no such rule or plan;
     the message lists those there are.
@@ -56,7 +56,7 @@ _EIGHT_BITS = (
 
 
 def eight_bit_kernels() -> tuple[Kernel, ...]:
-    """Attention in 8 bits, for inputs whose V is."""
+    """Return the kernels of attention in 8 bits, for inputs whose V is."""
     return tuple(replace(composed_kernel(name), unsuited=_wide_v) for name in _EIGHT_BITS)
 
 
@@ -75,6 +75,6 @@ DEFAULT_ROSTER = (
 
 @cache
 def roster_labels() -> frozenset[str]:
-    """What the kernels of `DEFAULT_ROSTER` declare, as `Declaration.label` has it."""
+    """Return the declarations of the kernels of `DEFAULT_ROSTER`, as `Declaration.label` has them."""
     declarations = (composed_kernel(name).declaration for name in DEFAULT_ROSTER)
     return frozenset(declaration.label for declaration in declarations if declaration is not None)

@@ -42,7 +42,7 @@ _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation behind `scaled_dot_product_attention`. It computes attention, forced, if it is called."""
+    """One implementation of `scaled_dot_product_attention`. To call it computes attention, by this one alone."""
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
@@ -50,7 +50,7 @@ class Implementation:
 
     @property
     def takes(self) -> frozenset[Feature]:
-        """What inputs may ask of it: where its operator has no argument for a tensor that masks scores, not all."""
+        """The features of inputs that it takes: all where its operator takes a tensor that masks scores."""
         if self.operator is None:
             return _WITH_MASK
         schema = getattr(torch.ops.aten, self.operator.removeprefix("aten::")).default._schema
@@ -61,7 +61,7 @@ class Implementation:
         return through_autograd(self._o, inputs, arithmetic, gradients)
 
     def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """What a call has beside q, k and v: a mask, True where a key is seen, or with a bias the bias and -Inf.
+        """Return a call's arguments after q, k and v: a mask, True where a key is seen, or with a bias that and -Inf.
 
         PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
         """
@@ -77,7 +77,7 @@ class Implementation:
         return {"attn_mask": mask, "is_causal": flag, "scale": inputs.softmax_scale, "enable_gqa": grouped}
 
     def _o(self, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator."""
+        """Return O of one call, and check which operator ran. Its backward pass is bound to the same one."""
         arguments = self._arguments(inputs)
         with sdpa_kernel([self.backend]), Operators() as ran:
             out = scaled_dot_product_attention(q, k, v, **arguments)
@@ -89,7 +89,7 @@ class Implementation:
         return out
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
-        """None, or what keeps it from running some inputs on their device, in one line.
+        """Return None, or what keeps it from running some inputs on their device, in one line.
 
         The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
         between releases and cards. Nothing is computed.
@@ -137,7 +137,7 @@ _ON_GPUS = {
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
+    """A recorder of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -153,7 +153,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
 
 
 def measure_exp_at_zero(scores: int = 64) -> float:
-    """exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
+    """Return exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
 
     That is a mean where a fast exponential takes some scores alone.
     """
@@ -168,7 +168,7 @@ def _kernel(name: str, implementation: Implementation, declaration: Declaration 
 
 
 def cpu_sdpa_flash() -> Kernel:
-    """PyTorch's CPU flash kernel: `fused` in every point but the exponential, which its build for the CPU decides."""
+    """Return PyTorch's CPU flash kernel: `fused` but for the exponential, which its build for the CPU decides."""
     plan = FUSED
     for lanes in (1, 2, 4, 8, 16, 32, 64):  # the keys that it takes at a time: with fewer, all have the exact one
         measured = measure_exp_at_zero(lanes)
@@ -179,24 +179,24 @@ def cpu_sdpa_flash() -> Kernel:
 
 
 def sdpa_math() -> Kernel:
-    """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
+    """Return PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
 
 
 def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
-    """PyTorch's implementations that have code for a device, none of which says where it rounds, and the composed one.
+    """Return PyTorch's implementations that have code for a device, which declare nothing, and the composed one.
 
-    The composed one declares nothing either where a device puts code of its own in its place, as MPS does.
+    The composed one declares nothing either where a device replaces it with its own code, as MPS does.
     """
     key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
     implementations = {name: each for name, (each, _) in _ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
-    own = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
+    kernels = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
     places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
     replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
-    return (*own, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
+    return (*kernels, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
-    """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    own = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
-    return (*own, sdpa_math())
+    """Return PyTorch's kernels on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, the composed one."""
+    kernels = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
+    return (*kernels, sdpa_math())

@@ -51,7 +51,7 @@ class ShiftRule:
         return not (self.scales or self.offset or self.dithered)
 
     def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor, unit: float = 1.0) -> Tensor:
-        """The shift (..., rows, 1) that one block of scores asks for.
+        """Return the shift (..., rows, 1) that one block of scores asks for.
 
         Args:
             scores: (..., rows, keys).
@@ -76,7 +76,7 @@ _LARGEST = 64.0  # of those: P-bar's exponent stays within fp32's
 
 
 def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
-    """A rule with one of its numbers given: `-1`, or `ln1.5`, a logarithm; ValueError where it is none."""
+    """Return a rule with one of its numbers given: `-1`, or `ln1.5`, a logarithm; ValueError where it is none."""
     try:
         number = math.log(float(value[2:])) if value.startswith("ln") else float(value)
     except ValueError:
@@ -88,7 +88,7 @@ def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
 
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Which rows of scores (..., rows, keys) hold more than one within `epsilon` of their maximum (..., rows, 1).
+    """Return which rows of scores (..., rows, keys) have several within `epsilon` of their maximum (..., rows, 1).
 
     0 asks for exact equality (v1), the default for the published code's tolerance.
     """

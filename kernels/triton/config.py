@@ -15,7 +15,7 @@ _NEAREST = (Rounding.TO_EVEN, Rounding.TIES_AWAY)
 
 @dataclass(frozen=True)
 class Config:
-    """Everything about a launch that is known when the kernel is compiled."""
+    """The properties of a launch that are known when the kernel is compiled."""
 
     plan: RoundingPlan  # where and how to round, in the format of the inputs
     shift: ShiftRule  # how a row's shift is chosen
@@ -37,8 +37,8 @@ class Config:
         }
         for point, cast in plan.casts():
             refused[f"do not round {point}"] = cast.narrows and point not in _ROUNDED
-            known = cast.rounding in _NEAREST or (point, cast.rounding) == ("o", Rounding.STOCHASTIC)
-            refused[f"do not round {point} {cast.rounding.value}"] = not known
+            supported = cast.rounding in _NEAREST or (point, cast.rounding) == ("o", Rounding.STOCHASTIC)
+            refused[f"do not round {point} {cast.rounding.value}"] = not supported
         for reason, applies in refused.items():
             if applies:
                 raise ValueError(f"plan {plan.name}: the Triton kernels {reason}")
@@ -50,7 +50,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """alpha, what Q K^T is multiplied by."""
+        """The factor alpha of Q K^T."""
         return 1.0 / math.sqrt(self.d) if self.softmax_scale is None else self.softmax_scale
 
     @property
@@ -60,15 +60,15 @@ class Config:
 
     @property
     def unit(self) -> float:
-        """What one unit of a natural exponent is in the kernel's."""
+        """The kernel's exponent that is one unit of a natural exponent."""
         return LOG2_E if self.base_two else 1.0
 
     @property
     def log_raised(self) -> float:
-        """Logarithm, in the kernel's base, of what P-bar and l are multiplied by."""
+        """The logarithm, in the kernel's base, of the factor of P-bar and l."""
         return self.plan.offset * (1.0 if self.base_two else math.log(2.0))
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

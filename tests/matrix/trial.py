@@ -7,7 +7,7 @@ from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel, OutOfBoundsError, Whose, first_line
+from tiebreak.kernels.kernel import Blame, CannotRunError, Kernel, OutOfBoundsError, first_line
 
 
 def raised(error: Exception, kernel: Kernel) -> str:
@@ -42,7 +42,10 @@ def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> s
     failure = _failure(backend, kernel, small)
     oblong = inputs.causal and inputs.q.shape[2] != inputs.k.shape[2]
     plainer = AttentionInputs(small.q, small.k, small.v, small.do, small.formats, oblong, noise_seed=small.noise_seed)
-    if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(backend, kernel, plainer) is None):
+    if failure is None or (
+        set(plainer.required_features()) != set(small.required_features())
+        and _failure(backend, kernel, plainer) is None
+    ):
         return None  # what it does say that it takes is to blame
     return f"tried with {asked}, it {failure}"
 
@@ -54,7 +57,7 @@ def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str |
     except OutOfBoundsError:  # who reads past an argument has not refused: the call is to fall
         return None
     except CannotRunError as error:  # perhaps it has one head of O for each of K's
-        per_key_head = error.whose is Whose.KERNEL and str(error).startswith(SHAPE) and inputs.groups > 1
+        per_key_head = error.blame is Blame.KERNEL and str(error).startswith(SHAPE) and inputs.groups > 1
         return str(error) if per_key_head else None
     except Exception as error:  # whatever the kernel raises
         if backend.poisoned():

@@ -61,7 +61,7 @@ def inputs(
     if case not in _SCRIPTED:
         raise ValueError(unknown("case", case, _SCRIPTED, "`tiebreak list cases` names"))
     made = _SCRIPTED[case].make(seed, 0, heads, _FORMATS[dtype])
-    if more := [feature.words for feature in made.asks() if feature != CAUSAL]:
+    if more := [feature.words for feature in made.required_features() if feature != CAUSAL]:
         raise ValueError(f"{case} asks for {' and '.join(more)}, which these tensors do not say: use tiebreak check")
     if made.formats.v != _FORMATS[dtype]:
         raise ValueError(f"{case} has V in {made.formats.v.name}, not in {dtype}: use tiebreak check")

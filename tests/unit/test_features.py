@@ -43,9 +43,9 @@ WINDOW = Feature("window", "window of keys")  # stands for a feature that is add
 class Windowed(AttentionInputs):
     """Inputs that ask for what no kernel has heard of."""
 
-    def asks(self) -> tuple[Feature, ...]:
+    def required_features(self) -> tuple[Feature, ...]:
         """A window too."""
-        return (*super().asks(), WINDOW)
+        return (*super().required_features(), WINDOW)
 
 
 def _inputs(case: str) -> AttentionInputs:
@@ -83,7 +83,7 @@ def _kernels() -> list[Kernel]:
     ids=["plain", "grouped", "scaled", "causal", "oblong", "more queries than keys", "padded", "blind"],
 )
 def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, words: tuple[Feature, ...]) -> None:
-    assert inputs.asks() == words
+    assert inputs.required_features() == words
 
 
 def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> None:
@@ -99,7 +99,7 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
 
     inputs = _inputs("wholly_masked")
     reason = Kernel("mine", compute, None).refusal(inputs)
-    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
+    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.required_features())
     kernel = Kernel("mine", compute, None, takes=frozenset({CAUSAL}), missing_requirement=lambda inputs: "no such card")
     assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
     assert kernel.refusal(_inputs("random_causal")) == "no such card"
@@ -140,7 +140,7 @@ def test_formats_of_its_own_are_asked_for(own: dict[str, object]) -> None:
 def test_a_v_of_8_bits_is_widened_where_the_plan_does_not_multiply_it() -> None:
     inputs = _inputs("fp8_ties")
     assert inputs.formats == Formats.of(BF16, v=FP8_E4M3)
-    assert not inputs.asks()
+    assert not inputs.required_features()
     for kernel in (composed_kernel("flash@fused"), CPU.kernel("sdpa_flash"), _triton("triton_flash")):
         assert kernel.refusal(inputs) is None
 

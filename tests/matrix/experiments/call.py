@@ -128,7 +128,7 @@ class OneCall(Experiment):
 
     def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
         case, plan = self.case, kernel.declaration
-        own = kernel.caller.convention.own if isinstance(kernel, UserKernel) else frozenset()
+        own = kernel.caller.convention.native if isinstance(kernel, UserKernel) else frozenset()
         if kernel.unsuited(case.formats(asked.fmt)) is not None:
             return False
         if not asked.cases_named and (not case.needs <= own or (case.study and kernel.external)):
@@ -139,7 +139,10 @@ class OneCall(Experiment):
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         inputs = bench.case(self.case, cell.fmt).batch(0).inputs
-        if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
+        if (
+            self.plain is not None
+            and self.plain.make(0, 0, 1, cell.fmt).required_features() == inputs.required_features()
+        ):
             return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
         if HIDDEN_NAN in self.case.needs - cell.kernel.takes:
             return f"takes no {HIDDEN_NAN.words}"

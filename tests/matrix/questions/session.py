@@ -136,7 +136,7 @@ class Session:
     def takes(self, *calls: AttentionInputs) -> bool:
         """Return whether the kernel can make some calls as they are, without dummies; if not, keep the reason."""
         for inputs in calls:
-            key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.asks()))
+            key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.required_features()))
             if key not in self._taken:
                 reason = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
                 if reason is None and self.arranged(inputs) is not inputs:

@@ -132,7 +132,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
-    if unwritten := [feature.words for feature in inputs.asks() if feature not in _WRITTEN]:
+    if unwritten := [feature.words for feature in inputs.required_features() if feature not in _WRITTEN]:
         raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
     return inputs
 
