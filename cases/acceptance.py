@@ -27,12 +27,12 @@ _FEWEST_PAIRS = 100  # that are not equal, from which on Cambricon asks for thei
 
 
 class LackingError(Exception):
-    """A rule lacks something that it needs; the message says what."""
+    """A rule cannot be applied without something; the message says what."""
 
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """One tensor that a kernel returned, beside what rules hold it against; (batch, heads, N, d), fp64."""
+    """One tensor that a kernel returned, with the tensors that rules compare it with; (batch, heads, N, d), fp64."""
 
     out: Tensor  # as the kernel returned it
     exact: Tensor  # the reference
@@ -47,7 +47,7 @@ class ComparedTensor:
         return self.exact.float().to(TORCH_DTYPES[self.fmt]).double()
 
     def complete(self) -> None:
-        """LackingError: it has not what no rule can do without."""
+        """Raise LackingError if a tensor is missing that every rule needs."""
         if self.fmt not in TORCH_DTYPES:
             raise LackingError(f"an output that torch has a format for, not {self.fmt.name}")
         for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
@@ -72,7 +72,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What a rule says of a kernel's output, or of its gradients."""
+    """The verdict of a rule on a kernel's output, or on its gradients."""
 
     passed: bool | None  # None: it can't tell
     readings: tuple[Reading, ...] = ()
@@ -94,7 +94,7 @@ class Rule:
     note: str = ""  # what its formula does not say
 
     def ask(self, *tensors: ComparedTensor) -> RuleResult:
-        """What it says of O, or of all gradients."""
+        """Return the rule's verdict on O, or on all gradients."""
         try:
             for each in tensors:
                 each.complete()
@@ -105,7 +105,7 @@ class Rule:
 
 
 def answers(output: ComparedTensor, gradients: Sequence[ComparedTensor] = ()) -> Iterator[tuple[str, RuleResult]]:
-    """What every rule says, by its name; of dQ, dK and dV, where there are, with `OF_GRADIENTS` behind it."""
+    """Yield every rule's name and verdict; those on dQ, dK and dV, if any, have `OF_GRADIENTS` after the name."""
     for name, rule in RULES.items():
         yield name, rule.ask(output)
         if gradients and rule.gradients:
@@ -129,7 +129,7 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
 def _beside_eager(
     x: ComparedTensor, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0
 ) -> Readings:
-    """The largest error is no more than so many times that of eager attention, with room below or beside."""
+    """Read the largest error as a multiple of eager attention's, with a floor or with room to spare."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
     rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
     limit += spare * _largest((rounded + 0.3 - 0.3 - rounded).double())
@@ -137,7 +137,7 @@ def _beside_eager(
 
 
 def _close(x: ComparedTensor, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
-    """Every element within atol + rtol |expected| of `to`; of: what stands for |expected|, if not that."""
+    """Read every element against atol + rtol |expected| of `to`; `of`: what |expected| is of, if not of `to`."""
     expected: Tensor = getattr(x, to)
     atol, rtol = _limit_of(limits, x.fmt)
     tolerance = atol + rtol * getattr(x, of or to).abs()
@@ -145,7 +145,7 @@ def _close(x: ComparedTensor, limits: Mapping[str, tuple[float, float]], to: str
 
 
 def _mostly_close(x: ComparedTensor, tolerance: float, most: float) -> Readings:
-    """Relative to the output, which callers give as the second tensor, as `torch.isclose` has it."""
+    """Read elements relative to the output, which callers give as the second tensor, as `torch.isclose` has it."""
     beyond = ~((x.out - x.ref).abs() / (1 + x.out.abs()) <= tolerance)
     yield Reading(f"share of {x.name} beyond tolerance", beyond.double().mean().item(), most)
 
@@ -157,7 +157,7 @@ def _absolute_or_relative(x: ComparedTensor, tolerance: float) -> Readings:
 
 
 def _by_format(fp16: float, bf16: float, fp32: float) -> Mapping[str, float]:
-    """Powers of two."""
+    """Return limits that are powers of two."""
     return {"fp16": 2.0**fp16, "bf16": 2.0**bf16, "fp32": 2.0**fp32}
 
 
@@ -167,7 +167,7 @@ _METRICS = ("MARE", "MERE", "RMSE")
 
 
 def _metrics(out: Tensor, exact: Tensor) -> Tensor:
-    """MARE, MERE and RMSE over the last dimension, (3, ...); NaN in `exact` is left out."""
+    """Return MARE, MERE and RMSE over the last dimension, (3, ...); NaN in `exact` is left out."""
     error = (out - exact).abs()
     relative = error / (exact.abs() + 1e-7)
     largest = relative.nan_to_num(nan=-1.0).amax(-1)
@@ -175,7 +175,7 @@ def _metrics(out: Tensor, exact: Tensor) -> Tensor:
 
 
 def _ratios(x: ComparedTensor, shape: tuple[int, ...]) -> Tensor:
-    """The kernel's metrics over the benchmark's, of values that are not small, over the last dimension of a shape."""
+    """Return the kernel's metrics over the benchmark's, of values that are not small, over a shape's last dimension."""
     small = x.exact.abs() < _limit_of(_SMALL, x.fmt)
     normal = x.exact.masked_fill(small, torch.nan).reshape(shape)
     ours, theirs = (_metrics(each.reshape(shape), normal) for each in (x.out, x.fused))
@@ -183,7 +183,7 @@ def _ratios(x: ComparedTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
-    """Values that are not small by their metrics, small ones by how many have too large an error."""
+    """Read values that are not small by their metrics, and count the small ones with too large an error."""
     small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
     if not (x.fused != x.exact)[~small].any():
         raise LackingError(f"a benchmark of {x.name} whose error is not 0")
@@ -195,7 +195,7 @@ def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
 
 
 def _recheck(x: ComparedTensor) -> Readings:
-    """A head is a call with a seed of its own: no two share q, K or V."""
+    """Read each head as a call with a separate seed: no two share q, K or V."""
     bounds = [torch.nan] * 3
     if _finite(x.out):
         ratios = _ratios(x, (x.out.shape[0] * x.out.shape[1], -1)).numpy()
@@ -227,7 +227,7 @@ def _mixed(x: ComparedTensor) -> Readings:
 
 
 def _balance(x: ComparedTensor) -> Readings:
-    """Of bf16 msprobe takes both to fp32 first; of fp16 it casts the benchmark."""
+    """Read bf16 after a conversion of both to fp32, as msprobe does, and fp16 with the benchmark cast."""
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
     share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
@@ -235,7 +235,7 @@ def _balance(x: ComparedTensor) -> Readings:
 
 
 def _cambricon(x: ComparedTensor) -> Readings:
-    """Its CPU baseline is cast to the format of the output before it is compared."""
+    """Read against a CPU baseline that is cast to the format of the output first."""
     expected, error = x.ref, x.out - x.ref
     yield Reading("diff1", (error.abs().sum() / (expected.abs().sum() + 1e-9)).item(), 3e-3)
     yield Reading("diff2", (error.square().sum() / (expected.square().sum() + 1e-9)).sqrt().item(), 3e-3)
@@ -257,7 +257,7 @@ _BY_NAME: Mapping[str, Callable[..., Readings]] = {each.__name__.removeprefix("_
 
 
 def _rule(asks: str, given: Mapping[str, Any] | None = None, **rest: Any) -> Rule:
-    """One of the table beside this file."""
+    """Return a rule of the table next to this file."""
     return Rule(of=partial(_BY_NAME[asks], **given or {}), **rest)
 
 

@@ -22,7 +22,7 @@ from tiebreak.kernels.kernel import Declaration
 
 
 def bias_text(measures: Errors) -> str:
-    """The bias in words, or the count of NaN and Inf in its place."""
+    """Return the bias in words, or the count of NaN and Inf instead."""
     if measures.nonfinite:
         return f"{measures.nonfinite} elements NaN or Inf"
     return f"bias {measures.bias.mean:+.3f} +- {measures.bias.half_width:.3f} ulp"
@@ -34,7 +34,7 @@ _FINITE = frozenset({"finite"})
 
 @dataclass(frozen=True)
 class Expectation:
-    """One thing that can be expected of a cell's measures."""
+    """A statement that can be expected to be true of a cell's measures."""
 
     name: str  # how reports call it
     met: Callable[[Errors], bool | None]  # True, False, or None while the data do not decide it yet
@@ -45,7 +45,7 @@ class Expectation:
 def _judged(
     verdict: BiasVerdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
 ) -> Callable[[Errors], bool | None]:
-    """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
+    """Expect that a mean, of the signed errors or of another measure, gets this verdict and has this sign."""
 
     def met(measures: Errors) -> bool | None:
         estimate = of(measures)
@@ -60,7 +60,7 @@ def _judged(
 
 
 def _rows_err(name: str, verdict: BiasVerdict) -> Expectation:
-    """Held to a bias' own margin: what a row's errors have in common is a bias, of that row."""
+    """Expect a verdict on row coherence by a bias' margin: the common part of a row's errors is a bias of that row."""
 
     def text(measures: Errors) -> str:
         excess = measures.coherence_excess
@@ -93,7 +93,7 @@ FLUSHED_OR_ACCURATE = Expectation(
 
 
 def _inaccurate(name: str, how: Callable[[Errors], bool]) -> Expectation:
-    """An error of a certain size, without a NaN."""
+    """Expect an error of a certain size, without a NaN."""
     return Expectation(name, lambda measures: measures.nonfinite == 0 and how(measures), _ACCURACY)
 
 
@@ -102,18 +102,18 @@ OUTSIDE = _inaccurate("some of O outside the range of V", lambda measures: measu
 
 
 def shrinks(low: float, high: float) -> Expectation:
-    """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
+    """Expect that the output keeps only a share of its size, between `low` and `high`, without a NaN."""
     return _inaccurate(f"output shrinks to {low:g} .. {high:g}", lambda measures: low <= measures.gain <= high)
 
 
 def within(times: float) -> Expectation:
-    """The error keeps within so many times the plan's rounding-error bound, without a NaN."""
+    """Expect that the error is at most `times` the plan's rounding-error bound, without a NaN."""
     name = f"within {times:g} times the plan's error bound"
     return _inaccurate(name, lambda measures: measures.error_over_bound <= times)
 
 
 def breaks_down_in(most: float) -> Expectation:
-    """NaN or Inf in some of the output, but in no more than a share `most` of it; none decides nothing yet."""
+    """Expect NaN or Inf in some of the output, but in at most a share `most`; none decides nothing yet."""
     return Expectation(
         f"NaN or Inf in at most {most:.0%} of the output",
         lambda measures: measures.nonfinite <= most * measures.elements if measures.nonfinite else None,
@@ -123,7 +123,7 @@ def breaks_down_in(most: float) -> Expectation:
 
 @dataclass(frozen=True)
 class Claim:
-    """An expectation, for the kernels it is about."""
+    """An expectation, and the kernels that it is about."""
 
     expectation: Expectation
     rules: frozenset[str]  # shift rules it is about; empty: all
@@ -133,7 +133,7 @@ class Claim:
     tiled: bool | None = None  # whether of kernels whose tiles cut the scripted rows alone, of the others alone, or all
 
     def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
-        """Whether it is about a kernel that declares this, in this format; None: that declares nothing."""
+        """Return whether it is about a kernel of this declaration, None if it declares nothing, in this format."""
         if fmt.name not in self.formats:
             return False
         if declaration is None:
@@ -154,7 +154,7 @@ def claim(
     *,
     tiled: bool | None = None,
 ) -> Claim:
-    """A claim about the shift rules, plans and formats named, space-separated; about all where none are named.
+    """Return a claim about the shift rules, plans and formats named, space-separated; about all where none are named.
 
     Formats are bf16 by default, of which the papers speak. In fp16 some of it is otherwise (docs/science.md).
     """
@@ -177,7 +177,7 @@ _WITH_NUMBERS: Mapping[str, Callable[..., Expectation]] = {
 
 
 def expectation(name: str) -> Expectation:
-    """The expectation of this name, numbers in it included; KeyError: there is none."""
+    """Return the expectation of this name, numbers in it included; KeyError: there is none."""
     for pattern, made in _WITH_NUMBERS.items():
         if match := re.fullmatch(pattern, name):
             return made(*map(float, match.groups()))
@@ -186,10 +186,10 @@ def expectation(name: str) -> Expectation:
 
 @cache
 def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
-    """The claims of `claims.csv`, each after the names of the cases that it is about; one may end in `*`.
+    """Return the claims of `claims.csv`, each after the names of its cases; one may end in `*`.
 
     A line that begins with # says what those behind it are about. Rules, plans, formats and cases are separated by
-    spaces; no rule or plan stands for all. `tiled` is yes or no, as `Claim.tiled`; empty: of all kernels.
+    spaces; no rule or plan means all. `tiled` is yes or no, as `Claim.tiled`; empty: of all kernels.
     """
     with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -203,7 +203,7 @@ def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
 
 
 def claims_about(case: str) -> tuple[Claim, ...]:
-    """What `claims.csv` claims about a case, by its name: the first that concerns a kernel holds for it."""
+    """Return the claims of `claims.csv` about a case, by its name: the first that concerns a kernel applies to it."""
     return tuple(
         claim
         for names, claim in written_claims()
@@ -212,13 +212,13 @@ def claims_about(case: str) -> tuple[Claim, ...]:
 
 
 def predicted(difference: Interval) -> bool | None:
-    """Whether a bias is what the emulation predicts: their paired difference is inside the margin; None: not known."""
+    """Return whether a bias is as the emulation predicts: their paired difference is within the margin, or None."""
     verdict = judge(difference, MARGIN_ULPS)
     return None if verdict is BiasVerdict.INCONCLUSIVE else verdict is BiasVerdict.UNBIASED
 
 
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
-    """Whether a bias is there because O itself ties, so that every deterministic cast of O has it.
+    """Return whether a bias is there because O itself ties, so that every deterministic cast of O has it.
 
     A correctly rounded O on the same heads, of bias `rounded`, errs to the same side, by as much but for the margin.
     """
@@ -227,7 +227,7 @@ def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
 
 
 def no_worse(ours: Errors, theirs: Errors) -> bool | None:
-    """Whether one output is no more biased than another on the same heads, beyond the margin; None: not decided yet."""
+    """Return whether one output is no more biased than another on the same heads, beyond the margin, or None."""
     if ours.nonfinite > theirs.nonfinite:
         return False
     verdict, apart = judge(ours.bias), difference(ours, theirs)

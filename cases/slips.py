@@ -25,12 +25,12 @@ class Slip:
     turned: bool = False  # whether heads and rows have changed places, in O too
 
     def seen(self, o: Tensor) -> Tensor:
-        """O as such attention has it, (batch, heads, queries, d)."""
+        """Return O as such attention has it, (batch, heads, queries, d)."""
         return o.transpose(1, 2) if self.turned else o
 
 
 def slips(inputs: AttentionInputs) -> Iterator[Slip]:
-    """Every mistake that changes what is computed of some inputs."""
+    """Yield every mistake that changes the output on some inputs."""
     yield Slip("scores are not scaled", _rescaled(inputs, 1 / inputs.scale))
     yield Slip("scores are scaled twice", _rescaled(inputs, inputs.scale))
     yield Slip("exp2 is taken of scores that log2 e is missing from", _rescaled(inputs, math.log(2)))
@@ -59,21 +59,21 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
 
 @dataclass(frozen=True)
 class GradientSlip:
-    """One mistake of a backward pass behind a sound forward pass."""
+    """One mistake of a backward pass after a sound forward pass."""
 
     about: str  # what is wrong, as a clause
     gradients: tuple[Tensor, ...]  # dQ, dK and dV that it makes, fp64
 
 
 def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[GradientSlip]:
-    """Return every mistake that changes some gradient of some inputs."""
+    """Yield every mistake that changes some gradient of some inputs."""
     exact, groups, p = reference_gradients(inputs, ref), inputs.groups, (ref.s - log_sum_exp(inputs, ref)).exp()
-    own = inputs.q.shape[-1] ** -0.5
+    default_scale = inputs.q.shape[-1] ** -0.5
     factors = {
         "the scale is missing": 1 / inputs.scale,
         "the scale is applied twice": inputs.scale,
         "1 / scale is taken for the scale": inputs.scale**-2,
-        "the scale that is given is not taken": own / inputs.scale,
+        "the scale that is given is not taken": default_scale / inputs.scale,
         "a factor log2 e is left": 1 / math.log(2),
         "a factor ln 2 is left": math.log(2),
         "everything is counted twice": 2.0,
@@ -109,7 +109,7 @@ def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
 
 
 def _plain(inputs: AttentionInputs) -> bool:
-    """Whether nothing but q, k, v and a causal mask is asked for."""
+    """Return whether the inputs are nothing but q, k, v and a causal mask."""
     return len(inputs.required_features()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
 
 
@@ -140,12 +140,12 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
 
 
 def _masked(inputs: AttentionInputs, hidden: Tensor) -> AttentionInputs:
-    """Inputs with one mask in the place of all."""
+    """Return inputs with one mask instead of all."""
     return replace(inputs, causal=False, window=(None, None), key_padding=None, block_mask=~hidden, block_size=(1, 1))
 
 
 def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
-    """Keys that are left out at the end, or counted past it."""
+    """Yield the mistakes of leaving keys out at the end, or of counting past it."""
     keys = inputs.k.shape[2]
     if not _plain(inputs) or inputs.causal:
         return
@@ -162,6 +162,6 @@ def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
 
 
 def _with_keys(inputs: AttentionInputs, more: int) -> AttentionInputs:
-    """With so many keys of 0 at the end, or, below 0, without so many of the last."""
+    """Return inputs with `more` keys of 0 at the end or, below 0, without as many of the last."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (inputs.k, inputs.v))
     return replace(inputs, k=k, v=v)

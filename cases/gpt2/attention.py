@@ -27,14 +27,14 @@ _UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """How one head computes attention."""
+    """The kernel of one head."""
 
     implementation: Declaration | Kernel  # a declaration, or a device's or a user's kernel
     inputs: Cast = _BF16  # what q, k and v are rounded to first; what follows the call's format in a plan is in it too
 
     @property
     def declaration(self) -> Declaration:
-        """What it declares; of a kernel that declares nothing monitors assume what production kernels do."""
+        """The kernel's declaration; if there is none, monitors assume that of production kernels."""
         if isinstance(self.implementation, Declaration):
             return self.implementation
         return self.implementation.declaration or _UNTOLD
@@ -52,7 +52,7 @@ Kernels = tuple[Heads, ...]
 
 @dataclass(frozen=True)
 class Observation:
-    """All that one call of attention saw, forward and backward: what monitors work from."""
+    """The tensors of one call of attention, forward and backward, that monitors use."""
 
     layer: int  # of the model, from 0
     heads: tuple[int, ...]  # the heads that this call computed: those of the layer that share a kernel
@@ -68,7 +68,7 @@ Observer = Callable[[Observation], None]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Where in a run one call of a layer's attention stands, and who watches."""
+    """The place of one call of a layer's attention in a run, and its observers."""
 
     arithmetic: Arithmetic  # the device's operations
     layer: int  # from 0
@@ -78,12 +78,12 @@ class LayerCall:
 
 
 def noise_seed(seed: int, step: int, layer: int) -> int:
-    """The seed of a layer's dither and stochastic casts at one step."""
+    """Return the seed of a layer's dither and stochastic casts at one step."""
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: LayerCall) -> Tensor:
-    """Causal attention, every head with its own kernel, of unrounded q, k and v: each (batch, heads, tokens, d), fp32.
+    """Compute causal attention, every head with its kernel, of unrounded q, k and v: (batch, heads, tokens, d), fp32.
 
     O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does. The queries
     are of the last tokens, where keys are of more. Of a model in fp64 it is PyTorch's in fp64, whatever the kernels.
@@ -164,7 +164,7 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients by the kernel's own backward pass; one without gets that of fp32 flash attention, from its O."""
+    """Return gradients by the kernel's own backward pass; without one, by fp32 flash attention's, from its O."""
     if isinstance(implementation, Declaration) or not implementation.has_backward:
         declaration = implementation if isinstance(implementation, Declaration) else FP32_ATTENTION
         return run_backward(declaration, inputs, output, arithmetic, wanted)

@@ -30,7 +30,7 @@ def clip(block: TransformerBlock, largest: Tensor, tau: float) -> None:
 
 
 class QKClip:
-    """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
+    """An observer that notes the largest logits of a step, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
         self._tau = tau
@@ -41,7 +41,7 @@ class QKClip:
         self._largest[observation.layer, observation.heads] = MEASURES["max_logit"](View(observation))
 
     def after_step(self, model: GPT2) -> None:
-        """Clip what the step just done, of the optimiser, had too large; forget its logits."""
+        """Clip weights whose logits were too large in this step of the optimiser; forget the logits."""
         for (layer, heads), logits in self._largest.items():
             block = model.block(layer)
             largest = torch.zeros(block.heads, dtype=logits.dtype)
@@ -51,7 +51,7 @@ class QKClip:
 
 
 def match_scores(block: TransformerBlock, queries: Tensor, keys: Tensor) -> None:
-    """Set the gains of QK-norm so that a block's scores are those that it has without.
+    """Set the gains of QK-norm so that a block's scores equal those without it.
 
     A norm takes the length from every query and key, and with it what the script put there: the common score and the
     sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
@@ -82,7 +82,7 @@ def match_scores(block: TransformerBlock, queries: Tensor, keys: Tensor) -> None
 
 @dataclass(frozen=True)
 class Mitigation:
-    """A change to the model or its training, beside whatever kernel it trains with."""
+    """A change to the model or its training, independent of the kernel that it trains with."""
 
     qk_norm: bool = False  # queries and keys are normalised
     gated: bool = False  # a gate multiplies every head's output
@@ -95,11 +95,11 @@ class Mitigation:
         return tuple(f"blocks.{LAYER}.{name}" for name, is_added in added.items() if is_added)
 
     def configured(self, configuration: Configuration) -> Configuration:
-        """The configuration of a model with it."""
+        """Return the configuration of a model with it."""
         return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
 
     def adapt(self, model: GPT2, script: Script) -> None:
-        """Give a scripted model the scores of the script again; all but QK-norm leave them alone."""
+        """Restore the script's scores in a scripted model; only QK-norm changes them."""
         if self.qk_norm:
             block, context = model.block(LAYER), model.configuration.context
             x = block.norm_1(model.tokens.weight[:context] + model.positions.weight)
@@ -107,7 +107,7 @@ class Mitigation:
             match_scores(block, x[script.sinks :], x)
 
     def clipper(self) -> QKClip | None:
-        """A new QK-clip for one run; None where it does not clip."""
+        """Return a new QK-clip for one run; None where it does not clip."""
         return None if self.tau is None else QKClip(self.tau)
 
 

@@ -19,7 +19,7 @@ INITIAL_STD = 0.02  # of GPT-2's matrices
 
 @dataclass(frozen=True)
 class Configuration:
-    """Sizes of a model."""
+    """The sizes of a model."""
 
     layers: int
     heads: int  # per layer
@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def d(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.width // self.heads
 
 
@@ -51,12 +51,12 @@ PRESETS: Mapping[str, Configuration] = {
 
 
 def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
-    """One kernel in every head of every layer."""
+    """Return one kernel in every head of every layer."""
     return ((kernel,) * configuration.heads,) * configuration.layers
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """(batch, tokens, width) -> (batch, heads, tokens, d)."""
+    """Return (batch, tokens, width) as (batch, heads, tokens, d)."""
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
@@ -73,7 +73,7 @@ class HeadNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(configuration.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised (batch, heads, tokens, d)."""
+        """Return the normalised (batch, heads, tokens, d)."""
         return functional.rms_norm(x, self._shape[-1:]) * self.gain.view(self._shape)
 
 
@@ -90,13 +90,13 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(configuration.width, configuration.width))
 
     def forward(self, o: Tensor, h: Tensor) -> Tensor:
-        """The gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
+        """Return the gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
         return o * _split(2 * torch.sigmoid(functional.linear(h, self.weight)), self._heads)
 
 
 @dataclass
 class KeyValueCache:
-    """What a model keeps of the tokens before those that it is given, and of what it computed; one is grown in place.
+    """The keys and values of earlier tokens, and the results for them; it is extended in place.
 
     Calls that follow one another on parts of a sequence are a prefill in chunks, and of one token each a decode.
     """
@@ -106,14 +106,14 @@ class KeyValueCache:
     streams: list[Tensor] = field(default_factory=list)  # of the last call: the residual stream after each layer
 
     def grown(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer with what stood there before."""
+        """Return K and V of a layer after those of earlier tokens."""
         for kept, new in ((self.keys, k), (self.values, v)):
             kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
         return self.keys[layer], self.values[layer]
 
     @property
     def tokens(self) -> int:
-        """How many it has seen."""
+        """The number of tokens that it holds."""
         return max((k.shape[2] for k in self.keys.values()), default=0)
 
 
@@ -135,7 +135,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, kernels: Heads, call: Callable[[Tensor], LayerCall], memory: KeyValueCache | None = None
     ) -> Tensor:
-        """The residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
+        """Return the residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
         q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -155,7 +155,7 @@ class GPT2(nn.Module):
     """The model. Weights and everything but attention are in fp32."""
 
     def __init__(self, configuration: Configuration, kernels: Kernels, arithmetic: Arithmetic, seed: int) -> None:
-        """GPT-2's initial weights: normal, those that write to the residual stream smaller.
+        """Set GPT-2's initial weights: normal, those that write to the residual stream smaller.
 
         `kernels` are of every head of every layer. The seed is that of the weights, which are NumPy's numbers and so
         the same everywhere, and of the kernels' noise.
@@ -182,13 +182,13 @@ class GPT2(nn.Module):
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
     def block(self, layer: int) -> TransformerBlock:
-        """The block of a layer, from 0."""
+        """Return the block of a layer, from 0."""
         module = self.blocks[layer]
         assert isinstance(module, TransformerBlock)
         return module
 
     def forward(self, tokens: Tensor, step: int, memory: KeyValueCache | None = None) -> Tensor:
-        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
+        """Return logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
 
         With a memory the tokens follow those that it has seen.
         """
@@ -205,5 +205,5 @@ class GPT2(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
-        """The mean cross-entropy in nats of the next tokens, a scalar."""
+        """Return the mean cross-entropy in nats of the next tokens, a scalar."""
         return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())

@@ -71,7 +71,7 @@ def _normal(rng: Generator, *shape: int) -> Tensor:
 
 
 def _signs(width: int) -> Tensor:
-    """+1 on the first half of the constant features, -1 on the second, 0 elsewhere, (width,)."""
+    """Return +1 on the first half of the constant features, -1 on the second, 0 elsewhere, (width,)."""
     signs = torch.zeros(width)
     signs[: _CONSTANT // 2], signs[_CONSTANT // 2 : _CONSTANT] = 1.0, -1.0
     return signs
@@ -94,7 +94,7 @@ def _embed(script: Script, model: GPT2, rng: Generator) -> None:
 
 
 def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
-    """One dimension of the head carries the common score, the next the sinks' gap; V is of one sign."""
+    """Put the common score into one dimension of the head, the sinks' gap into the next; V has one sign."""
     context, width, d = model.configuration.context, model.configuration.width, model.configuration.d
     block, rows = model.block(LAYER), _rows_of_head(model)
     # What the norm layer makes of the script's features on a typical input.
@@ -120,7 +120,7 @@ def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
 
 
 def frozen(model: GPT2) -> dict[str, Tensor]:
-    """The scripted elements of the weights, by parameter: True where training must leave them alone.
+    """Return the scripted elements of the weights, by parameter: True where training must leave them alone.
 
     In layer LAYER the head's W_V, its column of W_O and whatever writes to the last feature; in the head of the model
     what reads that feature, and the dead tokens.

@@ -34,7 +34,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import Cast
 
 CLAIMS_FILE = Path(__file__).with_name("claims.csv")
-# What results tell of, beside the direction; no other monitor is paid for.
+# The monitors of results, other than the direction; no other monitor is paid for.
 _READ = ("delta_error", "delta", "output_delta_error", "repeated_rows", "row_max")
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
@@ -52,7 +52,7 @@ class SnippetClaim:
     waives: frozenset[str] = frozenset()  # names of checks that need not be met: that they are not is what is claimed
 
     def held(self, measures: Mapping[str, float]) -> bool:
-        """Whether the measure lies between the bounds; NaN does not."""
+        """Return whether the measure is within the bounds; NaN is not."""
         return self.low < measures[self.measure] < self.high
 
     @property
@@ -67,7 +67,7 @@ Claims = Mapping[tuple[str, int], tuple[SnippetClaim, ...]]  # by a snippet's na
 
 
 def read_claims(path: Path = CLAIMS_FILE) -> Claims:
-    """What a data file has."""
+    """Return the claims of a data file."""
     claims: dict[tuple[str, int], tuple[SnippetClaim, ...]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         next(file)  # where the spreads were measured
@@ -91,7 +91,7 @@ class Snippet:
     headline: str  # the measure that tables show
     spec: str  # how they format it
     roster: tuple[str, ...]  # variants of a default run, by full name
-    on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
+    on_devices: tuple[str, ...]  # those of them that a device runs by default, in addition to its own kernels
     own_claims: tuple[SnippetClaim, ...] = ()  # of measures without a spread that bounds could come from
     version: int = 1  # raised when the recipe changes: records of other versions are not comparable
     steps: int = 20  # of the optimiser
@@ -99,7 +99,7 @@ class Snippet:
     rate: float = 1e-5  # learning rate of AdamW
     epsilon: float = EPSILON  # AdamW's
     script: Script = field(default_factory=Script)  # of the failing head
-    trained: tuple[str, ...] = ()  # parameters that train, beside those that a mitigation adds; empty: all
+    trained: tuple[str, ...] = ()  # parameters that train, without those that a mitigation adds; empty: all
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
     layers: int = 2  # of the model; the scripted one is the second
     study: bool = False  # whether it tells fixes apart: kernels of users run in it by name alone
@@ -109,7 +109,7 @@ class Snippet:
 
     @property
     def claims(self) -> tuple[SnippetClaim, ...]:
-        """What must hold, by variant."""
+        """The claims, by variant."""
         return (*self.own_claims, *FROZEN.get((self.name, self.version), ()))
 
     @property
@@ -118,7 +118,7 @@ class Snippet:
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> BiasVerdict | None:
-        """Whether a run went as those of kernels whose bias training feels do.
+        """Return a run's verdict by comparison with kernels whose bias training feels, and with sound ones.
 
         Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: nobody can tell.
         """
@@ -134,14 +134,14 @@ class Snippet:
         return BiasVerdict.UNBIASED if all(sound) else BiasVerdict.INCONCLUSIVE
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
-        """What is claimed about a variant."""
+        """Return the claims about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
 
 @dataclass(frozen=True)
 class SnippetResult:
-    """What one run of a snippet measured."""
+    """The measures of one run of a snippet."""
 
     variant: Variant  # what it trained with
     measures: Mapping[str, float]  # by name
@@ -321,7 +321,7 @@ def run_snippet(
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
+    """Return the variant's kernels, with S in the snippet's format where they name the format of S."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
         if isinstance(implementation, Kernel) or not snippet.amplified:
@@ -357,7 +357,7 @@ def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int
 def _train(
     snippet: Snippet, model: GPT2, recorder: MeasureRecorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
-    """Train: losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
+    """Train and return losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = adamw(weights, snippet.rate, snippet.epsilon)
     losses, steps, norms = list[float](), list[int](), list[float]()
@@ -383,7 +383,7 @@ def _train(
 
 @cache
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
-    """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
+    """Return one step's tokens and targets: the same for every variant and seed, so a process makes them once."""
     return Batches(corpus().tokens, sequences=8, context=context, seed=7).batch(step)
 
 

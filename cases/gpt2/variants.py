@@ -24,12 +24,12 @@ class Variant:
     before: Declaration | None = None  # of the layer before it; None: as that one
     head: Declaration | None = None  # of the scripted head itself; None: as its layer
     stable: bool | None = None  # whether training is stable with it by the paper (section 3.2); None: not stated
-    mitigation: Mitigation = NO_MITIGATION  # what is changed beside the kernels
+    mitigation: Mitigation = NO_MITIGATION  # a change in addition to the kernels
     held_to: str | None = None  # the variant whose claims it is held to; None: its own
 
 
 def variant_names(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...]:
-    """Full names of variants by short ones, space-separated: l is summed from rounded P-bar, unrounded, or (None) both.
+    """Return full names of variants by short ones, separated by spaces: with rounded or unrounded l, or (None) both.
 
     Standard attention has no such choice, and one name.
     """
@@ -40,7 +40,7 @@ def variant_names(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...
 
 
 def _plan(name: str, like: RoundingPlan, *, rounded: bool) -> RoundingPlan:
-    """An unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass is in fp32."""
+    """Return an unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass in fp32."""
     name = f"{name}_l_rounded" if rounded else name
     return replace(like, name=name, s=_LOW, row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
 
@@ -50,7 +50,7 @@ def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:
 
 
 def variants(*, rounded: bool) -> Mapping[str, Variant]:
-    """Every variant by its short name; `rounded`: whether l sums P-bar after its cast (FlashAttention-2: before)."""
+    """Return every variant by its short name; `rounded`: l sums P-bar after its cast (FlashAttention-2: before)."""
     standard = Declaration(STANDARD_ATTENTION, _plan("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
     unfused = _plan("train", PAPER, rounded=rounded)
     fused = replace(_plan("train_fused", PAPER, rounded=rounded), o_bar=_HIGH)
