@@ -1,4 +1,4 @@
-"""What the backend `cuda` runs, and its workers: NVIDIA's GPUs, and AMD's, which are the same device to torch (ROCm).
+"""The backend `cuda` and its workers: NVIDIA's GPUs, and AMD's, which are the same device to torch (ROCm).
 
 Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 """

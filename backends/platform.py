@@ -1,4 +1,4 @@
-"""What this machine is, and how many workers it carries.
+"""The description of this machine, and how many workers it carries.
 
 Functions that read the system take `root`, the file system's root, so that a test can hand in made-up `proc` and `sys`
 trees.

@@ -66,7 +66,7 @@ class Reading:
 
     @property
     def met(self) -> bool:
-        """Whether it keeps to the limit; NaN never does."""
+        """True if it keeps to the limit; NaN never does."""
         return self.number < self.limit if self.strict else self.number <= self.limit
 
 

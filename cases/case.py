@@ -122,7 +122,7 @@ class Case:
 
     @property
     def bits_tell(self) -> bool:
-        """Whether a plan predicts the bits of O: not where O cancels, or is chaotic."""
+        """True if a plan predicts the bits of O: not where O cancels, or is chaotic."""
         return not (self.cancels or self.chaotic)
 
     @property

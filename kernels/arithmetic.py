@@ -1,4 +1,4 @@
-"""What the algorithms need from a device: six operations that round. A backend brings them."""
+"""The interface that the algorithms need of a device: six operations that round. A backend implements it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,7 +42,7 @@ class Arithmetic(Protocol):
 
     @property
     def has_fp64(self) -> bool:
-        """Whether the device has float64. Without it, measures in fp64 are taken on the host."""
+        """True if the device has float64. Without it, measures in fp64 are taken on the host."""
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
         """Return `x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""

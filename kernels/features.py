@@ -1,4 +1,4 @@
-"""What inputs may ask of a kernel, and what a kernel may say that it takes: the one vocabulary of both."""
+"""The features that inputs may need of a kernel, and that a kernel may declare: one vocabulary for both."""
 
 from dataclasses import dataclass
 

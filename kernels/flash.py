@@ -58,7 +58,7 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether a row is one tile."""
+        """True if a row is one tile."""
         return self.keys == ONE_TILE.keys and not self.splits and self.order is not TileOrder.PREFIX
 
     def of_keys(self, queries: int, keys: int) -> list[list[slice]]:

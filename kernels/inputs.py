@@ -1,4 +1,4 @@
-"""What goes into an attention kernel and what comes out of it."""
+"""The inputs and outputs of an attention kernel."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -197,7 +197,7 @@ class AttentionInputs:
 
     @property
     def rescaled(self) -> bool:
-        """Whether K and V are stored with factors that multiply them in every call."""
+        """True if K and V are stored with factors that multiply them in every call."""
         return self.k_descale is not None
 
     @property

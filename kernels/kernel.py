@@ -18,7 +18,7 @@ from tiebreak.kernels.shift_rules import ShiftRule
 @hashed_once
 @dataclass(frozen=True)
 class Declaration:
-    """What a kernel declares: enough for the emulation to predict its output."""
+    """A kernel's declaration: enough for the emulation to predict its output."""
 
     algorithm: Algorithm  # how it goes over a row, and where it normalises
     plan: RoundingPlan  # where it rounds

@@ -1,4 +1,4 @@
-"""What attention's two products take: q, K and V as the call has them or in 8 bits with scales, tile by tile."""
+"""The operands of attention's two products: q, K and V as given or in 8 bits with scales, tile by tile."""
 
 import math
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class Cast:
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether the cast drops bits of fp32."""
+        """True if the cast drops bits of fp32."""
         return self.fmt != FP32
 
     @property
@@ -172,12 +172,12 @@ class RoundingPlan:
 
     @property
     def quantizes(self) -> bool:
-        """Whether an operand is put into 8 bits with scales."""
+        """True if an operand is put into 8 bits with scales."""
         return any(quantization is not None for quantization in (self.q8, self.k8, self.v8, self.p8))
 
     @property
     def stochastic(self) -> bool:
-        """Whether any cast is stochastic."""
+        """True if any cast is stochastic."""
         return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
 
     def casts(self) -> tuple[tuple[str, Cast], ...]:

@@ -42,12 +42,12 @@ class ShiftRule:
 
     @property
     def scales(self) -> bool:
-        """Whether any maximum is scaled."""
+        """True if any maximum is scaled."""
         return self.above != 1.0 or self.below != 1.0
 
     @property
     def plain(self) -> bool:
-        """Whether it takes a row's maximum as it is, also where that repeats: no fix for ties."""
+        """True if it takes a row's maximum as it is, also where that repeats: no fix for ties."""
         return not (self.scales or self.offset or self.dithered)
 
     def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor, unit: float = 1.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
+"""The common part of the kernels of PyTorch and others: how they are called, and what they declare."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -46,7 +46,7 @@ LEGEND = (
 
 
 class Audit(Data, frozen=True, omit_defaults=False):
-    """What one kernel's assembly for one target says of its rounding. Lists are sorted and hold every kind once."""
+    """The rounding that one kernel's assembly for one target shows. Lists are sorted, each kind once."""
 
     target: str  # the architecture: sm_90, gfx942
     kernel: str  # name of the kernel and its settings
@@ -72,7 +72,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
 
     @property
     def id(self) -> str:
-        """Target and kernel."""
+        """The target and the kernel."""
         return f"{self.target} {self.kernel}"
 
 
@@ -90,7 +90,7 @@ class Audits(FileData, frozen=True):
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
     def check(self) -> None:
-        """Hold audits to each other and to the cards; FieldError: one kernel twice, or a target without its cards."""
+        """Compare audits with each other and the cards; FieldError: one kernel twice, or a target without its cards."""
         for name, often in Counter(audit.id for audit in self.audits).items():
             if often > 1:
                 raise FieldError(f"{name} twice", "audits")
@@ -100,7 +100,7 @@ class Audits(FileData, frozen=True):
 
 
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
-    """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
+    """List how audits differ from the expected ones, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
@@ -133,7 +133,7 @@ def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
 
 
 def audit_tables(audits: Audits) -> list[Part]:
-    """Return one table a kernel, one row a target, then why what was skipped was, where they come from, the legend."""
+    """Return a table a kernel, with a row a target, then reasons of skips, where they come from, the legend."""
     parts: list[Part] = []
     for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
         rows = [
@@ -155,7 +155,7 @@ def _cell(audit: Audit, name: str) -> str:
 
 
 def csv_grid(audits: Audits) -> Grid:
-    """Return a row an audit; what has none of a kind is empty."""
+    """Return a row an audit; a kind without entries is empty."""
     names = Audit.__struct_fields__
     rows = [
         [audits.triton, audits.cards[each.target], *(getattr(each, name) for name in names)] for each in audits.audits

@@ -20,14 +20,14 @@ HELD, FELL, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
 def count(text: str, least: int = 0) -> int:
-    """The number that an option is given, which can't be negative."""
+    """Return the number that an option is given, which can't be negative."""
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """The same of an option that can't be 0 either."""
+    """Return the number that an option is given, which can't be negative or 0."""
     return count(text, 1)
 
 
@@ -63,7 +63,7 @@ _CODES = "exit codes: 0 all held, 1 a claim or the gate fell, 2 bad usage or unr
 
 @dataclass(frozen=True)
 class _Output:
-    """The standard output. Where its reader (head, a pager) has had enough, the rest goes nowhere."""
+    """The standard output. After its reader (head, a pager) has closed it, the rest is dropped."""
 
     stream: TextIO
 
@@ -85,7 +85,7 @@ class _Output:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; those of the process by default. Returns the exit code, see `_CODES`."""
+    """Run the command line; the process' own by default. Return the exit code, see `_CODES`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -115,7 +115,7 @@ def verbs() -> dict[str, Verb]:
 
 
 def _help(verb: Verb) -> str:
-    """Return what a verb is for: a plug-in's by the first line of its module's docstring, which is not imported."""
+    """Return the help of a verb: for a plug-in's, the first line of its module's docstring, without importing it."""
     if verb.help:
         return verb.help
     try:

@@ -20,7 +20,7 @@ _D = TypeVar("_D", bound=Data)
 
 @dataclass(frozen=True)
 class FileKind(Generic[_D]):
-    """A kind of file. Of one that has but a `type`, there is a schema and no more."""
+    """A kind of file. For one that only has a `type`, there is a schema and no more."""
 
     type: type[_D]  # what it holds
     about: str = ""  # what it is: an audit, a pair
@@ -37,7 +37,7 @@ FILES = Door[FileKind[Any]]("tiebreak.files", FileKind, {"records": FileKind(Run
 
 
 def read(path: Path) -> Any:
-    """Read records or another kind of file or folder; UnreadableRecordsError says what is wrong with it."""
+    """Read records or another kind of file or folder; UnreadableRecordsError: what is wrong with it."""
     content = None if path.is_dir() else store.content_of(path)
     try:
         parts = {each.name for each in path.iterdir()} if content is None else decode(content, dict[str, msgspec.Raw])
@@ -55,7 +55,7 @@ def read(path: Path) -> Any:
 
 
 def read_all(paths: Sequence[Path]) -> dict[Path, Any]:
-    """Read what is in several files, by file; raises as `read`, or if two are the same."""
+    """Read the contents of several files, by file; raise as `read`, or if two are the same."""
     found = [(path, read(path)) for path in paths]
     store.refuse_repeated(found)
     return dict(found)

@@ -28,7 +28,7 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
-    """Return one line to say of a name that stands for nothing, with those that may be meant, or else the known ones.
+    """Return one line about a name that matches nothing, with those that may be meant, or else the known ones.
 
     `listed` is what shows them where they are many, as in "`tiebreak list cases` names".
     """
@@ -38,12 +38,12 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
 
 
 def none_named(kind: str, known: Collection[str], listed: str) -> str:
-    """Return what to say of a list without a name; see `unknown`."""
+    """Return the message for a list without a name; see `unknown`."""
     return f"no {kind} named: {_all_of(known, listed)}"
 
 
 def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str = "") -> list[str]:
-    """Return the known names that a comma list of names and globs stands for, each once; UsageError if one has none.
+    """Return the known names that a comma list of names and globs matches, each once; UsageError if one has none.
 
     `listed` is as in `unknown`; `flag` is what was given the list, if an option was.
     """
@@ -58,7 +58,7 @@ def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str =
 
 
 def _meant(name: str, known: Collection[str]) -> list[str]:
-    """Return names that are spelled alike, or that begin alike, or else those that have this one in them."""
+    """Return names that are spelled alike, or that begin alike, or else those that contain this one."""
     bare = name.strip("*?")
     if not bare:
         return []

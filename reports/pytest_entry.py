@@ -1,4 +1,4 @@
-"""What pytest loads wherever tiebreak is installed: it looks for `--kernel`, and until then imports nothing else.
+"""The plug-in that pytest loads wherever tiebreak is installed: until it sees `--kernel` it imports nothing else.
 
 `pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with tests of its own.
 """

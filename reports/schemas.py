@@ -17,7 +17,7 @@ _FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `schema`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `schema`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
     known = [name for name, kind in FILES.usable().items() if kind.folder is None]
     parser.add_argument("file", choices=known, help="what the file has")

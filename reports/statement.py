@@ -44,7 +44,7 @@ _NO_DAY = "missing: a waiver of a statement has a last day"
 
 @dataclass(frozen=True)
 class Profile:
-    """Cells that must be there. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
+    """The cells that are required. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
 
     name: str
     about: str  # one line
@@ -64,7 +64,7 @@ class Profile:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all that it asks for."""
+        """The SHA-256 of all that it requires."""
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "about"}
         return digest(json.dumps(plain, sort_keys=True).encode())
 
@@ -77,7 +77,7 @@ class StatedFile(Data, frozen=True, omit_defaults=False):
 
 
 class Statement(FileData, frozen=True):
-    """What `statement.json` has."""
+    """The contents of `statement.json`."""
 
     schema: Schema  # version of this layout
     profile: str  # its name
@@ -102,7 +102,7 @@ def read_waivers(path: Path, checks: Collection[str]) -> list[Expected]:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -113,13 +113,13 @@ def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Seque
 
 
 def waived(runs: Iterable[Run], waivers: Sequence[Expected]) -> list[Record]:
-    """All records; excused by the waivers alone, whatever excused them in their runs."""
+    """Return all records; excused by the waivers alone, whatever excused them in their runs."""
     excuses = Excuses(waivers)
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
 def is_users(record: Record) -> bool:
-    """Return whether --kernel has brought in the kernel of a record, as the command that runs it again tells."""
+    """Return whether --kernel brought in the kernel of a record, by the command that runs it again."""
     return "--kernel" in record.command.split()
 
 
@@ -167,7 +167,7 @@ def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
 
 
 def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
-    """Backend, kernel and case of each cell that must be there.
+    """Yield backend, kernel and case of each required cell.
 
     A user's kernel has every case of a default run; one of the backend's own, which may be for one format alone, every
     input of each kind that it has; a composed one, whose name is its plan, what the profile says of it alone.
@@ -203,12 +203,12 @@ def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: 
 
 
 def result(records: Iterable[Record]) -> str:
-    """Return `held` where nothing fell and nothing is inconclusive but what is waived, else `fell`."""
+    """Return `held` where nothing failed or is inconclusive except what is waived, else `fell`."""
     return FELL if any(record.fails for record in records) else HELD
 
 
 def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
-    """Return the summary, as Markdown, of what is handed in: its runs and the profile that they are held to."""
+    """Return the summary, as Markdown, of what is handed in: its runs and the profile that they must satisfy."""
     records = waived(runs, statement.waivers)
     where = ", ".join(sorted({record.backend for record in records}))
     fell = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
@@ -262,7 +262,7 @@ def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> It
 
 
 def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Yield a row a kernel that failure inputs were run with: of how many it is biased, or has NaN, on which."""
+    """Yield a row for each kernel run on failure inputs: on how many, and which, it is biased or has NaN."""
     failure = {name for run in runs for name, about in run.cases.items() if about.failure}
     ran = (record for record in records if record.case in failure and record.outcome != SKIPPED)
     for (backend, kernel), asked in grouped(ran, lambda record: (record.backend, record.kernel)).items():

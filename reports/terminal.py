@@ -1,4 +1,4 @@
-"""What goes to the terminal: its width, colours, commands to paste, nothing that a record smuggles in."""
+"""Output on the terminal: its width, colours, commands to paste, no control characters from a record."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def show(text: str) -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write how far something is on a terminal, in the place of what was said before; standard error by default."""
+    """Write progress on a terminal, over the last line; standard error by default."""
     stream = stream or sys.stderr
     if stream.isatty():
         stream.write(f"\r{text:80.80}\r")

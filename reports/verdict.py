@@ -1,4 +1,4 @@
-"""What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
+"""The verdict of a run on a kernel: an object from which the first lines for its author, and JSON, are made."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platf
 
 
 class Finding(Data, frozen=True, omit_defaults=False):
-    """One thing that there is to say of a kernel."""
+    """One statement about a kernel."""
 
     name: str  # a word or two, by which it is looked up
     text: str  # in words
@@ -50,7 +50,7 @@ class FallenCell(Data, frozen=True, omit_defaults=False):
 
 
 class Verdict(Data, frozen=True, omit_defaults=False):
-    """What a run says of one kernel on one backend."""
+    """The verdict of a run on one kernel on one backend."""
 
     headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
     severity: SeverityName | None  # of it; None: no failure input was run, so nothing is known of a bias
@@ -83,12 +83,12 @@ class Verdict(Data, frozen=True, omit_defaults=False):
         return self.headline.removeprefix(_names(self.kernel, self.backend, self.formats))
 
     def __str__(self) -> str:
-        """As `tiebreak check` prints it: the headline, and a line for each finding."""
+        """Return the lines that `tiebreak check` prints: the headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
 
 
 class Verdicts(FileData, frozen=True):
-    """What `tiebreak check --json` writes."""
+    """The contents of `tiebreak check --json`."""
 
     schema: Schema  # version of this layout
     ok: bool  # of all of them, and there are some
@@ -96,13 +96,13 @@ class Verdicts(FileData, frozen=True):
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
-    """Return what `tiebreak check --json` writes."""
+    """Return the text of `tiebreak check --json`."""
     ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
     return encode(Verdicts(SCHEMA, ok, tuple(verdicts)), indent=2) + "\n"
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
-    """Return what a run says of its kernels, the worst first.
+    """Return a run's verdicts on its kernels, the worst first.
 
     `command` runs it again; `failures` are what fails it though no cell fell.
     """
@@ -111,7 +111,7 @@ def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[
 
 
 def worst_first(judged: Iterable[Verdict]) -> list[Verdict]:
-    """Return verdicts by what they come to: what fails a run, then the severest, then what is said of most cells."""
+    """Return verdicts in order: those that fail a run, then the severest, then those about most cells."""
 
     def rank(verdict: Verdict) -> tuple[bool, int, int, int]:
         return verdict.ok, (*SEVERITIES, None).index(verdict.severity), -len(verdict.fell), -verdict.biased
@@ -159,7 +159,7 @@ class _Kernel:
         self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_unmet(cell))), default=None)
 
     def verdict(self, command: str) -> Verdict:
-        """Return what there is to say of it."""
+        """Return the verdict on it."""
         run, first, explained = self.run, self.cells[0], self.explanation
         backend, formats = run.backend_text(first.backend), tuple(dict.fromkeys(cell.format for cell in self.cells))
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
@@ -207,7 +207,7 @@ class _Kernel:
         return None if not self.asked else FAIR if told else MARGIN
 
     def _statement(self) -> str:
-        """Return the worst that there is to say of it."""
+        """Return the most serious finding."""
         if self.severity == DID_NOT_RUN:
             reasons = Counter("; ".join(cell.reasons) for cell in self.ran or self.cells)
             return f"{'never ran' if self.ran else 'INCOMPLETE, no cell ran'}: {reasons.most_common(1)[0][0]}"
@@ -245,7 +245,7 @@ class _Kernel:
         return f"{first_few([self._interval(cell) for cell in self.margin], _LISTED)}{more}"
 
     def _prefix(self, done: int) -> str:
-        """Return how much of the work was left, and that the run fell for another reason than the worst there is."""
+        """Return how much of the work was left, and that the run failed for another reason than the worst finding."""
         prefix = ""
         if self.left and done:
             why = "in its budget" if self.run.complete else "done"
@@ -257,7 +257,7 @@ class _Kernel:
         return f"{prefix}FELL {by if self.fell else f'({_first_clause(self.failures[0])})'}, "
 
     def _brief(self, cell: Record) -> str:
-        """Return what is wrong in a cell: what is off by most, or the bias with the first clause of a reason."""
+        """Return what is wrong in a cell: the largest error, or the bias with the first clause of a reason."""
         if off := cell.evidence.get("off"):
             return str(next(iter(off)))
         unmet = _unmet(cell)

@@ -1,4 +1,4 @@
-"""What is assumed of a card where the language leaves it open: its products, its exponential, contraction, division."""
+"""Assumptions about a card where the language leaves it open: products, the exponential, contraction, division."""
 
 import os
 import warnings

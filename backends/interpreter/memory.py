@@ -59,7 +59,7 @@ class Boxes:
 
     @property
     def overlap(self) -> bool:
-        """Whether a box contains an element more than once."""
+        """True if a box contains an element more than once."""
         return any(length > 1 and stride == 0 for length, stride in zip(self.shape, self.strides, strict=True))
 
     @property

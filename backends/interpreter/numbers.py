@@ -1,4 +1,4 @@
-"""What numpy holds Triton's types in, and casts between them."""
+"""Numpy types that hold Triton's types, and casts between them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a launch reads and writes: the host's memory at real addresses, and the shared memory of every block.
+"""The memory of a launch: the host's at real addresses, and the shared memory of every block.
 
 A shared word has a history: who wrote and who read it last, and in which phase, which a barrier ends. So a read of what
 nobody wrote, a race between two threads of a block, and a read of what an asynchronous copy may still be bringing are

@@ -1,4 +1,4 @@
-"""What each PTX instruction computes of its operands, by its whole name: one that is not here is not executed.
+"""The computation of each PTX instruction, by its whole name: one that is not here is not executed.
 
 Titles are those of the PTX ISA's sections. Where it leaves an approximation's last bits open (`ex2.approx` and its
 like), the correctly rounded result is taken, which is an assumption: no card's bits are published.

@@ -31,7 +31,7 @@ class Findings(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether all of the layer is finite, the statistics too."""
+        """True if all of the layer is finite, the statistics too."""
         return self.kept_finite > 0 and all(map(math.isfinite, self))
 
     @property

@@ -41,7 +41,7 @@ class HeadKernel:
 
     @property
     def own_backward(self) -> bool:
-        """Whether gradients are those of the kernel's own backward pass."""
+        """True if gradients are those of the kernel's own backward pass."""
         return isinstance(self.implementation, Kernel) and self.implementation.has_backward
 
 

@@ -129,7 +129,7 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
 
 
 def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probability of every token but the first, (batch, tokens - 1), by (batch, tokens, words) logits."""
+    """Return the log-probability of every token but the first, (batch, tokens - 1); logits (batch, tokens, words)."""
     whole = log_softmax(logits[:, :-1].cpu().double(), -1)
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]
 

@@ -1,4 +1,4 @@
-"""What the paper names as stabilisers and does not try: QK-norm, QK-clip and gated attention.
+"""Stabilisers that the paper names and does not try: QK-norm, QK-clip and gated attention.
 
 All three act on symptoms, logits or sinks that grow, none on a rounding. A snippet takes each from the same failure
 state as plain attention: what a model trained with it from the start would have become is another question.
@@ -17,7 +17,7 @@ from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
 def clip(block: TransformerBlock, largest: Tensor, tau: float) -> None:
-    """QK-clip: shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place.
+    """Shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place: QK-clip.
 
     Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau (arXiv
     2507.20534, section 2.1).

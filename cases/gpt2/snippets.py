@@ -114,7 +114,7 @@ class Snippet:
 
     @property
     def amplified(self) -> bool:
-        """Whether it takes a narrower format than anyone trains with to show the effect."""
+        """True if it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
     def drifts(self, measures: Mapping[str, float]) -> BiasVerdict | None:

@@ -1,4 +1,4 @@
-"""What the snippets train with: plain flash attention, its fixes, and section 3.2's single changes."""
+"""Kernels that the snippets train with: plain flash attention, its fixes, and section 3.2's single changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

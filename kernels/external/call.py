@@ -79,7 +79,7 @@ class Call:
 
     @property
     def _trains(self) -> bool:
-        """Whether K and V can have gradients: they are neither paged nor in 8 bits."""
+        """True if K and V can have gradients: they are neither paged nor in 8 bits."""
         return all(feature.trains for feature in self.inputs.required_features())
 
     def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:

@@ -1,4 +1,4 @@
-"""What a kernel under test may do to its process: the state that it changes is put back, its CPU time is limited.
+"""Protection of the process from a kernel under test: changed state is restored, its CPU time is limited.
 
 A kernel that turns a switch of torch's would else take other kernels' cells with it, and the suite's own arithmetic.
 """

@@ -269,7 +269,7 @@ class Convention:
 
     @property
     def causal_where_square(self) -> bool:
-        """Whether its causal mask is this suite's only where queries and keys are as many."""
+        """True if its causal mask is this suite's only where queries and keys are as many."""
         return self.causal == _UPPER_LEFT
 
     def arguments(self, keywords: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

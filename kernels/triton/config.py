@@ -1,4 +1,4 @@
-"""What a Triton kernel is specialised to: one frozen object, passed to it as its only compile-time argument."""
+"""The specialisation of a Triton kernel: one frozen object, passed to it as its only compile-time argument."""
 
 import math
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Config:
 
     @property
     def base_two(self) -> bool:
-        """Whether scores, shifts and the exponential are in base two, the scale folded into the scores'."""
+        """True if scores, shifts and the exponential are in base two, the scale folded into the scores'."""
         return self.plan.exponential.base_two
 
     @property

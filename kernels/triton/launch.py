@@ -88,7 +88,7 @@ class TritonCall:
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, and no card, real or emulated on the host."""
+        """True if Triton's interpreter runs the kernels, and no card, real or emulated on the host."""
         return self.q.device.type == "cpu" and not executing()
 
     def tiled(self, block: Block) -> Config:

@@ -1,4 +1,4 @@
-"""What a new run says of itself, held to what its own numbers and the baseline's descriptions say."""
+"""Comparison of a new run's statements with its own numbers and with the baseline's descriptions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _NOISE = 1e-6  # what fp32 sums leave of a number that should be 0
 
 
 def check_described(baseline: Run, run: Run) -> None:
-    """Raise UsageError if a run describes something otherwise than the baseline, or does not say how it is narrowed."""
+    """Raise UsageError if a run describes something differently from the baseline, or not how it is narrowed."""
     for each in run.narrowing:
         if not each.given or not each.names:
             raise UsageError(f"narrowing: {each.field}: the new run does not say by what it was narrowed, and to what")
@@ -61,7 +61,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def contradictions(record: Record, run: Run) -> Iterator[str]:
-    """Yield what a record says of itself, and neither its own numbers and answers nor the descriptions in force do."""
+    """Yield statements of a record that its own numbers and answers, or the current descriptions, contradict."""
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
     if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):
@@ -91,7 +91,7 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
 
 
 def _of_verdict(record: Record, run: Run) -> Iterator[str]:
-    """Yield what goes with another verdict; a claim that is one says so in its first word."""
+    """Yield answers that do not fit the verdict; a claim about one has it as its first word."""
     if record.verdict is None:
         return
     if (verdict := records.verdict_of(record, run.measures)) not in (None, record.verdict):
@@ -105,7 +105,7 @@ def _of_verdict(record: Record, run: Run) -> Iterator[str]:
 
 
 def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]:
-    """Yield answers that are not what the limits of their checks come to, as far as these decide it.
+    """Yield answers that the limits of their checks contradict, as far as these decide.
 
     What is not asked may be what a claim takes the place of.
     """

@@ -1,4 +1,4 @@
-"""What is expected of a run: cells that are known to fall, each with a reason, and how much worse a measure may get.
+"""Expectations of a run: cells known to fail, each with a reason, and how much worse a measure may get.
 
     [[expected]]
     cells = "cpu-sdpa_flash-*"        # ids of cells; a glob
@@ -43,16 +43,16 @@ class Expected(Data, frozen=True):
     where: str = ""  # file and number, for messages
 
     def concerns(self, cell: str) -> bool:
-        """Whether a cell, by its id, is among its cells."""
+        """Return whether a cell, by its id, is among its cells."""
         return bool(matching(self.cells, [cell]))
 
     @property
     def expired(self) -> bool:
-        """Whether its last day has passed."""
+        """True if its last day has passed."""
         return self.expires is not None and self.expires < date.today()
 
     def excuses(self, record: Record) -> bool:
-        """Whether the check is one that a record does not meet."""
+        """Return whether the check is one that a record does not meet."""
         return self.concerns(record.id) and self.check in record.unmet
 
 
@@ -139,13 +139,13 @@ def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable:
 
 @dataclass(frozen=True)
 class Excuses:
-    """What is excused in a run."""
+    """The excused failures of a run."""
 
     entries: Sequence[Expected] = ()
     before: Mapping[tuple[str, str], str] | None = None  # (cell, check) that the baseline has too -> why
 
     def excuse(self, record: Record) -> Record:
-        """The record, excused if all that it does not meet is."""
+        """Return the record, excused if all that it does not meet is."""
         reasons = [self._reason(record.id, check) for check in record.unmet]
         if not reasons or None in reasons:
             return record
@@ -173,7 +173,7 @@ class Excuses:
 
 
 def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
-    """Return what a baseline does not meet either, and so excuses in a run that is compared with it.
+    """Return what a baseline does not meet either, which is excused in a run that is compared with it.
 
     A record that contradicts itself excuses nothing.
     """
@@ -184,18 +184,18 @@ def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much worse measures may get, where the command line or a file says otherwise than the measures do."""
+    """The limits of how much worse measures may get that the command line or a file sets."""
 
     given: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit, or with _SHARE, of itself
     places: Mapping[str, str] = field(default_factory=dict)  # where each was given, for a message
 
     def held_to(self, name: str, measure: MeasureRecord) -> MeasureRecord:
-        """A measure's description with the limits in force."""
+        """Return a measure's description with the limits in force."""
         limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
         return replace(measure, limit=limit, share=share)
 
     def check(self, known: Mapping[str, MeasureRecord]) -> None:
-        """Raise UsageError, with those that a gate holds, if a measure that is named is none of them."""
+        """Raise UsageError, with the measures that a gate limits, if a named measure is none of them."""
         held = [name for name, measure in known.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:

@@ -44,7 +44,7 @@ _WIDER = 2.0  # times the baseline's: what a cell with the same noise may have t
 
 @dataclass(frozen=True)
 class CellChange:
-    """What changed in one cell."""
+    """A change in one cell."""
 
     record: Record  # of the new run; of the baseline if the cell vanished
     worse: bool  # or for the better
@@ -53,7 +53,7 @@ class CellChange:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the gate found."""
+    """The result of a gate."""
 
     compared: int  # cells that both runs have
     changes: tuple[CellChange, ...]
@@ -62,17 +62,17 @@ class Outcome:
 
     @property
     def worse(self) -> list[CellChange]:
-        """What makes the gate fall."""
+        """The changes that make the gate fail."""
         return [change for change in self.changes if change.worse]
 
     @property
     def better(self) -> list[CellChange]:
-        """Improvements."""
+        """The improvements."""
         return [change for change in self.changes if not change.worse]
 
     @property
     def held(self) -> bool:
-        """Whether the gate held; with nothing compared, or of a run that was interrupted, it does not."""
+        """True if the gate passed; with nothing compared, or for a run that was interrupted, it does not."""
         return self.compared > 0 and self.complete and not self.worse
 
 
@@ -260,7 +260,7 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
 
 
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """Judge those on the bias, and on whether gradients contain it; of what is foretold only that there is one."""
+    """Judge the verdicts on the bias, and on whether gradients contain it; of foretold ones only that there is one."""
     measured = old.shown is not None and new.in_training is not None
     contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):

@@ -32,7 +32,7 @@ _DIGEST = 8  # findings that stand open
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `page`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `page`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak page", description="One HTML file of runs, pairs, audits and sweeps.")
     what = "records of runs, pairs (--json), audits, folders of sweeps"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
@@ -132,7 +132,7 @@ def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def _answer(run: Run) -> str:
-    """Return the verdicts on kernels of one's own; of others, how many are what."""
+    """Return the verdicts on users' kernels; for others, how many have each."""
     judged = verdicts(run)
     if run.own:
         return "\n".join(verdict.headline for verdict in judged)
@@ -160,7 +160,7 @@ def _folded(items: Sequence[str], kind: str) -> str:
 
 
 def _findings(sentences: Iterable[str]) -> str:
-    """Return the findings, the first of them open, with what stands between backticks as code; empty without any."""
+    """Return the findings, the first of them open, with words between backticks as code; empty without any."""
     marked = (re.sub("`(.*?)`", r"<code>\1</code>", escape(line)) for line in sentences)
     items = [f"<li>{line}</li>" for line in marked]
     return f'<h2 id="findings">Findings</h2>\n{_folded(items, "findings")}' if items else ""
@@ -187,7 +187,7 @@ def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def _words(runs: Sequence[Run]) -> str:
-    """Return what the runs' measures, checks and cases are, as their files say: folded lists."""
+    """Return descriptions of the runs' measures, checks and cases, by their files: folded lists."""
     parts = ['<h2 id="vocabulary">Words</h2>']
     for name in ("measures", "checks", "cases"):
         known = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}

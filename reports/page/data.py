@@ -1,4 +1,4 @@
-"""What the page's script shows, as compressed JSON: every cell once for all platforms."""
+"""The data of the page's script, as compressed JSON: every cell once for all platforms."""
 
 import base64
 import gzip
@@ -25,7 +25,7 @@ def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
-    """Return platforms, cases and measures; and every cell with what each platform says of it.
+    """Return platforms, cases and measures; and every cell with its data by platform.
 
     That is null where it lacks the cell, and a number where it says what the platform of that number says.
     """
@@ -106,7 +106,7 @@ def _evidence(record: Record) -> dict[str, Any]:
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:
-    """Return what the page says of a platform beside its label."""
+    """Return the page's description of a platform, without its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
     facts |= {f"backend {name}": assumption for name, assumption in run.platform.get("assumed", {}).items()}
     return {"label": label, "facts": facts, "explanations": explanation_texts(run)}

@@ -1,4 +1,4 @@
-"""What the figures of a page show, as plain data."""
+"""The data of a page's figures."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,7 +123,7 @@ def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
 
 
 def _size(run: Run, record: Record) -> float:
-    """|bias|; without one a kernel is the last to be called fair."""
+    """Return |bias|; a kernel without one is the last to be called fair."""
     mean = run.number(record, "headline")
     return math.inf if mean is None else abs(mean)
 
@@ -155,7 +155,7 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
 
 
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
-    """Bias over the cases of the family that the traced case belongs to."""
+    """Return a figure of bias over the cases of the family that the traced case belongs to."""
     family = next((about.family for record in chosen if (about := run.cases.get(record.case)) and about.family), None)
     places = {name: about.at for name, about in run.cases.items() if family and about.family == family}
     lines: dict[tuple[str, str], dict[float, float]] = {(each.backend, each.kernel): {} for each in chosen}

@@ -1,4 +1,4 @@
-"""What runs say, in sentences: the verdicts on their kernels, the worst first, and what differs between platforms."""
+"""Runs in sentences: the verdicts on their kernels, the worst first, and the differences between platforms."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -87,7 +87,7 @@ def draw(figure: Figure) -> str:
 
 
 class _Plot:
-    """From a figure's numbers to places."""
+    """The scales from a figure's numbers to places."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
@@ -108,7 +108,7 @@ class _Plot:
         return self.bottom - (value - self.y_low) / (self.y_high - self.y_low) * (self.bottom - self.top)
 
     def axes(self) -> Iterator[str]:
-        """Yield grid, tick labels, names of the axes; of a figure of rows its title too, in the place of an axis."""
+        """Yield grid, tick labels, names of the axes; for a figure of rows its title too, instead of an axis."""
         figure = self.figure
         rows = [(-float(number), name) for number, name in enumerate(figure.rows)]
         for value, label in rows or [(at, f"{at:.4g}") for at in ticks(self.y_low, self.y_high)]:

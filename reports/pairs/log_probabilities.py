@@ -48,7 +48,7 @@ class LogProbabilityDifference(Data, frozen=True):
 
 
 class ReadingComparison(Data, frozen=True):
-    """Two readings of the same tokens beside each other."""
+    """Two readings of the same tokens compared."""
 
     first: str  # which, and how it was called where that is not in one prefill: A, decode with a cache
     second: str  # likewise
@@ -58,12 +58,12 @@ class ReadingComparison(Data, frozen=True):
     predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
 
     def __str__(self) -> str:
-        """As tables name it."""
+        """Return its name in tables."""
         return f"{self.first} | {self.second}"
 
     @property
     def same(self) -> bool:
-        """Whether all log-probabilities have the same bits."""
+        """True if all log-probabilities have the same bits."""
         return self.difference is not None and self.difference.equal == 1.0
 
 
@@ -76,7 +76,7 @@ class FormatRecord(Data, frozen=True):
 
     @property
     def pair(self) -> ReadingComparison:
-        """The two kernels, called alike."""
+        """The comparison of the two kernels, called alike."""
         return self.compared[0]
 
 
@@ -101,7 +101,7 @@ def number(difference: LogProbabilityDifference | None, measure: str) -> float |
 
 
 def sentences(of: FormatRecord) -> Iterator[str]:
-    """Yield what there is to say of the pair in one format."""
+    """Yield sentences about the pair in one format."""
     found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
     if found is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
@@ -127,7 +127,7 @@ def in_brief(of: FormatRecord) -> str:
 
 
 def parts(model: ModelRecord) -> list[Part]:
-    """Return what there is to say, and a grid of all formats with a row for two readings that differ."""
+    """Return sentences, and a grid of all formats with a row for two readings that differ."""
     rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
         # What the way of calling does not change has the row of the usual way.
@@ -148,7 +148,7 @@ def parts(model: ModelRecord) -> list[Part]:
 
 
 def figures(model: ModelRecord) -> list[Figure]:
-    """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
+    """Return a figure for each format: rms by position, of the pair and of each kernel against exact attention."""
     drawn = []
     for of in model.formats:
         lines = {str(each): each.difference for each in of.compared if each.role in (PAIR, EXACT)}

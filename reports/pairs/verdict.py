@@ -1,4 +1,4 @@
-"""What there is to say of a pair of kernels: an object, of which the command's lines, tables and JSON are made."""
+"""The verdict on a pair of kernels: an object from which the command's lines, tables and JSON are made."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,14 +52,14 @@ class PointRecord(Data, frozen=True, omit_defaults=False):
 
 
 class GradientRecord(Data, frozen=True, omit_defaults=False):
-    """What the two make of one gradient."""
+    """The comparison of the two kernels' values of one gradient."""
 
     bits: Size  # share of elements that are equal
     rms: float | None  # of the difference, as a share of that of the exact gradient
 
 
 class CallRecord(Data, frozen=True, omit_defaults=False):
-    """One case, the same inputs through both; what is not known is None."""
+    """One case, the same inputs through both; None where a value is unknown."""
 
     case: str  # its name
     severity: SeverityName | None  # None: it was not compared
@@ -80,7 +80,7 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
 
 
 class PairVerdict(FileData, frozen=True):
-    """What `tiebreak pair` says of two kernels."""
+    """The verdict of `tiebreak pair` on two kernels."""
 
     schema: Schema  # version of this layout
     headline: str  # the worst that there is to say, in one line; a word in capitals where `ok` is False
@@ -97,7 +97,7 @@ class PairVerdict(FileData, frozen=True):
     command: str = ""  # runs all of it again
 
     def __str__(self) -> str:
-        """As the command prints it first: the headline, and a line for each finding."""
+        """Return the first lines that the command prints: the headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {name:{_WIDTH}} {text}" for name, text in self._findings())])
 
     def _findings(self) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,7 @@ def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
 
 
 def kernel_places(runs: Sequence[Run]) -> dict[str, int]:
-    """Return where each kernel stands in tables, from 0.
+    """Return the position of each kernel in tables, from 0.
 
     First the users' own, then names such as `sdpa_flash`, then composed ones, `rule@plan`, in the suite's order.
     """

@@ -73,7 +73,7 @@ class Estimate(Data, frozen=True):
 
 
 class FitRecord(Estimate, frozen=True):
-    """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
+    """The agreement of a known plan with a kernel that declares none: its bias less the plan's, and equal bits."""
 
     bits: Size | None = None  # share of elements of O that agree to the bit
 
@@ -93,7 +93,7 @@ def number_of(value: Value) -> float | None:
 
 
 class Answer(Data, frozen=True):
-    """What a check was told of a cell."""
+    """The answer of a check about a cell."""
 
     met: bool | None  # None: the data do not tell
     asked: str  # what had to hold
@@ -102,7 +102,7 @@ class Answer(Data, frozen=True):
 
 
 class Shown(Data, frozen=True):
-    """What tables show of a result; `tiebreak.reports.tables.texts` puts it in words."""
+    """The result that tables show; `tiebreak.reports.tables.texts` puts it in words."""
 
     kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
     number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
@@ -117,7 +117,7 @@ class Shown(Data, frozen=True):
 
 
 class Explanation(Data, frozen=True):
-    """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.texts` puts it in words."""
+    """The known plan that explains a kernel that declares none; `tiebreak.reports.tables.texts` puts it in words."""
 
     state: Annotated[str, one_of(STATES)]  # how far it explains it
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
@@ -127,7 +127,7 @@ class Explanation(Data, frozen=True):
 
 
 class PlanRecord(Data, frozen=True):
-    """What a plan is that records and explanations name."""
+    """A description of a plan that records and explanations name."""
 
     rule: str  # by what a row's shift is chosen
     fix: bool = False  # whether that moves the shift away from a maximum that repeats; else it is the row's maximum
@@ -135,7 +135,7 @@ class PlanRecord(Data, frozen=True):
 
 
 class MeasureRecord(Data, frozen=True):
-    """What a measure is, and how the gate holds it."""
+    """A description of a measure, and of how the gate limits it."""
 
     about: str  # one line
     unit: str = ""  # ulp; empty: a plain number
@@ -149,7 +149,7 @@ class MeasureRecord(Data, frozen=True):
 
 
 class LimitRecord(Data, frozen=True):
-    """The limit of a measure, which it keeps to for a check to be met."""
+    """The limit of a measure that a check requires."""
 
     measure: str  # by name
     most: float | str | None = None  # what it may reach, or the measure whose number that is; None: any number will do
@@ -158,7 +158,7 @@ class LimitRecord(Data, frozen=True):
     or_within: str | None = None  # the measure of what rounding leaves open: an interval within that keeps to it, too
 
     def kept(self, measures: Mapping[str, Value]) -> bool | None:
-        """Tell whether measures keep to it; None: their interval does not tell. A number that is NaN does not.
+        """Return whether measures keep to it; None: their interval does not tell. A NaN does not.
 
         An interval is beyond a limit where all of it is, and keeps to it where all of it does.
         """
@@ -184,7 +184,7 @@ def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool
 
 
 class CheckRecord(Data, frozen=True):
-    """What a check asks."""
+    """A description of a check's question."""
 
     about: str  # one line
     judges: bool = False  # whether it is about the cell's rounding: what is held has met such a one
@@ -194,7 +194,7 @@ class CheckRecord(Data, frozen=True):
 
 
 class SeriesFigure(Data, frozen=True):
-    """How a page draws one series of the evidence of a case's cells: those whose headline is largest and smallest."""
+    """The way in which a page draws one series of a case's cells: those with largest and smallest headline."""
 
     series: str  # its name in the evidence
     title: str  # of the figure
@@ -204,7 +204,7 @@ class SeriesFigure(Data, frozen=True):
 
 
 class CaseRecord(Data, frozen=True):
-    """What a case is."""
+    """A description of a case."""
 
     about: str  # one line
     source: str = ""  # where the input or the claims come from
@@ -220,7 +220,7 @@ class CaseRecord(Data, frozen=True):
 
 
 class ExperimentRecord(Data, frozen=True):
-    """What a kind of experiment is."""
+    """A description of a kind of experiment."""
 
     about: str  # one line
     legend: str = ""  # what its tables show
@@ -248,7 +248,7 @@ class HistogramRecord(Data, frozen=True):
 
 
 class ChangeRecord(Data, frozen=True):
-    """A call beside the same one with one thing changed."""
+    """A call compared with the same one with one thing changed."""
 
     bits: Size  # share of elements of O, or of a gradient, that have other bits
     difference: Estimate  # signed mean of the changed one less the plain one, in ulps
@@ -274,7 +274,7 @@ class RuleReading(Data, frozen=True):
 
 
 class RuleAnswer(Data, frozen=True):
-    """What an acceptance rule of another project says of a cell."""
+    """The verdict of another project's acceptance rule on a cell."""
 
     passed: bool | None  # None: it lacks what it needs
     readings: Mapping[str, RuleReading] = {}  # by what it reads
@@ -282,7 +282,7 @@ class RuleAnswer(Data, frozen=True):
 
 
 class NumbersRecord(Data, frozen=True):
-    """Numbers that the same inputs have on every machine but for rounding."""
+    """Numbers that the same inputs give on every machine up to rounding."""
 
     about: str  # what they are
     unit: str  # of them
@@ -351,17 +351,17 @@ class Record(Data, frozen=True):
 
     @property
     def passes(self) -> bool:
-        """Tell whether it passes, or is excused; a skip is no pass."""
+        """True if it passes, or is excused; a skip is no pass."""
         return self.outcome in PASSING or self.excused is not None
 
     @property
     def fails(self) -> bool:
-        """Tell whether it makes a run fall: neither a pass, nor excused, nor skipped."""
+        """True if it makes a run fail: neither passed, nor excused, nor skipped."""
         return not self.passes and self.outcome != SKIPPED
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return why it did not hold, or was not run."""
+        """The reasons why it did not pass, or was not run."""
         if self.skipped is not None:
             return (self.skipped,)
         fell = tuple(answer.why for answer in self.answers.values() if answer.met is False)
@@ -369,7 +369,7 @@ class Record(Data, frozen=True):
 
     @property
     def unmet(self) -> list[str]:
-        """Return the checks that it does not meet, or of which the data do not tell."""
+        """The checks that it does not meet, or that the data do not decide."""
         return [name for name, answer in self.answers.items() if answer.met is not True]
 
     def number(self, name: str) -> float | None:
@@ -414,7 +414,7 @@ NARROWED = ("id", "backend", "kernel", "case", "format", "experiment")  # fields
 
 
 class Narrowing(Data, frozen=True):
-    """What the command line left out of a run: cells of which a field has none of these names."""
+    """The cells that the command line left out of a run: those of which a field has none of these names."""
 
     given: tuple[str, ...]  # the options that did, with their values
     field: Annotated[str, one_of(NARROWED)]  # of a record
@@ -453,7 +453,7 @@ class Run(FileData, frozen=True):
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
     def evidence(self, backend: str) -> str:
-        """Return what a plan rests on that the bits of a kernel on a backend tell; a baseline has it of none."""
+        """Return the evidence for plans that a kernel's bits give on a backend; a baseline has it for none."""
         return str(self.platform.get("evidence", {}).get(backend, "bits"))
 
     def number(self, record: Record, role: str) -> float | None:
@@ -463,12 +463,12 @@ class Run(FileData, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Tell whether it came to its end, with nothing left to do."""
+        """True if it came to its end, with nothing left to do."""
         return self.complete and not self.not_run and not self.running
 
     @property
     def own(self) -> bool:
-        """Tell whether a user's own kernel was run."""
+        """True if a user's own kernel was run."""
         return bool(self.options.get("kernel"))
 
     @property

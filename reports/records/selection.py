@@ -1,4 +1,4 @@
-"""What a command line names: which records of files are shown."""
+"""The choice of records in files that a command line makes."""
 
 import argparse
 from collections.abc import Sequence

@@ -75,7 +75,7 @@ def _lines(part: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file through a temporary one beside it: where that fails (UnwritableFolderError) an older one stays."""
+    """Write a file through a temporary one next to it: if that fails (UnwritableFolderError) an older one stays."""
     check_writable(path.parent)
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:

@@ -23,7 +23,7 @@ _VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platfo
 
 
 class Agreement(enum.Enum):
-    """What the runs agree on in one cell: what --only takes for it, the mark of its row, how a summary counts it."""
+    """The agreement of runs in one cell: its word for --only, its row's mark, its name in a summary."""
 
     BITS = "agree", "=", "agree to the bit"
     VERDICT = "bits", "~", "agree in verdict, not in bits"  # verdict and outcome are the same
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def record(self) -> Record:
-        """That of the first run that has the cell: all agree in the cell's names."""
+        """The record of the first run that has the cell: all agree in the cell's names."""
         return next(record for record in self.records if record is not None)
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """One a run: the same letter for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
+        """A letter for each run, the same for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
         digests = [record.digest if record else None for record in self.records]
         names = {digest: at for at, digest in enumerate(dict.fromkeys(filter(None, digests)))}
         letters = {digest: f"{chr(ord('a') + at % 26)}{at // 26 or ''}" for digest, at in names.items()}
@@ -76,7 +76,7 @@ _LEGEND = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `compare`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `compare`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak compare", description="Several runs side by side.")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of two or more runs")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")

@@ -1,4 +1,4 @@
-"""What tables show of a record, in words: its number with a mark of the outcome, its plan, its changes."""
+"""Records in words, as tables show them: a number with a mark of the outcome, the plan, the changes."""
 
 import math
 from collections.abc import Mapping
@@ -34,12 +34,12 @@ def cell_text(record: Record) -> str:
 
 
 def plain_text(record: Record) -> str:
-    """Return what a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
+    """Return the text of a cell without its mark; a kernel that broke its contract has no result."""
     return _EMPTY.get(record.outcome, "none") if record.shown is None else shown_text(record.shown)
 
 
 def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
-    """Return what tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
+    """Return a result in words, as tables show it: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
 
     `spec` is how the number is written, if not as it says itself; `half_width` is of its interval, if that is told too.
     """
@@ -55,7 +55,7 @@ def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) ->
 
 
 def mark_of(record: Record) -> str:
-    """Return what a cell's mark stands for: its outcome, or that its failure is excused."""
+    """Return the meaning of a cell's mark: its outcome, or that its failure is excused."""
     return record.outcome if record.excused is None else EXCUSED
 
 
@@ -130,7 +130,7 @@ def worst(changes: Mapping[str, records.ChangeRecord]) -> str:
 
 
 def rules_tables(run: records.Run) -> list[Part]:
-    """Return the tables of a run, one a backend, format and case; records that no rule was asked of are left out."""
+    """Return the tables of a run, one for each backend, format and case, without records that no rule judged."""
     asked = [record for record in run.records if answers_of(record)]
     parts: list[Part] = []
     for (backend, fmt, case), alike in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
@@ -145,7 +145,7 @@ def rules_tables(run: records.Run) -> list[Part]:
 
 
 def answers_of(record: Record) -> dict[str, records.RuleAnswer]:
-    """Return what rules said of a record; empty where none was asked."""
+    """Return the rules' verdicts on a record; empty where none was applied."""
     return dict(record.evidence.get("rules", {}))
 
 
@@ -154,7 +154,7 @@ def _rule_text(answer: records.RuleAnswer | None) -> str:
 
 
 def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
-    """Return what the rules said of one record, in a line."""
+    """Return the rules' verdicts on one record, in a line."""
     told = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
     return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
@@ -169,7 +169,7 @@ def share_text(answer: records.RuleAnswer) -> str:
 
 
 def _share(reading: records.RuleReading) -> float:
-    """Of its limit, that a number has reached; infinite for NaN, and for anything where the limit is 0."""
+    """Return the share of its limit that a number has reached; infinite for NaN, or where the limit is 0."""
     if reading.number is None or reading.limit is None:
         return math.inf
     return reading.number / reading.limit if reading.limit else math.inf if reading.number else 0.0

@@ -29,16 +29,16 @@ class TrainingGrid:
 
     @property
     def kernels(self) -> list[str]:
-        """In the order of their first records."""
+        """The kernels in the order of their first records."""
         return list(dict.fromkeys(kernel for kernel, _ in self.cells))
 
     @property
     def cases(self) -> list[str]:
-        """In the order of their labels."""
+        """The cases in the order of their labels."""
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def heading(self, case: str) -> str:
-        """Of the case's column: its label and measure."""
+        """Return the heading of the case's column: its label and measure."""
         about = self.described[case]
         return case if about.label is None else f"{about.label}: {about.headline}"
 
@@ -101,7 +101,7 @@ def training_tables(runs: Sequence[Run]) -> list[Part]:
 
 
 def training_legend(runs: Sequence[Run]) -> str:
-    """Return what the rows and columns of the tables stand for."""
+    """Return the legend of the tables' rows and columns."""
     lines = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled and kind.legend]
     for grid in training_grids(runs):
         cases = ((case, grid.described[case]) for case in grid.cases)

@@ -1,4 +1,4 @@
-"""What an output says of its kernel's plan: the known plans, and usual mistakes, by the bits that they have of it."""
+"""Attribution of an output to a plan: the known plans, and usual mistakes, by how many of its bits they have."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
+from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, nameless, on_device
 from tiebreak.matrix.sample import HeldTo, Sample
 from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
@@ -36,12 +36,12 @@ def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
         if fit[settled.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        plans = {name: {**plans, **BY_LAW}[name] for name in _on_others(settled)}
+        plans = {name: {**plans, **MATCHED_BY_ERROR_SIZE}[name] for name in _on_others(settled)}
     return batch.fits(o, plans) if plans else {}
 
 
 def _on_others(settled: Settled) -> tuple[str, ...]:
-    """The plans that a kernel is held to where its bits name none."""
+    """Return the plans to which a kernel is held where its bits name none."""
     return settled.candidates if settled.followed is None else (settled.followed,)
 
 
@@ -55,7 +55,7 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration)
     plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
-    plans = {**plans, **BY_LAW}
+    plans = {**plans, **MATCHED_BY_ERROR_SIZE}
     bits = {name: fit.bits for name, fit in fits.items() if name in plans}
     if not bits:
         return None
@@ -67,7 +67,7 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
 
 
 def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
-    """The mistakes that explain an output, and the share of bits that the nearest plan has of each.
+    """Return the mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
     A mistake explains it where its errors against the mistake's exact result are within the rounding-error bound of the
     loosest plan, and its errors against attention are not: rounding alone takes no output from one to the other. Where
@@ -91,13 +91,13 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
 
 
 def _blind(inputs: AttentionInputs) -> Tensor:
-    """Rows that see no key, broadcastable to O."""
+    """Return rows that see no key, broadcastable to O."""
     hidden = inputs.hidden()
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool) if hidden is None else hidden.all(-1, keepdim=True)
 
 
 def _share_of_bound(o: Tensor, batch: SharedBatch) -> float:
-    """The largest error as a share of the bound; Inf where an element is lost."""
+    """Return the largest error as a share of the bound; Inf where an element is lost."""
     bound = batch.bounds.of(batch.clipped(UNDECLARED))
     errors = measure(o, None, batch.inputs, batch.ref, bound, batch.units)
     return errors.error_over_bound if not errors.nonfinite else float("inf")

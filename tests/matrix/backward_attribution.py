@@ -51,7 +51,7 @@ class BackwardHeldTo:
         return _errors(emulation.parts(gradients), theirs, emulation.exact(self.like), batch.inputs.groups)
 
     def worst(self, errors: _OfHeads, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
-        """Return the ratio of a head's mean squared error to that of the pass which errs most in that head, at worst.
+        """Return the largest ratio, over heads, of the mean squared error to that of the pass that errs most there.
 
         What one pass errs by in one head is a single draw, and may be near 0. So a head in which the kernel errs
         `WORSE` times as much is held against all passes that compute delta alike.
@@ -81,14 +81,14 @@ class BackwardHeldTo:
         return max(squares[name] / largest[name] for name in GRADIENT_NAMES if largest[name])
 
     def _ways(self, name: str) -> float:
-        """Return how much more another sound pass may err: where none is followed, but in dV, which has no delta."""
+        """Return how much more another sound pass may err: where none is followed, except in dV, which has no delta."""
         return WAYS if self.name == _LOOSEST and name != "dv" else 1.0
 
 
 def backward_held_to(
     gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch, shown: tuple[str, int] | None
 ) -> BackwardHeldTo:
-    """Return what gradients are compared with: the known backward pass that they come from, or come nearest to.
+    """Return the known backward pass that gradients are compared with: the one they come from, or the nearest.
 
     Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
     known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
@@ -131,14 +131,14 @@ def backward_pass_of(gradients: Gradients, o: Tensor, forward: Declaration, batc
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What gradients have in common with those of one backward pass."""
+    """A comparison of gradients with those of one backward pass."""
 
     bits: Mapping[str, float]  # share of equal bits of dQ, dK and dV
     size: float  # of its mean squared errors as a share of the kernel's, the least of the three
     strays: Mapping[str, float]  # its mean squared errors, that of delta among them
 
     def nearness(self, backward: BackwardPass, forward: Declaration) -> tuple[int, bool, float]:
-        """By how many gradients have its bits, then whether it goes with the forward pass, then by its errors.
+        """Return a key for sorting: gradients with its bits, whether it fits the forward pass, then its errors.
 
         Bits alone would mislead: of passes that are all another than the kernel's, the one that rounds least has most.
         """
@@ -150,7 +150,7 @@ class _Comparison:
 
     @property
     def covers(self) -> bool:
-        """Whether the backward pass errs as much as the kernel in all three gradients, but for what is allowed."""
+        """True if the backward pass errs as much as the kernel in all three gradients, up to a tolerance."""
         return self.size >= 1 / LIMIT
 
 
@@ -160,7 +160,7 @@ def _chosen(
     source: DeltaSource | None,
     forward: Declaration,
 ) -> tuple[str, Mapping[str, str], BackwardPass]:
-    """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
+    """Return the pass that has the bits of two gradients, else the nearest of flash attention's, else the loosest.
 
     Autograd's are as many as there are ways to write attention: only those of flash attention are all known. Where that
     pass errs less than the kernel, one that errs as much in all three takes its place: the first of those that compute
@@ -186,7 +186,7 @@ def _chosen(
 
 
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
-    """Return the usual mistakes that explain wrong gradients: what is left is as small as of a sound backward pass.
+    """Return the usual mistakes that explain wrong gradients: the remaining error is as small as a sound pass's.
 
     Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass, and
     no gain error beyond `GAIN`.
@@ -214,7 +214,7 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
 
 
 class _Emulation:
-    """The backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
+    """The backward passes that start from a kernel's O and the log-sum-exp of the plan it is held to."""
 
     def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor) -> None:
         entries, heads = batch.inputs.q.shape[:2]
@@ -232,20 +232,20 @@ class _Emulation:
         return self.parts(gradients)
 
     def parts(self, gradients: Gradients) -> Parts:
-        """dQ, dK and dV of the heads that the batch has, in fp32."""
+        """Return dQ, dK and dV of the heads that the batch has, in fp32."""
         inputs = self._batch.inputs
         tensors = zip(GRADIENT_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
         return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}
 
     def exact(self, like: BackwardPass) -> Parts:
-        """Without a rounding: what errors are measured from."""
+        """Return the gradients without a rounding, from which errors are measured."""
         declaration = like.exact_after(self._forward)
         if declaration not in self._exact:
             self._exact[declaration] = self.gradients(declaration)
         return self._exact[declaration]
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
-        """What a kernel computes delta from, O or what is exact; None: neither, or not to be told."""
+        """Return what a kernel computes delta from, O or the exact product; None: neither, or unknown."""
         distances = {}
         for source, like in _SHOWN_BY.items():
             exact = self.exact(like)

@@ -65,13 +65,13 @@ _EIGHT_BITS = (
 
 @cache
 def on_device(backend: Backend) -> Mapping[str, Declaration]:
-    """The candidates on a backend: where its products do what plans don't say by themselves, such plans too."""
+    """Return the candidates on a backend, with plans that name its products' rounding where it has one."""
     return candidates(() if backend.predicts else plan_changes(backend.arithmetic, backend.device))
 
 
 @cache
 def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
-    """The plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
+    """Return the plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
     The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs. What the
     products of a device do in 16 bits is as `tiebreak.backends.probes.plan_changes` has it.
@@ -105,7 +105,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
 
 
 def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
-    """Those of them that kernels which people ship, or fixes, follow in such formats without a word.
+    """Return the plans among them that shipped kernels, or fixes, follow in these formats without declaring it.
 
     P in 8 bits beside q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
     """
@@ -113,7 +113,7 @@ def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str,
 
 
 #: Known by the size of their errors alone, so no candidates: P cast at random, as by a hash of its place.
-BY_LAW = {
+MATCHED_BY_ERROR_SIZE = {
     "flash@fused, P cast at random": replace(
         parse_declaration("flash@fused"),
         plan=replace(FUSED, name="fused_p_at_random", p_bar=replace(FUSED.p_bar, rounding=Rounding.STOCHASTIC)),
@@ -122,25 +122,25 @@ BY_LAW = {
 
 
 def _p_alone(declaration: Declaration, formats: Formats) -> bool:
-    """Whether P is in 8 bits and nothing else is."""
+    """Return whether P is in 8 bits and nothing else is."""
     plan, fewest = declaration.plan, BF16.mantissa_bits
     return plan.p_bar.fmt.mantissa_bits < fewest <= formats.v.mantissa_bits and not plan.quantizes
 
 
 @cache
 def nameless(declaration: Declaration) -> Declaration:
-    """What a declaration does, whatever it is called: two that do the same are equal."""
+    """Return a declaration without its name: two that do the same are equal."""
     rule = replace(declaration.shift_rule, name="", source="", accepted=True)
     return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
 
 
 def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
-    """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
+    """Return the tiles that a user's kernel may work in, smallest last; if O-bar is rounded they change its bias."""
     if declaration.tile_named or not declaration.algorithm.tiled:
         return (declaration,)
     return tuple(replace(declaration, block=block) for block in (declaration.block, *_LATER))
 
 
-def drawn(declaration: Declaration) -> bool:
-    """Whether random bits enter O."""
+def is_random(declaration: Declaration) -> bool:
+    """Return whether random bits enter O."""
     return declaration.plan.stochastic or declaration.shift_rule.dithered

@@ -70,7 +70,7 @@ CONTRACT_ASKED = "shape, format and device of O; inputs and process left as they
 
 @dataclass(frozen=True)
 class Check:
-    """One question."""
+    """A question asked of a result."""
 
     name: str
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
@@ -88,12 +88,12 @@ _Limited = tuple[LimitRecord, str]
 
 
 def _where_there(measure: str, most: float, said: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
-    """Make a limit on a measure that not every cell has."""
+    """Return a limit on a measure that not every cell has."""
     return LimitRecord(measure, most, where=(*where, measure), **more), said
 
 
 def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
-    """Not met where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
+    """Answer not met where a needed number is missing, NaN, or beyond its limit."""
     numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     met, why = kept([limit for limit, _ in limited], result.recorded), []
     for limit, said in limited:
@@ -111,7 +111,7 @@ def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: st
 
 
 def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_users: bool = False) -> Check:
-    """A check of the numbers of some measures; a result that does not know the first is asked nothing.
+    """Return a check of some measures' numbers; a result without the first one is not asked.
 
     A user's kernel must `always` meet it though a claim waives it.
     """
@@ -125,7 +125,7 @@ def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_user
 
 
 def _told(name: str, about: str, **described: Any) -> Check:
-    """A check whose answer the experiment gives."""
+    """Return a check whose answer the experiment gives."""
     return _check(name, about, lambda result: result.answers.get(name), **described)
 
 
@@ -204,7 +204,7 @@ def _prediction(result: Result) -> Answer | None:
 
 
 def contract_broken(why: str) -> Answer:
-    """Answer for a kernel that breaks its contract, and so gives no result."""
+    """Return the answer for a kernel that breaks its contract, and so gives no result."""
     return Answer(False, CONTRACT_ASKED, why)
 
 
@@ -303,13 +303,16 @@ _CHECKS = (
 
 @cache
 def checks() -> Mapping[str, Check]:
+    """Return every check, by name."""
     return Door("tiebreak.checks", Check, {check.name: check for check in _CHECKS}).usable()
 
 
 def judging() -> frozenset[str]:
+    """Return the checks that can decide a cell's outcome."""
     return frozenset(name for name, check in checks().items() if check.described.judges)
 
 
 def ask_all(result: Result) -> dict[str, Answer]:
+    """Return the answers of all checks to a result, by name."""
     answers = {name: check.ask(result) for name, check in checks().items()}
     return {name: answer for name, answer in answers.items() if answer is not None}

@@ -13,7 +13,7 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Steps
-from tiebreak.matrix.candidates import drawn, nameless
+from tiebreak.matrix.candidates import is_random, nameless
 from tiebreak.matrix.settling import RANDOM
 from tiebreak.matrix.workbench import EQUAL
 from tiebreak.reports.records import record as records
@@ -23,30 +23,33 @@ from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one plan has in common with a kernel, over its cells."""
+    """The agreement of one plan with a kernel, over its cells."""
 
     plan: str  # as --plan takes it
     fits: Mapping[str, FitRecord]  # by case
 
     @cached_property
     def bits(self) -> Mapping[str, float]:
+        """The least share of equal bits."""
         return {case: fit.bits or 0.0 for case, fit in self.fits.items()}
 
     @property
     def mean(self) -> float:
+        """The mean share of equal bits."""
         return math.fsum(self.bits.values()) / len(self.bits)  # in whatever order the cells ended
 
     @property
     def followed(self) -> bool:
+        """True if the kernel follows the plan in every cell."""
         return min(self.bits.values()) >= records.FOLLOWED
 
     @property
     def behaves(self) -> bool:
-        """Whether it casts at random, and the bias is the kernel's in every cell, as far as one batch's heads tell.
+        """True if it casts at random, with the kernel's bias in every cell, as far as one batch's heads show.
 
         Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
         """
-        return drawn(parse_declaration(self.plan)) and all(
+        return is_random(parse_declaration(self.plan)) and all(
             fit.mean is not None
             and fit.half_width is not None
             and abs(fit.mean) <= MARGIN_ULPS
@@ -56,17 +59,17 @@ class Standing:
 
     @property
     def distance(self) -> float:
-        """Mean |difference of bias| in ulps."""
+        """The mean |difference of bias| in ulps."""
         far = (math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values())
         return math.fsum(far) / len(self.fits)
 
     def equals(self, best: "Standing") -> bool:
-        """Whether nothing tells it from the best."""
+        """Return whether nothing tells it from the best."""
         return self.followed and all(abs(share - self.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
 def explain(run: Iterable[Record]) -> dict[str, Explanation]:
-    """The best plan of every kernel whose records carry fits, by backend-kernel: the one with the most equal bits.
+    """Return the best plan of every kernel whose records carry fits, by backend-kernel: the one with most equal bits.
 
     A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. What a plan
     leaves open costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention, FlexAttention and
@@ -87,7 +90,7 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
-    """What the plans are that kernels declare, or that explanations name: rule or algorithm, and whether a fix."""
+    """Describe the plans that kernels declare or that explanations name: rule or algorithm, and whether a fix."""
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
     known = {}
@@ -103,7 +106,7 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
 
 
 def _explained(own: Sequence[Record]) -> Explanation:
-    """What a search came to, or else the known plan with most bits."""
+    """Return the result of a search, or else the known plan with most bits."""
     searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in own)), None)
     compared = [record for record in own if _fits(record)]
     if searched is not None and (searched.state == records.FOLLOWS or not compared):
@@ -128,7 +131,7 @@ def _nearest_known(own: Sequence[Record]) -> Explanation:
 
 
 def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
-    """The first of those that tiles, the exponential's base, or a device's products alone tell apart: the plainest."""
+    """Return the plainest of each group that only tiles, the exponential's base or a device's products tell apart."""
     first: dict[Declaration, Standing] = {}
     for standing in standings:
         first.setdefault(_family(standing.plan), standing)
@@ -136,7 +139,7 @@ def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
 
 
 def _family(plan: str) -> Declaration:
-    """A plan in one tile, in base e, with exact products.
+    """Return a plan in one tile, in base e, with exact products.
 
     In one tile a shift has nothing to lag behind, and a split none to be merged with; one product is O's own cast.
     """

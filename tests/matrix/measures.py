@@ -42,13 +42,13 @@ def _half_width(samples: Tensor) -> float:
 
 
 def _mean(samples: Tensor) -> Interval | None:
-    """The mean of what is finite; None of fewer than two."""
+    """Return the mean of the finite ones; None of fewer than two."""
     samples = samples[isfinite(samples)]
     return Interval(samples.mean().item(), _half_width(samples)) if samples.numel() > 1 else None
 
 
 def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval | None:
-    """Ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
+    """Return the ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
     NaN and Inf are left out in pairs; None of fewer than two. The denominator counts as at least `floor`.
     """
@@ -64,13 +64,13 @@ def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval
 
 
 def _largest_ratio(ours: Errors, theirs: Errors) -> float:
-    """Return the largest ratio of what two have in one head; what is NaN or Inf is told elsewhere."""
+    """Return the largest ratio of two errors in one head; NaN and Inf are reported elsewhere."""
     ratios = ours.head_size_square / theirs.head_size_square.clamp(min=ROUNDED_ONCE)
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
 
 
 def _paired(of: Callable[[Errors, Errors], Value], *, normal: bool = False) -> Callable[[Sample], Value]:
-    """Measure the errors of O beside those of the plan that it is held to, where there is one."""
+    """Return a measure of the errors of O compared with those of the plan that it is held to, where there is one."""
 
     def measured(sample: Sample) -> Value:
         theirs = sample.plan_errors if sample.bench.case.normal or not normal else None
@@ -147,14 +147,14 @@ def _of(name: str, about: str, of: Callable[[Sample], Value], unit: str = "", **
 
 
 def _of_errors(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
-    """Measure what `Errors` has by this name."""
+    """Return a measure that reads the attribute of `Errors` of this name."""
     return _of(name, about, lambda sample: getattr(sample.errors, name), unit, **more)
 
 
 def _of_each(
     name: str, about: str, of: Callable[[int, Sample], Value], unit: str = "", **more: Any
 ) -> list[tuple[str, CallMeasure]]:
-    """Measure each gradient; {} stands for how it is written."""
+    """Return a measure of each gradient; {} is replaced by how it is written."""
     return [
         _of(f"{each}_{name}", about.format(f"d{each[1].upper()}"), partial(of, at), unit, **more)
         for at, each in enumerate(GRADIENT_NAMES)

@@ -16,7 +16,7 @@ _SEEN = 0.1  # share of an output's size by which it is seen to be off; a smalle
 
 
 def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
-    """Return as evidence what is off, O before a gradient, with what makes it wrong where the error is small."""
+    """Return as evidence the wrong tensor, O before a gradient, with the reason where the error is small."""
     unmet = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].met is False]
     off = result.off[unmet[0] not in _OF_O] if unmet and result.off else None
     if off is None:
@@ -27,7 +27,7 @@ def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dic
 
 
 def o_off(sample: Sample) -> Off:
-    """Return what O is off by, if it is wrong."""
+    """Return the error of O, if it is wrong."""
     errors, exact = sample.errors, sample.first.ref.o
     for lost, what in ((errors.nonfinite, "NaN or Inf"), (errors.missed, "a number, and should be none,")):
         if lost:
@@ -37,7 +37,7 @@ def o_off(sample: Sample) -> Off:
 
 
 def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
-    """Return the same of the gradient that is farthest beyond what gradients are held to; None: there are none."""
+    """Return the error of the gradient that is farthest beyond its limit; None: there are none."""
     found, failure = sample.gradient_errors, sample.outputs[0].backward_error
     if found is None:
         return None if failure is None else (f"its backward pass {failure}", None)

@@ -35,20 +35,22 @@ class Option:
 
     @property
     def flag(self) -> str:
+        """The flag, with dashes."""
         return f"--{self.name}"
 
     @property
     def dest(self) -> str:
+        """The name of its value in a namespace."""
         return self.name.replace("-", "_")
 
     @property
     def once(self) -> bool:
-        """Whether a second one would silently replace the first."""
+        """True if a second one would silently replace the first."""
         return not self.repeats and (self.metavar is not None or self.choices is not None)
 
     @property
     def parsing(self) -> dict[str, Any]:
-        """What `add_argument` of argparse and `addoption` of pytest are given."""
+        """The keyword arguments for `add_argument` of argparse and `addoption` of pytest."""
         if self.metavar is None and self.choices is None:
             return {"action": "store_true", "help": self.help}
         how: dict[str, Any] = {"default": self.default, "help": self.help}
@@ -56,7 +58,7 @@ class Option:
         return how | {"action": "append", "default": []} if self.repeats else how
 
     def words(self, value: object) -> list[str]:
-        """The words that give it a value; none for a value that says nothing."""
+        """Return the words that give it a value; none for a value that changes nothing."""
         if value is True:
             return [self.flag]
         values = value if isinstance(value, list) else [value] if value else []
@@ -156,7 +158,7 @@ _PYTEST = {"-k": "keyword", "-m": "markexpr", "--deselect": "deselect"}  # pytes
 
 
 def refuse_twice(words: Sequence[str]) -> None:
-    """Refuse, with a `UsageError`, an option that stands twice: the last would win, and the first go without a word."""
+    """Refuse, with a `UsageError`, an option that is given twice: the last would silently win."""
     for option in OPTIONS.values():
         places = [at for at, word in enumerate(words) if word == option.flag or word.startswith(f"{option.flag}=")]
         if option.once and len(places) > 1:
@@ -180,35 +182,35 @@ def refuse_wrong(value_of: Values) -> None:
 
 
 def recorded(value_of: Values) -> dict[str, Any]:
-    """The options that a file of records keeps, by name; None for one that says nothing."""
+    """Return the options that a file of records keeps, by name; None for one that changes nothing."""
     values = {name: value_of(OPTIONS[name].dest) for name in RECORDED}
     return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in values.items()}
 
 
 def stated(kept: Mapping[str, Any]) -> Values:
-    """Return what options a command line gave, as a file of records keeps them: `recorded`, read again."""
+    """Return the options that a command line gave, as a file of records keeps them: `recorded`, read again."""
     values = {option: kept.get(option.name) for option in OPTIONS.values()}
     return {option.dest: str(value or "").split() if option.repeats else value for option, value in values.items()}.get
 
 
 def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
-    """Whether a run has all cells that there are, or all of the kernels and backends that it was pointed at."""
+    """Return whether a run has all cells that there are, or all of the kernels and backends it was given."""
     return not any(each.narrows and not (of_subject and each.name in _SUBJECT) for each in _given(value_of))
 
 
 def is_default(value_of: Values) -> bool:
-    """Tell whether it is a check of a user's kernel as it comes: no option says which cells are wanted, or all."""
+    """Return whether it is a check of a user's kernel without options: none chooses cells, or all of them."""
     said = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
     return bool(value_of("kernel")) and not any(value_of(name) for name in said)
 
 
 def _given(value_of: Values) -> list[Option]:
-    """The options that say something else than their defaults."""
+    """Return the options that differ from their defaults."""
     return [each for each in OPTIONS.values() if value_of(each.dest) not in (None, False, "", [], each.default)]
 
 
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
-    """By which fields of a record the options, pytest's own among them, leave cells out, and which values stay in.
+    """Return by which fields of a record options leave cells out, pytest's own included, and which values stay in.
 
     The cells are those that the matrix' options leave in, and `collected` those of them that pytest has left; empty:
     that is not known yet.
@@ -239,7 +241,7 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
 
 
 def command(cell: Cell, settings: Settings) -> str:
-    """The command that reruns one cell, as pytest's own name runs it."""
+    """Return the command that reruns one cell, as pytest's own name runs it."""
     own = cell.kernel.external
     case, *features = cell.experiment.name.split(JOINED)
     words = ["pytest", *settings.matrix, "--backend", target_of(cell.backend.name), *cell.backend.options]

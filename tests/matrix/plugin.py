@@ -48,6 +48,7 @@ _cells = pytest.StashKey[Mapping[str, Cell]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the matrix' options."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
     for option in OPTIONS.values():
         group.addoption(option.flag, **option.parsing)
@@ -74,7 +75,7 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _budget(config: pytest.Config) -> Budget:
-    """The budget that is given."""
+    """Return the budget that is given."""
     if (text := config.getoption("budget") or NO_BUDGET) == NO_BUDGET:
         return Budget()
     if (seconds := scheduling.seconds_of(text)) is None:
@@ -83,7 +84,7 @@ def _budget(config: pytest.Config) -> Budget:
 
 
 def _where(config: pytest.Config) -> tuple[str, ...]:
-    """How pytest finds the cells: by their folder in a clone, whose pyproject.toml loads this plug-in; else by name.
+    """Return how pytest finds the cells: by folder in a clone, whose pyproject.toml loads this plug-in; else by name.
 
     A clone that lies elsewhere would put its place on this machine into every record, and so into a user's baseline.
     """
@@ -175,14 +176,14 @@ def _let_sigterm_end() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM, which CI systems and schedulers send to end a job, is an interruption."""
+    """Treat SIGTERM, which CI systems and schedulers send to end a job, as an interruption."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second shall not cost the records
     raise KeyboardInterrupt("SIGTERM")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist's own, whenever it was loaded
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Workers for -n auto: by cores, memory and what the devices carry, unless xdist's own variable says how many."""
+    """Return the workers for -n auto: by cores, memory and devices, unless xdist's own variable says how many."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
@@ -219,7 +220,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a cell."""
+    """Make one test a cell."""
     if "cell" in metafunc.fixturenames:
         chosen = metafunc.config.stash[_cells]
         metafunc.parametrize("cell", list(chosen.values()), ids=list(chosen))
@@ -227,7 +228,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a budget, put the cells that tell most first."""
+    """Put the cells that tell most first, if there is a budget."""
     if config.stash[WATCH].budget != Budget():
         named = config.stash[_cells]
         ranks = {item: scheduling.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
@@ -235,7 +236,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what lasts as long as the session, thousands of items, out of every later search for garbage."""
+    """Exempt thousands of items, which last as long as the session, from every later garbage collection."""
     gc.freeze()
     session.config.add_cleanup(gc.unfreeze)  # a run inside of a test is not the end of its process
 
@@ -257,7 +258,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep a cell's own account of why it fell as the failure's text; a traceback into the suite tells nobody more."""
+    """Keep a cell's own reason for a failure as the failure's text; a traceback into the suite adds nothing."""
     report = yield
     report.sections = [
         (name, text if len(text) <= _PRINTED else f"...{text[-_PRINTED:]}") for name, text in report.sections

@@ -52,7 +52,7 @@ class HeadErrors:
 
 @dataclass(frozen=True)
 class OnTheWhole:
-    """By how much the gradients of a batch are too large on the whole, by key head, (heads,) each."""
+    """The factor by which the gradients of a batch are too large, by key head, (heads,) each."""
 
     delta: Tensor  # see `delta_errors_of`
     gains: tuple[Tensor, ...]  # sum(error * reference) / sum(reference^2) of dQ, dK and dV
@@ -89,29 +89,31 @@ class Sample:
 
     @property
     def heads(self) -> int:
+        """The number of heads drawn so far."""
         return sum(output.o.shape[0] * output.o.shape[1] for output in self.outputs)
 
     @property
     def first(self) -> Batch:
-        """The first batch, on which alone gradients are bounded and rows looked at."""
+        """The first batch, the only one on which gradients are bounded and rows examined."""
         return self.bench.batch(0)
 
     @cached_property
     def errors(self) -> Errors:
+        """The errors of O on all heads."""
         return merge(list(self.batch_errors))
 
     def emulated(self, declaration: Declaration) -> Errors:
-        """Errors of what the emulation makes of a declaration, on all heads."""
+        """Return the errors of a declaration's emulation, on all heads."""
         return merge([self.bench.emulated(index, declaration)[1] for index in range(len(self.outputs))])
 
     @cached_property
     def plan_errors(self) -> Errors | None:
-        """Errors of the plan that it is held to, on the same heads; None: there is none."""
+        """The errors of the plan that it is held to, on the same heads; None: there is none."""
         return None if self.held_to is None else self.emulated(self.held_to.declaration)
 
     @cached_property
     def prediction(self) -> Errors | None:
-        """Errors of what the kernel declares; None: nothing is predicted, or the emulation itself was run."""
+        """The errors of the kernel's declaration; None: nothing is predicted, or the emulation itself was run."""
         kernel, backend = self.cell.kernel, self.cell.backend
         if kernel.declaration is None or backend.predicts or not self.bench.case.bits_tell:
             return None
@@ -119,7 +121,7 @@ class Sample:
 
     @cached_property
     def equal_bits(self) -> float | None:
-        """Share of elements of O that agree with the prediction to the bit."""
+        """The share of elements of O that agree with the prediction to the bit."""
         if self.prediction is None:
             return None
         emulated = [self.bench.emulated(index, self.declaration)[0].o for index in range(len(self.outputs))]
@@ -128,19 +130,19 @@ class Sample:
 
     @cached_property
     def rounded(self) -> Errors | None:
-        """Errors of a correctly rounded O, of a user's kernel that is biased on a failure input or held to them."""
+        """The errors of a correctly rounded O, for a user's kernel biased on a failure input or compared with one."""
         failing_of_users = self.cell.kernel.external and self.bench.case.failure
         asked = self.bench.settings.as_rounded or self.verdict is BiasVerdict.BIASED
         return self.emulated(ROUNDED) if failing_of_users and asked else None
 
     @cached_property
     def row_errors(self) -> Tensor:
-        """Signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
+        """The signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
         return in_units(self.outputs[0].o.double() - self.first.ref.o, self.first.units).flatten(0, -2)
 
     @cached_property
     def gradient_errors(self) -> GradientErrors | None:
-        """Errors of the gradients of the first batch; None: there are none."""
+        """The errors of the gradients of the first batch; None: there are none."""
         gradients, batch = self.outputs[0].gradients, self.first
         if gradients is None:
             return None
@@ -154,7 +156,7 @@ class Sample:
 
     @cached_property
     def predicted_gradients(self) -> OnTheWhole | None:
-        """Those of the first batch, as the declaration of a kernel of the suite predicts them on normal numbers."""
+        """The gradients of the first batch that a suite kernel's declaration predicts on normal numbers."""
         if self.cell.kernel.external or self.prediction is None or not self.bench.case.normal:
             return None
         emulated = self.bench.emulated(0, self.declaration)[0].gradients
@@ -174,7 +176,7 @@ class Sample:
 
     @cached_property
     def verdict(self) -> BiasVerdict | None:
-        """On the bias; None where the mean error in ulps says nothing in this case."""
+        """The verdict on the bias; None where the mean error in ulps means nothing in this case."""
         if self.bench.case.cancels:
             return None
         return BiasVerdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)

@@ -31,13 +31,13 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def cell_id(nodeid: str) -> str:
-    """The id of a cell, from pytest's name of its test; empty for what is no cell."""
+    """Return the id of a cell, from pytest's name of its test; empty for any other test."""
     _, separator, name = nodeid.partition("::test_cell[")
     return name.removesuffix("]") if separator else ""
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by what cells share; every other test is a group of its own, but for files that share too.
+    """A scheduler that groups cells by what they share, other tests by file if it shares, else each alone.
 
     The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
     But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
@@ -68,7 +68,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return file if file in self.together else nodeid
 
     def _rank(self, tests: Collection[str]) -> tuple[float, ...]:
-        """Where a group comes: the least first."""
+        """Return the rank of a group: the least comes first."""
         cells = [cell for test in tests if (cell := self.cells.get(cell_id(test))) is not None]
         if self.rank is not None:
             return min(map(self.rank, cells), default=())
@@ -84,7 +84,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         super()._assign_work_unit(node)
 
     def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
-        """Forget the groups that are done: xdist 3.8 counts through all that a worker ever had, at every test."""
+        """Forget the finished groups: xdist 3.8 counts through all that a worker ever had, at every test."""
         del duration
         test = self.registered_collections[node][item_index]
         workload, scope = self.assigned_work[node], self._split_scope(test)
@@ -94,7 +94,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         self._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """The test that killed a worker and has no other try; the rest of its work goes to the others.
+        """Return the test that killed a worker and has no other try; the others get the rest of its work.
 
         xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
         """
@@ -125,7 +125,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of a time such as 60, 60s, 1.5m or 1h; None if it is none, or less than a second."""
+    """Return the seconds of a time such as 60, 60s, 1.5m or 1h; None if it is none, or less than a second."""
     matched = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)([smh]?)", text.strip())
     seconds = float(matched[1]) * _UNITS[matched[2]] if matched else 0.0
     return seconds if seconds >= 1 else None
@@ -170,14 +170,15 @@ def beyond(cells: Iterable[Cell]) -> frozenset[str]:
 
 @dataclass
 class Pace:
-    """How long the cells of a run take beside what is known of them; until some have shown it, as long."""
+    """The ratio of the time that cells of a run take to what is known of them; 1 until some have shown it."""
 
     took: float = 1.0  # seconds, by all cells together
     known: float = 1.0  # that they were known to take
 
     def add(self, known: float, took: float) -> None:
+        """Add a cell that took so many seconds."""
         self.known, self.took = self.known + known, self.took + took
 
     def of(self, known: float) -> float:
-        """Return the seconds that a cell takes, about, that is known to take so many."""
+        """Return about how many seconds a cell takes that is known to take so many."""
         return known * self.took / self.known

@@ -43,7 +43,7 @@ class Selection:
 
 
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
-    """The cells of a run, case by case, and the backends that can't run, with their reasons.
+    """Return the cells of a run, case by case, and the backends that can't run, with their reasons.
 
     A `UsageError` where a name is unknown, or no cell is left: a run of nothing would pass.
     """
@@ -74,7 +74,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
 
 
 def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
-    """The experiments that features can be added to, each with each that is listed."""
+    """Return the experiments that features can be added to, each with each that is listed."""
     listed: dict[str, None] = {}
     for name in split(names):
         matched = matching(name, ADDED) if set(name) & _GLOB else []
@@ -97,7 +97,7 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
 
 
 def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
-    """The cells of experiments: to each go kernels of its own kind and those of none."""
+    """Return the cells of experiments: each with kernels of its own kind and those of none."""
     owners: dict[tuple[str, str], set[str]] = {}
     for kind, backend in product(kinds(), asked.backends):
         for name in kinds()[kind].kernels(backend):
@@ -116,7 +116,7 @@ def check_usable(chosen: Iterable[Cell]) -> None:
 
 
 def _known(selection: Selection) -> dict[str, Experiment]:
-    """The experiments that --cases takes by name."""
+    """Return the experiments that --cases takes by name."""
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:
         chosen = [kind for kind in chosen if not kind.on_request]
@@ -125,7 +125,7 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
-    """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
+    """Return the requested backends, whether they can run or not; a `UsageError` names what is unknown."""
     names = "cpu" if selection.backends is None and selection.kernel else selection.backends
     try:
         names = names and resolved(names)
@@ -151,7 +151,7 @@ def matching_backends(selection: Selection) -> list[Backend]:
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    """The kernels on every backend: the default ones, those of --kernels, and users'."""
+    """Return the kernels on every backend: the default ones, those of --kernels, and users'."""
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
@@ -175,7 +175,7 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
 
 
 def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    """Users' kernels on every device chosen; the emulation runs no code but its own."""
+    """Return users' kernels on every chosen device; the emulation runs only the suite's code."""
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
         known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
@@ -189,7 +189,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
 
 
 def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
-    """A backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
+    """Return a backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
         return list(default.values())
@@ -207,7 +207,7 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
 
 
 def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
-    """The values whose names are listed, all without a list."""
+    """Return the values whose names are listed, all without a list."""
     if names is None:
         return list(known.values())
     for name in split(names):

@@ -25,7 +25,7 @@ from tiebreak.kernels.kernel import Declaration, first_line
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.asking import DesignedOutput, ProbedKernel
 from tiebreak.matrix.backward_attribution import backward_pass_of
-from tiebreak.matrix.candidates import BY_LAW, accepted, drawn, on_device
+from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, is_random, on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.workbench import Emulated, Settled, SharedBatch, Workbench, equal_bits
@@ -49,7 +49,7 @@ _LOOK = 0.05  # seconds between two looks at whether another process has come to
 
 
 class UnidentifiedError(Exception):
-    """Nothing can be said of a kernel's plan; one line."""
+    """A kernel's plan can't be determined; one line."""
 
 
 def settled(cell: Cell, bench: Workbench) -> Settled:
@@ -65,7 +65,7 @@ def settled(cell: Cell, bench: Workbench) -> Settled:
 
 
 def asking(cell: Cell, bench: Workbench) -> ProbedKernel:
-    """Return what a cell's kernel has been asked in this process."""
+    """Return a cell's kernel with its outputs in this process."""
     key = cell.backend.name, cell.kernel.name, cell.fmt.name
     asked: ProbedKernel = bench.asked.setdefault(key, ProbedKernel(cell.backend, cell.kernel, cell.fmt))
     return asked
@@ -107,7 +107,7 @@ def file_of(folder: Path, name: str, kind: str) -> Path:
 
 @contextmanager
 def _owned(file: Path) -> Iterator[bool]:
-    """Take a file that stays as long as this process is at it, or for good if it ends in the middle."""
+    """Take a file that stays as long as this process works on it, or for good if it ends in the middle."""
     try:
         with file.open("x") as opened:
             opened.write(str(os.getpid()))
@@ -133,7 +133,7 @@ def _alive(owner: Path) -> bool:
 
 
 def _settle(asked: ProbedKernel, seed: int) -> Settled:
-    """Ask a kernel; whatever it raises on the way leaves its plan unknown, and its cells say what it was."""
+    """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells report the error."""
     try:
         answers = designed_answers(asked)
         followed, known = explaining(asked, answers), f"{asked.backend.evidence} on {counted(len(answers), 'input')}"
@@ -152,7 +152,7 @@ def _settle(asked: ProbedKernel, seed: int) -> Settled:
 
 
 def designed_answers(asked: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
-    """Return what a kernel makes of the designed inputs, where that can tell anything; it may raise anything.
+    """Return a kernel's outputs on the designed inputs, where they can tell anything; it may raise anything.
 
     Raises:
         UnidentifiedError: it does not give the same bits twice, nothing finite, or takes too few of the inputs.
@@ -180,7 +180,7 @@ def unexplained(answers: Sequence[DesignedOutput], plan: Declaration) -> dict[st
 
 
 def explaining(asked: ProbedKernel, answers: Sequence[DesignedOutput]) -> str | None:
-    """Return the accepted plan that explains every designed input, of several the one that misses least; None: none."""
+    """Return the accepted plan that explains every designed input and misses least; None: there is none."""
     first = [answer for answer in answers if answer.name in BINDING]
     known = accepted(on_device(asked.backend), Formats.of(asked.fmt))
     explain = [name for name, plan in known.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
@@ -193,12 +193,12 @@ def explaining(asked: ProbedKernel, answers: Sequence[DesignedOutput]) -> str | 
 
 
 def on_normal_numbers(asked: ProbedKernel, seed: int) -> tuple[str, ...]:
-    """Return the accepted plan with the most bits; where O may have random bits, all that have; of no answer none."""
+    """Return the accepted plan with the most bits; if O may have random bits, all that have; none without an output."""
     known, answers = accepted(on_device(asked.backend), Formats.of(asked.fmt)), _on(asked, len(NORMAL), seed)
     total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in answers) for name, plan in known.items()}
     best = max(total, key=total.__getitem__)
     if answers and total[best] < FOLLOWED * len(answers) and _random(asked, answers[0][1].inputs):
-        law = {name: plan for name, plan in known.items() if drawn(plan)} | BY_LAW
+        law = {name: plan for name, plan in known.items() if is_random(plan)} | MATCHED_BY_ERROR_SIZE
         return (_of_its_law(asked.fmt, law, _on(asked, len(_ASKED), seed)),)
     if not answers or total[best] >= RANDOM * len(answers):
         return (best,) if answers else ()
@@ -211,7 +211,7 @@ def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
 
 
 def _on(asked: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
-    """Return what it makes of so many inputs, but for those that it can't run."""
+    """Return the outputs on so many inputs, without those that it can't run."""
     answers = []
     for at in range(number):
         emulated = _emulated(at, asked.fmt, seed)
@@ -227,7 +227,7 @@ def _on(asked: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emula
 
 
 def _random(asked: ProbedKernel, inputs: AttentionInputs) -> bool:
-    """Tell whether equal rows differ, of one head or of equal heads, or equal calls do.
+    """Return whether equal rows differ, of one head or of equal heads, or equal calls do.
 
     O of one row may lie far from where its bits turn. So every head has a row of its own first.
     """
@@ -241,7 +241,7 @@ def _random(asked: ProbedKernel, inputs: AttentionInputs) -> bool:
 
 
 def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:
-    """The plan of random bits whose errors are as large as the kernel's, input by input: its bits are its own."""
+    """Return the plan with random bits whose errors are as large as the kernel's, input by input."""
     apart = dict.fromkeys(plans, 0.0)
     for o, emulated in answers:
         exact = reference(emulated.inputs).o
@@ -255,7 +255,7 @@ def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence
 
 
 def _backward(asked: ProbedKernel, followed: str, seed: int) -> tuple[str, int] | None:
-    """The backward pass that gradients on normal numbers come from, where there are any."""
+    """Return the backward pass that gradients on normal numbers come from, if there are any."""
     if not asked.kernel.has_backward:
         return None
     forward, inputs = on_device(asked.backend)[followed], NORMAL[0].make(seed, 0, HEADS, asked.fmt)

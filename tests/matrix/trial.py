@@ -1,4 +1,4 @@
-"""What a kernel raised, in one line; and a small call that shows whether it can do what nobody has said of it."""
+"""A kernel's error in one line; and a small call that shows whether a kernel can do what it does not declare."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tiebreak.kernels.kernel import Blame, CannotRunError, Kernel, OutOfBoundsEr
 
 
 def raised(error: Exception, kernel: Kernel) -> str:
-    """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
+    """Return an error with the deepest line of the kernel's own file; for a broken contract, the kernel's name."""
     code = kernel.caller.code if isinstance(kernel, UserKernel) else None
     at = place_of(error, code.co_filename if code else "")
     if isinstance(error, CannotRunError):
@@ -22,7 +22,7 @@ def raised(error: Exception, kernel: Kernel) -> str:
 
 
 def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """Return None, or why a kernel can't run inputs that lie on the host.
+    """Return None, or why a kernel can't run inputs that are on the host.
 
     What it says that it takes decides, and what it fails on that it never said it takes.
     """
@@ -30,7 +30,7 @@ def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | 
 
 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """Try a kernel once on what it does not declare of inputs on the host, such as grouped heads or a head dimension.
+    """Try a kernel once on inputs on the host that it does not declare, such as grouped heads or a head dimension.
 
     None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be tried;
     else what it was tried with and how it failed: a reason to skip the cell. What left its device beyond use is raised.
@@ -51,7 +51,7 @@ def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> s
 
 
 def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """None, or how a call failed."""
+    """Return None, or how a call failed."""
     try:
         backend.run(kernel, inputs, gradients=False)
     except OutOfBoundsError:  # who reads past an argument has not refused: the call is to fall

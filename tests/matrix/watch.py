@@ -1,4 +1,4 @@
-"""What ends a cell that takes too long: a time limit, and the time of the whole run; a process is not used again then.
+"""Limits on the time of a cell and of the whole run; after one is reached a process is not used again.
 
 No kernel under test takes the run with it: workers watch themselves, and leave word of where they were.
 """
@@ -40,7 +40,7 @@ cpu = time.process_time
 
 
 class BudgetSpentError(BaseException):
-    """Ends a cell in the midst of its work; no `except Exception` of a kernel takes it."""
+    """The end of a cell in the middle of its work; no `except Exception` of a kernel catches it."""
 
 
 def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
@@ -49,7 +49,7 @@ def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much time there is for a run."""
+    """The time limit of a run."""
 
     deadline: float = math.inf  # on the clock
     cpu: float = math.inf  # on that of this process's CPU time
@@ -74,7 +74,7 @@ class Budget:
 
 @dataclass
 class Progress:
-    """How far a run is, and how long it takes to its end: as the table says, at the pace that cells have shown."""
+    """The progress of a run, and the time to its end: by the table, at the pace that cells have shown."""
 
     cells: Collection[Cell]
     budget: Budget
@@ -94,7 +94,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """About how long the rest takes."""
+        """About how many seconds the rest takes."""
         moment = now()
         took = {name: moment - begun for name, begun in self.begun.items()}
         left = [max(self.pace.of(known) - took.get(name, 0.0), 0.0) for name, known in self.left.items()]
@@ -106,6 +106,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Watchdog:
+    """A limit on a cell's time that ends the process."""
+
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     budget: Budget = Budget()
@@ -113,12 +115,12 @@ class Watchdog:
 
     @classmethod
     def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watchdog":
-        """The watch of a worker with this input, or of the only process, with none."""
+        """Return the watchdog of a worker with this input, or of the only process, with none."""
         file, deadline = worker_input.get(_FILE), worker_input.get(_DEADLINE, budget.deadline)
         return cls(None if file is None else Path(file), seconds, replace(budget, deadline=deadline))
 
     def worker_input(self, file: Path) -> dict[str, Any]:
-        """A worker's input, which its watch is made from."""
+        """Return a worker's input, from which its watchdog is made."""
         return {_FILE: str(file), _DEADLINE: self.budget.deadline}
 
     @contextmanager
@@ -151,7 +153,7 @@ class Watchdog:
             yield
 
     def given_up(self, cell: Cell) -> str | None:
-        """None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
+        """Return None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
         try:
             late = json.loads(self.file.with_name(_LATE).read_text()) if self.file is not None else {}
         except OSError:  # none has been yet
@@ -170,14 +172,14 @@ def tell_late(folder: Path, late: Mapping[str, Sequence[str]]) -> None:
 
 
 class TimedOut(NamedTuple):
-    """What ended a process whose time was over."""
+    """The cause of a process' end whose time was over."""
 
     why: str  # in one line, with the line of code that it was in: the user's, where any of it was
     own: bool  # whether the user's code was running, and not the suite's
 
 
 def timed_out(file: Path) -> TimedOut | None:
-    """Where a worker was when its time was over; None if that is not what ended it."""
+    """Return where a worker was when its time was over; None if that did not end it."""
     try:
         text = file.read_text(errors="replace")
     except OSError:

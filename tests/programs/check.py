@@ -38,7 +38,7 @@ _ALONE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `check`; see `tiebreak.reports.cli.main`.
+    """Run the verb `check`; see `tiebreak.reports.cli.main`.
 
     Returns:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
-    """The verdicts of the command with these words, in this process, in silence; a `UsageError` for exit code 2."""
+    """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
     follower = _Follower(io.StringIO())
     _, printed = _run(_parsed(arguments), follower)
     if follower.run is None:
@@ -105,7 +105,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
-    """Put the first of each class of configurations in the target's place."""
+    """Replace the target by the first of each class of configurations."""
 
     def look(targets: list[str]) -> Looks:
         asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
@@ -122,7 +122,7 @@ def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
 
 
 def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
-    """Run pytest in silence; its exit code and what it printed."""
+    """Run pytest without output; return its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
     words += [word for target in options.targets for word in ("--kernel", target)]
     words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
@@ -141,12 +141,12 @@ def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tupl
 
 
 def _refusal(printed: str) -> str:
-    """What pytest was told to exit with, as who has named targets without a flag reads it."""
+    """Return the reason that pytest exits with, worded for a caller who names targets without a flag."""
     return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
 class _Follower:
-    """A plug-in of the pytest that runs in silence: says on a stream how far it is, and keeps what it came to."""
+    """A pytest plug-in that shows progress on a stream, and keeps the result."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -159,17 +159,17 @@ class _Follower:
 
     @property
     def run(self) -> Run | None:
-        """What was run; None: nothing was."""
+        """The records of the run; None: nothing was run."""
         return None if self.collector is None else self.collector.run
 
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
-        """What there is to say of a run, whatever made it fall though no cell did."""
+        """Return the verdicts on a run, with what made it fail though no cell did."""
         assert self.collector is not None
         found = verdicts(run, command, self.collector.failures)
         return found if self.configurations is None else self.configurations.judged(found)
 
     def report(self, run: Run, *, verbose: bool) -> str:
-        """The verdicts, every cell that fell, and what else made the run fall; `verbose`: with the tables."""
+        """Return the verdicts, every failed cell, and what else made the run fail; `verbose`: with the tables."""
         assert self.collector is not None
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
         judged, end = self.verdicts(run), self.collector.failure or self.collector.file.line
@@ -181,7 +181,7 @@ class _Follower:
         return "\n".join(["\n\n".join([*parts, *self.collector.fallen, *lines, end]), *annotations])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Get hold of what keeps the records, and of what judges them as a whole."""
+        """Find the plug-ins that keep the records and that judge them as a whole."""
         plugins = session.config.pluginmanager
         self.collector, self.gate = plugins.get_plugin("tiebreak-collector"), plugins.get_plugin("tiebreak-gatekeeper")
         if self.collector is not None:
@@ -192,7 +192,7 @@ class _Follower:
         self.tell("starting")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Ctrl-C; what ends a run before its work comes this way too."""
+        """Note Ctrl-C; pytest also reports a refusal before any work this way."""
         self.interrupted = excinfo.errisinstance(KeyboardInterrupt)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -213,6 +213,6 @@ class _Follower:
             self.tell(str(self.progress))
 
     def tell(self, text: str) -> None:
-        """Write on a terminal, in the place of what was written before."""
+        """Write on a terminal, over the last line."""
         self.told_at = now()
         terminal.say(text, self.stream)

@@ -73,14 +73,14 @@ def check(
 
 
 def _backend_on(device: str) -> str:
-    """The backend that computes on a device itself."""
+    """Return the backend that computes on a device itself."""
     known = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
     backends = {each.device: each.name for each in known if each.composed and not each.predicts}
     return backends.get(kind := device.partition(":")[0], PREFIX + kind)
 
 
 def _target(function: Callable[..., Any] | str) -> str:
-    """As the command line names a function."""
+    """Return the command line's name of a function."""
     if isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", "")

@@ -26,10 +26,10 @@ _REFUSED = (CannotRunError.__name__,)
 
 
 class Configurations:
-    """What a few heads of every call show of configurations, which vary one keyword or autotuned kernel at a time."""
+    """The outputs of configurations that vary one keyword or autotuned kernel, on a few heads of every call."""
 
     def __init__(self, target: str, asked: Sequence[str], look: Callable[[list[str]], Looks]) -> None:
-        """Look at those that are asked for, `all` or NAME=V1,V2, by their targets; a `UsageError`: there are none."""
+        """Look at the requested configurations, `all` or NAME=V1,V2, by their targets; UsageError: there are none."""
         words, self.target, self.merged = list[str](), target, 0  # how many interpreted code can't tell from others
         for each in asked:
             name, _, values = each.partition("=")
@@ -50,7 +50,7 @@ class Configurations:
         self.classes = list(grouped(self.bits, lambda name: tuple(self.bits[name].items())).values())
 
     def telling(self) -> list[str]:
-        """Calls that tell all classes apart, ever that which parts most: a greedy cover, perhaps not the smallest."""
+        """Return calls that tell all classes apart, each the one that splits most: greedy, so perhaps not minimal."""
         left, chosen, bits = set(combinations([own[0] for own in self.classes], 2)), list[str](), self.bits
         while left:
             parts = {at: {(a, b) for a, b in left if bits[a][at] != bits[b][at]} for at in next(iter(bits.values()))}
@@ -59,7 +59,7 @@ class Configurations:
         return chosen
 
     def judged(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
-        """The verdicts on the first of each class, the worst first, which also says what there is to say of all."""
+        """Return the verdicts on the first of each class, the worst first, which also reports on all."""
         ran, apart = [made for made in self.bits[self.classes[0][0]].values() if made != _REFUSED], self.telling()
         text = f"{len(self.bits)}, {len(self.classes)} of other bits on {_HEADS} heads of {counted(len(ran), 'call')}"
         text += f" ({sum(len(made) > 1 for made in ran)} with gradients)"
@@ -76,7 +76,7 @@ class Configurations:
 
 
 def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
-    """What the calls among some cells give, on a few heads."""
+    """Return the outputs of the calls among some cells, on a few heads."""
     looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
     for cell in cells:
         if isinstance(call := cell.experiment, OneCall) and cell.kernel.external:

@@ -29,7 +29,7 @@ _SECONDS = 120.0  # that a script may take; the longest, which compiles C++, tak
 
 @dataclass(frozen=True)
 class KnownFinding:
-    """A row of docs/findings.md, and how to ask for it."""
+    """A row of docs/findings.md, and how to test for it."""
 
     id: str  # how the command names it
     section: str  # of the page
@@ -48,12 +48,12 @@ class KnownFinding:
 
     @property
     def title(self) -> str:
-        """What it is, without where: what is emphasised, or stands before a colon."""
+        """The finding without its place: the emphasised words, or those before a colon."""
         return self.what.split("**")[1] if "**" in self.what else self.what.partition(": ")[0]
 
 
 class State(Enum):
-    """Whether the packages at hand have a finding."""
+    """The answers to whether the installed packages have a finding."""
 
     PRESENT = "present"
     NOT_TOLD = "not told"
@@ -63,6 +63,8 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Told:
+    """The answer of a finding's script for the installed packages."""
+
     finding: KnownFinding  # that was asked for
     state: State  # what became of it
     version: str = ""  # of the package that is installed
@@ -76,11 +78,13 @@ class Told:
 
 
 def known_findings() -> list[KnownFinding]:
+    """Return the rows of docs/findings.md that have a script."""
     text = files("tiebreak.reports.known").joinpath(_FILE).read_text(encoding="utf-8")
     return [KnownFinding(**each) for each in tomllib.loads(text)["finding"]]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `findings`; see `tiebreak.reports.cli.main`."""
     parser = Parser(
         prog="tiebreak findings",
         description="Known findings in other people's software: which of them the installed packages have. Each is"
@@ -108,6 +112,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def asked_for(finding: KnownFinding) -> Told:
+    """Run a finding's script, and return what it tells."""
     if finding.machine not in ("", platform.machine()):
         return Told(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
     root, version = next(installed(finding.package), ("", ""))

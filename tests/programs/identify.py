@@ -25,6 +25,7 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     terminal.check_folders(json=options.json)
     identities, failures = list[Identity](), dict[str, str]()
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
-    """The backends of these names, set up for kernels of users; it is bad usage if one can't run them here."""
+    """Return the backends of these names, set up for users' kernels; it is bad usage if one can't run them here."""
     backends = matching_backends(Selection(backends=names, kernel=tuple(targets), card=card))
     for backend in backends:
         why = "a kernel of yours runs on a device" if backend.predicts else backend.unavailable()

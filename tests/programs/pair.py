@@ -44,6 +44,7 @@ Target = str | Callable[..., Any]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `pair`; see `tiebreak.reports.cli.main`."""
     options = vars(_parser().parse_args(arguments))
     files = {flag: options.pop(flag) for flag in ("json", "markdown", "figure")}
     terminal.check_folders(**files)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
-    """Hold two attention kernels against each other, as `tiebreak pair` does, in this process.
+    """Compare two attention kernels, as `tiebreak pair` does, in this process.
 
     Args:
         a, b: functions, or targets as of `tiebreak check`, plans as of `--plan`, or kernels of a backend by name.
@@ -114,7 +115,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:
-    """The cases and questions of these names; the usual ones, where calls are slow without the questions."""
+    """Return the cases and questions of these names; by default the usual ones, without questions if calls are slow."""
     if names is None:
         return [name for name in CASES if not (slow and name in QUESTIONS)]
     return pick("case", names, KNOWN, "`tiebreak list cases` names", "--cases")
@@ -125,7 +126,7 @@ def _name(target: Target) -> str:
 
 
 def _plan(target: Target) -> Declaration | None:
-    """The plan that a text names; None: it names another thing."""
+    """Return the plan that a text names; None: it names another thing."""
     try:
         return parse_declaration(target) if isinstance(target, str) else None
     except ValueError as error:
@@ -135,7 +136,7 @@ def _plan(target: Target) -> Declaration | None:
 
 
 def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
-    """A plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there."""
+    """Return a plan, a backend's own kernel, a user's function or an adapter; bad usage if it can't run there."""
     vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
     elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None
     elsewhere = f"a plan runs on {EMULATION.name}, {CPU.name}" if plan and not backend.composed else elsewhere
@@ -153,7 +154,7 @@ def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare:
 
 
 def _side(name: str, asked: ProbedKernel, seed: int, tell: Callable[[str], None]) -> Side:
-    """A side with the plan that its kernel declares, or that the whole search of `tiebreak identify` comes to."""
+    """Return a side with the plan that its kernel declares, or that the search of `tiebreak identify` finds."""
     backend, kernel = asked.backend, asked.kernel
     if kernel.declaration is not None:
         return Side(name, backend, kernel, kernel.declaration, known=True)

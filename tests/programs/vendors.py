@@ -8,6 +8,7 @@ from tiebreak.reports.cli import HELD
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `list vendors`; see `tiebreak.reports.cli.main`."""
     about = "What vendors' kernels round, by their sources, as --plan takes it."
     told = []
     for plan in (VENDOR_PLANS[name] for name in chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):

@@ -59,7 +59,7 @@ _SHRUNK = 0.9  # an output of less than this share of the reference is shown as 
 
 @dataclass(frozen=True)
 class OneCall(Experiment):
-    """One call on the input of a case, looked at until claim, verdict and prediction are settled."""
+    """One call on the input of a case, with heads added until claim, verdict and prediction are settled."""
 
     kind: ClassVar[str] = "call"
     case: Case
@@ -109,7 +109,7 @@ class OneCall(Experiment):
         return OneCall(with_features(self.case, words), self.case)
 
     def check(self, fmt: Format) -> None:
-        """Captured tensors are read once, and features added to a few heads."""
+        """Read captured tensors once, and add features to a few heads."""
         fixed = self.case.fixed_heads
         if fixed is None and JOINED not in self.name:
             return
@@ -119,7 +119,7 @@ class OneCall(Experiment):
             raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
-        """Inputs, references and the emulation's outputs."""
+        """Return the case, whose cells share inputs, references and the emulation's outputs."""
         return f"{self.name}-{fmt.name}"
 
     def input_kind(self, fmt: Format) -> str | None:
@@ -182,7 +182,7 @@ class OneCall(Experiment):
 
 
 def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
-    """Draw heads until all that is asked of O is told, there are no more, the cap is reached or time is short.
+    """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
     A look draws as many heads as all before it did, and takes as long. What the kernel follows is known from the first.
     """
@@ -222,7 +222,7 @@ def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, d
 
 
 def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Declaration:
-    """The declaration whose bounds a kernel is held to: a user's in the tiles that it works in.
+    """Return the declaration whose bounds a kernel is held to: a user's with the tiles that it works in.
 
     A bound grows with the number of tiles: a kernel that declares nothing may work in the smallest.
     """
@@ -251,7 +251,7 @@ def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
 
 
 def _told(check: str, sample: Sample) -> bool:
-    """Tell whether each interval that a check limits lies on one side of its limit, so that more heads tell no more."""
+    """Return whether each interval that a check limits is on one side of its limit: more heads change nothing."""
     limits = checks()[check].described.limits
     numbers = recorded(
         measured(sample, {name for limit in limits for name in (limit.measure, limit.or_within) if name})
@@ -260,7 +260,7 @@ def _told(check: str, sample: Sample) -> bool:
 
 
 def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeldTo | None]:
-    """Draw heads until it is told whether gradients err too much; a user's are held to a known backward pass."""
+    """Add heads until it is settled whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
     if held_to is None or first.gradients is None or not bench.case.normal:
         return sample, None
@@ -284,7 +284,7 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
 
 
 def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
-    """The sample with a batch's errors of gradients, beside those of the backward passes that they are held to."""
+    """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
     worst = backward.worst(errors, made, o, batch)
@@ -293,7 +293,7 @@ def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor
 
 
 def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
-    """What a record keeps beside the measures: of the first batch."""
+    """Return a record's evidence from the first batch."""
     cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
     evidence: dict[str, Any] = {}
     if sample.fits:
@@ -315,7 +315,7 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
     ):
         evidence["heads_to_tell"] = heads
     if bench.settings.rules:
-        evidence["rules"] = said(output, bench)
+        evidence["rules"] = rule_answers(output, bench)
     if bench.case.traced:
         evidence["histogram"] = _histogram(output, batch)
         if cell.backend.predicts and cell.kernel.declaration is not None:
@@ -336,7 +336,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
 
 
 def _prediction(sample: Sample) -> Predicted | None:
-    """Where it is not met, also whether it would be if the plan said how the device adds up products."""
+    """Answer whether the prediction is met; if not, also whether it would be if the plan named the device's sums."""
     if sample.prediction is None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
@@ -350,7 +350,7 @@ def _prediction(sample: Sample) -> Predicted | None:
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
-    """Of a biased cell, whether O itself ties there, and whether gradients contain the bias, where measured."""
+    """Return, for a biased cell, whether O itself ties there and whether gradients contain the bias, if measured."""
     bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
     if verdict != BiasVerdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
@@ -359,7 +359,7 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
 
 
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
-    """What tables show of a call: the bias in ulps with its verdict, or what there is in its place.
+    """Return what tables show of a call: the bias in ulps with its verdict, or what there is instead.
 
     That is NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|, that is too small.
     """
@@ -380,7 +380,7 @@ def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord
 
 
 def digest(output: AttentionOutput) -> str:
-    """A digest of the bits of O, as records have it. Sign and payload of a NaN are the device's own: all are one."""
+    """Return a digest of the bits of O, as records have it. All NaN count as one: sign and payload vary by device."""
     o = output.o.float().contiguous()
     bits = o.view(torch.int32).masked_fill(o.isnan(), -1)
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
@@ -388,15 +388,13 @@ def digest(output: AttentionOutput) -> str:
 
 @cache
 def eager() -> Declaration:
-    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
-    it: a product, a softmax and a product, all tensors between them in that format.
-    """
+    """Return PyTorch's eager attention in the inputs' format, with autograd, as flash-attention's tests compute it."""
     backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
     return backward.after(parse_declaration("standard,s=input,q=input"))
 
 
 def compared(output: AttentionOutput, bench: CaseBench) -> tuple[ComparedTensor, list[ComparedTensor]]:
-    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
+    """Return O of the first batch, and its gradients if any, with the tensors that rules compare them with."""
     batch = bench.batch(0)
     eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
     fmt = batch.inputs.formats.output
@@ -410,8 +408,8 @@ def compared(output: AttentionOutput, bench: CaseBench) -> tuple[ComparedTensor,
     return o, gradients
 
 
-def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
-    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
+def rule_answers(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
+    """Return the verdict of every acceptance rule in public use on the first batch's output, as records have it."""
     rules = {}
     for name, answer in answers(*compared(output, bench)):
         numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}

@@ -55,7 +55,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Contract(Experiment):
-    """Three runs of one input."""
+    """An experiment of three runs on one input."""
 
     kind: ClassVar[str] = "contract"
     case: Case
@@ -79,7 +79,7 @@ class Contract(Experiment):
         return "calls"
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """Not those of which a second run could only be the same: unit tests show that once for all."""
+        """Return all pairs except those for which a second run is certain to be the same, as unit tests show."""
         return [(backend, kernel) for backend, kernel in super().pairs(asked) if not backend.repeats(kernel)]
 
     def _inputs(self, cell: Cell, bench: Workbench) -> AttentionInputs:
@@ -147,7 +147,7 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def mallinfo() -> Callable[[], Any] | None:
-    """glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
+    """Return glibc's count of the memory in use, from 2.33 on; other C libraries have none."""
     function: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.restype = _Mallinfo
@@ -156,7 +156,7 @@ def mallinfo() -> Callable[[], Any] | None:
 
 
 def _resources() -> Mapping[str, int]:
-    """Amounts that the process holds of each kind, as far as this system reports them."""
+    """Return the amounts of each kind that the process holds, as far as this system reports them."""
     counts = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
     if (count := mallinfo()) is not None:
         info = count()

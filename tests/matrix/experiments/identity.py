@@ -17,6 +17,8 @@ _BITS = "bits_of_plan"
 
 @dataclass(frozen=True)
 class Identification(Experiment):
+    """The experiment that searches for a user's kernel's plan."""
+
     kind: ClassVar[str] = "identity"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "identity"

@@ -22,6 +22,8 @@ _DECIMALS = 9  # of what is kept, in nats
 
 @dataclass(frozen=True)
 class LogProbabilities(Experiment):
+    """The experiment with a kernel as all attention of a small language model."""
+
     kind: ClassVar[str] = "log_probabilities"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "log_probabilities"
@@ -31,7 +33,7 @@ class LogProbabilities(Experiment):
         return records.CaseRecord("a small GPT-2, the same everywhere, with the kernel in all layers", "this suite")
 
     def group(self, fmt: Format) -> str:
-        """The model: it takes seconds to make."""
+        """Return the model's name: it takes seconds to make."""
         return self.name
 
     def run(self, cell: Cell, bench: Workbench) -> Result:

@@ -40,7 +40,7 @@ _SAID = {True: "stable", False: "fails"}  # what the paper says of training with
 
 
 def trained_kernel(variant: Variant) -> Kernel:
-    """A variant as the matrix lists it: by the declaration of its scripted layer."""
+    """Return a variant as the matrix lists it: by the declaration of its scripted layer."""
     assert not isinstance(variant.scripted, Kernel), "the variants of the suite are declarations"
     return composed(variant.name, variant.scripted)
 
@@ -66,6 +66,8 @@ MEASURED: Mapping[str, MeasureRecord] = {
 
 @dataclass(frozen=True)
 class TrainingRun(Experiment):
+    """The experiment of one short training run."""
+
     kind: ClassVar[str] = "training"
     time_limit: ClassVar[float] = 600.0
     tags = frozenset({"training"})
@@ -100,11 +102,11 @@ class TrainingRun(Experiment):
         return (BF16,)
 
     def input_kind(self, fmt: Format) -> str | None:
-        """None where S is in a format that no device has."""
+        """Return None where S is in a format that no device has."""
         return None if self.snippet.amplified else "training runs"
 
     def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """Its roster, or what of it is named; any kernel where the snippet is named too."""
+        """Return its roster, or the named part of it; any kernel where the snippet is named too."""
         if asked.fmt != BF16:
             return []
         roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
@@ -120,7 +122,7 @@ class TrainingRun(Experiment):
         ]
 
     def _roster(self, backend: Backend) -> list[Kernel]:
-        """The kernels of a default run: a device trains with its own beside the snippet's.
+        """Return the kernels of a default run: a device trains with its own and the snippet's.
 
         Not where a snippet asks for a format that it lacks. The interpreter takes minutes for a run: its kernels train
         where they are named.
@@ -164,7 +166,7 @@ class TrainingRun(Experiment):
 
 
 def _variant(kernel: Kernel, settings: Settings) -> Variant:
-    """What a kernel trains as: itself in every head, or the variant that it stands for."""
+    """Return the variant that a kernel trains as: itself in every head, or the one that it represents."""
     if kernel.name in VARIANTS:
         return VARIANTS[kernel.name]
     implementation = kernel.declaration if kernel.composed and kernel.declaration else kernel
@@ -174,13 +176,13 @@ def _variant(kernel: Kernel, settings: Settings) -> Variant:
 
 
 def _trained_by_suite(kernel: Kernel) -> Kernel:
-    """A user's kernel with the suite's backward pass, under a name that says so: no claim speaks of it."""
+    """Return a user's kernel with the suite's backward pass, under a name that tells; no claim is about it."""
     origin = (*kernel.origin, "--backward", "emulated")
     return replace(kernel, name=kernel.name + EMULATED_BACKWARD, has_backward=False, origin=origin)
 
 
 def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measures: Mapping[str, float]) -> Result:
-    """What the measures of a training run come to: all of `MEASURED`, NaN where there is no number."""
+    """Return the result of a training run's measures: all of `MEASURED`, NaN where there is no number."""
     drifts = snippet.drifts(measures)
     return Result(
         measures=measures,

@@ -1,4 +1,4 @@
-"""What a kernel's outputs say of its rounding: the plan, what is left open, and how much of it was checked.
+"""Identification of a kernel's rounding from its outputs: the plan, what is left open, and how much was checked.
 
 What is left open is every change of the plan that nothing tells from it, on inputs made until the two part.
 """

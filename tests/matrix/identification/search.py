@@ -80,7 +80,7 @@ class Search:
 
     @property
     def stopped(self) -> bool:
-        """Whether the search ended at its bound, and not because no change was better."""
+        """True if the search ended at its bound, and not because no change was better."""
         return self.tried >= _MOST and self._cost_of_best >= _ENOUGH
 
     @property

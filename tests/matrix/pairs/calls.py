@@ -23,7 +23,7 @@ from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.attribution import slip_bits
-from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
+from tiebreak.matrix.candidates import accepted, is_random, on_device, tilings
 from tiebreak.matrix.measures import ratio_of_means
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
@@ -36,24 +36,24 @@ _GRADIENTS = {"dQ": "dq", "dK": "dk", "dV": "dv"}
 
 
 class _LeftOutError(Exception):
-    """A side has no answer: the severity of that, if it says anything of a kernel, and why."""
+    """A side has no answer: the severity, if it is the kernel's fault, and why."""
 
 
 def _bound(side: Side) -> Declaration:
-    """Whose rounding-error bounds it is held to, in the smallest tiles that it may work in."""
+    """Return the plan whose error bounds a side is held to, in the smallest tiles that it may work in."""
     return tilings(side.plan)[-1] if side.plan and side.known else UNDECLARED
 
 
 @dataclass
 class PairedCall:
-    """One case through both, on as many heads as have been drawn."""
+    """One case through both sides, on all heads drawn so far."""
 
     bench: CaseBench
     sides: tuple[Side, Side]
     outputs: list[list[Tensor]] = field(default_factory=list)  # O of A and of B, fp32, a batch
 
     def record(self) -> CallRecord:
-        """Draw ever more heads until all is told; what a kernel refuses or raises is in the record."""
+        """Draw more heads until all is settled; a refusal or an error of a kernel is in the record."""
         try:
             for look in range(LOOKS):
                 for index in batches_of(look):
@@ -78,12 +78,12 @@ class PairedCall:
         return answer.o
 
     def _heads(self, of: Callable[[int], Tensor]) -> Tensor:
-        """Means by key head, of all batches."""
+        """Return means by key head, of all batches."""
         groups = self.bench.batch(0).inputs.groups
         return torch.cat([by_key_head(of(index), groups) for index in range(len(self.outputs))])
 
     def _apart(self, index: int) -> Tensor:
-        """B less A of one batch, in ulps away from zero."""
+        """Return B less A of one batch, in ulps away from zero."""
         a, b = self.outputs[index]
         return in_units(b.double() - a.double(), self.bench.batch(index).units)
 
@@ -92,13 +92,13 @@ class PairedCall:
         return in_units(b - a, self.bench.batch(index).units)
 
     def _emulated(self, side: Side) -> Errors | None:
-        """Errors of a side's plan; None where it has none, or the bits of no plan can be told."""
+        """Return errors of a side's plan; None where it has none, or no plan's bits can be compared."""
         if side.plan is None or not self.bench.case.bits_tell:
             return None
         return merge([self.bench.emulated(index, side.plan)[1] for index in range(len(self.outputs))])
 
     def _ratio(self) -> Interval | None:
-        """Mean square of the difference over what both plans' errors add up to, as where they are independent.
+        """Return the mean square of the difference over the sum of both plans' errors, as if they were independent.
 
         A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums: so is that of both.
         """
@@ -113,7 +113,7 @@ class PairedCall:
         return interval(samples[samples.isfinite()])
 
     def _verdict(self) -> tuple[str, str]:
-        """The severity of what all heads say of O alone, and why."""
+        """Return the severity that all heads of O show, and why."""
         if all(equal_bits(a, b) == 1.0 for a, b in self.outputs):
             return SAME, ""
         return self._of_difference(self._difference(), self._ratio())
@@ -171,7 +171,7 @@ class PairedCall:
         )
 
     def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
-        """The usual mistakes that explain what is outside of its bounds; several may have the bits of one input."""
+        """Return the usual mistakes that explain errors beyond the bounds; several may have the bits of one input."""
         if _over_bound(errors) <= 1.0:
             return ()
         batch = self.bench.batch(0)
@@ -179,14 +179,14 @@ class PairedCall:
         return sorted(found, key=found.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:
-        """Share of bits of O that a side's plan has; None where bits tell nothing."""
+        """Return the share of bits of O that a side's plan has; None where bits tell nothing."""
         plan = self.sides[at].plan
-        if plan is None or drawn(plan) or not self.bench.case.bits_tell:
+        if plan is None or is_random(plan) or not self.bench.case.bits_tell:
             return None
         return equal_bits(self.outputs[0][at], self.bench.emulated(0, plan)[0].o)
 
     def _gradients(self) -> tuple[dict[str, GradientRecord], list[str]]:
-        """What both make of gradients of the first batch, and what is wrong with them."""
+        """Return both sides' gradients of the first batch compared, and what is wrong with them."""
         batch, made, faults = self.bench.batch(0), list[Gradients](), list[str]()
         if not self.bench.case.gradients or not all(side.kernel.has_backward for side in self.sides):
             return {}, []
@@ -213,7 +213,7 @@ def _over_bound(errors: Errors) -> float:
 
 
 def _fault(letter: str, errors: Errors, slips: Sequence[str]) -> str | None:
-    """Why a side is another function; None: it is none."""
+    """Return why a side is another function; None: it is none."""
     if (share := _over_bound(errors)) > 1.0:
         named = " or ".join(slips) or f"its largest error is {share:.3g} times its bound"
         return f"{letter} is another function: {named}"

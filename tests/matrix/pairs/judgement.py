@@ -50,7 +50,7 @@ def judged(
     tell: Tell,
     through: Callable[[Side, Side], ModelRecord] | None,
 ) -> PairVerdict:
-    """Hold two kernels against each other, perhaps through a model; a `UsageError` where no case can be compared."""
+    """Compare two kernels, perhaps through a model; a `UsageError` where no case can be compared."""
     a, b = (side.plan for side in sides)
     alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
     light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
@@ -95,14 +95,14 @@ def judged(
 
 
 def summed_exactly(side: Side) -> Side:
-    """A side whose plan is emulated in a tenth of the time; sums of 8 bits, which lose more than fp32's, stay."""
+    """Return a side whose plan is emulated in a tenth of the time; sums of 8 bits, which lose more, stay."""
     if side.plan is None or side.plan.plan.quantizes:
         return side
     return replace(side, plan=replace(side.plan, plan=replace(side.plan.plan, accumulator=Accumulator.EXACT)))
 
 
 def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
-    """A verdict that falls where log-probabilities are farther apart than allowed, or there are none."""
+    """Return a verdict that fails where log-probabilities differ by more than allowed, or there are none."""
     numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
     beyond = [
         f"{name} is {'not known' if number is None else f'{number:.3g}'}, {limits[name]:g} is allowed"
@@ -117,7 +117,7 @@ def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
 def _invariant(
     sides: tuple[Side, Side], question: Experiment, fmt: Format, settings: Settings, tell: Tell
 ) -> tuple[bool | None, bool | None]:
-    """Whether a change of a call leaves each side's bits as they are; None: it can't be asked, or is not told."""
+    """Return whether a change of a call leaves each side's bits as they are; None: unknown."""
     tell(f"asking both {question.name}")
     cells = (Cell(side.backend, side.kernel, question, fmt) for side in sides)
     a, b = (_TOLD.get(run_cell(cell, Workbench(settings)).outcome) for cell in cells)
@@ -125,7 +125,7 @@ def _invariant(
 
 
 def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
-    """A side with what its plan rests on: one that is declared is held to its bits here."""
+    """Return a side with the evidence for its plan: a declared one is checked by its bits here."""
     known, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
     if rests_on == DECLARED and shares and not side.backend.predicts:
         known = min(shares) >= FOLLOWED

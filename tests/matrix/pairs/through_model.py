@@ -39,12 +39,12 @@ class SuiteModel:
 
     @property
     def name(self) -> str:
-        """With what tells its bits from those of any other."""
+        """The name, with a digest that identifies its bits."""
         with threads(1):
             return f"the suite's GPT-2 (version {fixture.VERSION}, {fixture.fixture().digest})"
 
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-        """What a side in the place of attention makes of the tokens, raising what it raises; None: exact attention."""
+        """Return the log-probabilities with a side as attention, None for exact attention; its errors are raised."""
         with threads(1):  # its tensors are small
             if side is None:
                 return fixture.exact()
@@ -55,6 +55,8 @@ class SuiteModel:
 
 @dataclass(frozen=True)
 class OwnModel:
+    """A user's language model."""
+
     name: str  # as it was asked for
     module: nn.Module  # of the tokens it returns logits, (batch, tokens, vocabulary), or what has them as `.logits`
     tokens: Tensor  # (batch, tokens), whole numbers: those whose log-probabilities are compared
@@ -63,7 +65,7 @@ class OwnModel:
 
     @torch.no_grad()
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-        """See `SuiteModel`; the streams are O of every call that is seen, exact attention takes q, k, v unrounded."""
+        """Do as `SuiteModel`; the streams are O of every call seen, and exact attention takes q, k, v unrounded."""
         del way
         outputs, fmt = list[Tensor](), fmt if side else FP32
 
@@ -101,7 +103,7 @@ def _attention(side: Side | None, inputs: AttentionInputs) -> Tensor:
 
 
 def own_model(target: str) -> OwnModel:
-    """The model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
+    """Return the model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
 
     Raises:
         UsageError: it can't be found, called or used; one line that names the flag.
@@ -124,7 +126,7 @@ def through_model(
     model: SuiteModel | OwnModel | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> records.ModelRecord:
-    """Each of two kernels in the place of all attention of a model: the suite's, or a user's (`own_model`).
+    """Read a model with each of two kernels as all its attention: the suite's model, or a user's (`own_model`).
 
     `told` hears what is read. A model in 16 bits is read in its own format alone.
 
@@ -185,7 +187,7 @@ class _Readings:
         return records.ReadingComparison(str(first), str(second), role, found, predicted=predicted)
 
     def _plan(self, reading: _Reading) -> _Reading:
-        """Of its plan. Random bits of two kernels are as good as independent, unless they are the suite's own."""
+        """Return the same reading of a side's plan, with independent random bits unless they are the suite's own."""
         side = self.sides[reading.whose]
         apart = reading.whose == records.B and side is not None and not side.kernel.composed
         return reading._replace(whose=_PLAN_OF + reading.whose, draw=int(apart))
@@ -197,7 +199,7 @@ class _Readings:
         return after if isinstance(after, str) else difference(before, after)
 
     def _read(self, reading: _Reading) -> Read | str:
-        """What is read; or in one line what is not known, or what the kernel refuses or raises."""
+        """Return a reading, or in one line what is unknown, or what the kernel refuses or raises."""
         if reading.whose not in self.sides:
             return f"no {reading.whose} is known"
         if reading not in self.made:
@@ -216,7 +218,7 @@ class _Readings:
 
 
 def difference(first: Read, second: Read) -> records.LogProbabilityDifference:
-    """What the second reading has more than the first."""
+    """Return the second reading less the first."""
     d = second.log_probabilities - first.log_probabilities
     off, streams = d.expm1(), list(zip(first.streams, second.streams, strict=True))  # off: what ratios are more than 1
     return records.LogProbabilityDifference(

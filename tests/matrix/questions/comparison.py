@@ -211,7 +211,7 @@ class WithinError:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no comparison was made."""
+        """True if no comparison was made."""
         return not (self.requirements or self.measures)
 
     @property
@@ -295,12 +295,12 @@ class WithoutBias:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no comparison was made."""
+        """True if no comparison was made."""
         return not self.errors
 
     @property
     def settled(self) -> bool:
-        """Whether more heads would change no verdict."""
+        """True if more heads would change no verdict."""
         changes = self._changes().values()
         return bool(self._ineffective) or all(each.verdict in (None, UNBIASED) or _is_wrong(each) for each in changes)
 

@@ -20,7 +20,7 @@ from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.candidates import drawn
+from tiebreak.matrix.candidates import is_random
 from tiebreak.matrix.questions.comparison import DQ, OF_QUERIES, Answers, Cut, O, WithoutBias, joined
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
 from tiebreak.matrix.questions.session import SHARE, Material, Question, Session
@@ -279,7 +279,7 @@ def decode(session: Session, results: WithoutBias) -> None:
     # Random bits go by a row's place, so that two answers are two draws, and one row of a head tells little. Without a
     # causal mask more rows see as many keys.
     declaration = session.kernel.declaration
-    draws = declaration is not None and drawn(declaration)
+    draws = declaration is not None and is_random(declaration)
     rows = _DRAWN_ROWS if draws else 1
     for keys in _DECODED:
         for material, inputs in _drawn(session, Shape(queries=keys, keys=keys), share=1):

@@ -86,7 +86,7 @@ def _operation(opcode: str) -> str:
 
 
 def _product(code: Code, at: CompiledInstruction) -> str:
-    """K and types of a matrix product."""
+    """Return K and the types of a matrix product."""
     if at.opcode.startswith("tcgen05"):
         return _tcgen05(code, at)
     if match := _AMD_PRODUCT.match(at.opcode):
@@ -103,7 +103,7 @@ def _product(code: Code, at: CompiledInstruction) -> str:
 
 
 def _tcgen05(code: Code, at: CompiledInstruction) -> str:
-    """Its types stand in a number, the descriptor: of D at bit 4, of A at bit 7, of B at bit 10."""
+    """Return the product that the descriptor, a number, names: the type of D at bit 4, of A at 7, of B at 10."""
     kind = at.opcode.rpartition("kind::")[2].split(".")[0]
     descriptors = code.constants(at.operands[3])  # after D, A and B
     if len(descriptors) != 1:
@@ -115,7 +115,7 @@ def _tcgen05(code: Code, at: CompiledInstruction) -> str:
 
 
 def _divisions(code: Code) -> Iterator[str]:
-    """Divisions and reciprocals. AMDGCN's correctly rounded division is a sequence with one reciprocal in it."""
+    """Yield divisions and reciprocals. AMDGCN's correctly rounded division is a sequence with one reciprocal."""
     yield from (at.opcode for at in code.matching(_PTX_DIVISION.match))
     sequences = sum(1 for _ in code.matching("v_div_fixup_f32".__eq__))
     if sequences:
@@ -125,13 +125,13 @@ def _divisions(code: Code) -> Iterator[str]:
 
 
 def _softmax(code: Code, pattern: re.Pattern[str]) -> list[CompiledInstruction]:
-    """Arithmetic down to the last product, without divisions and logarithms."""
+    """Return arithmetic down to the last product, without divisions and logarithms."""
     operations = (at for at in code.matching(pattern.match) if at.place not in code.library)
     return [at for at in operations if not code.matrix or not code.after_products(at)]
 
 
 def _flushes(code: Code) -> Iterator[str]:
-    """What takes subnormals for zero: PTX marks instructions, AMDGCN the kernel, but for what always does."""
+    """Yield what flushes subnormals: PTX marks instructions, AMDGCN the kernel, except those that always flush."""
     if code.dialect == "ptx":
         yield from (at.opcode.split(".")[0] for at in code.instructions if ".ftz" in at.opcode)
         return
@@ -141,7 +141,7 @@ def _flushes(code: Code) -> Iterator[str]:
 
 
 def _mode(code: Code) -> str:
-    """How operations round: PTX marks what is not to even; AMDGCN has a register, for fp32 and for fp64 and fp16."""
+    """Return the rounding modes: PTX marks all but RNE; AMDGCN has a register, for fp32 and for fp64 and fp16."""
     if code.dialect == "ptx":
         modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if at.is_float)
         return ", ".join(["to even", *sorted(frozenset().union(*modes))])
@@ -159,7 +159,7 @@ def _setting(code: Code, name: str) -> int:
 
 
 def _casts(code: Code) -> Iterator[tuple[CompiledInstruction, str]]:
-    """Every cast of a kernel: its last instruction, and how it rounds, which what made the number that is cut tells."""
+    """Yield every cast of a kernel: its last instruction, and its rounding, shown by the origin of the number."""
     cut: set[int] = set()
     alone: list[tuple[CompiledInstruction, str]] = []
     for at in code.instructions:
@@ -178,7 +178,7 @@ def _casts(code: Code) -> Iterator[tuple[CompiledInstruction, str]]:
 
 
 def _rounds(code: Code, at: CompiledInstruction) -> str | None:
-    """How it rounds to a narrower format, to even or as it is called; None if it does not."""
+    """Return how it rounds to a narrower format, to even or as it is called; None if it does not."""
     if _CAST.match(at.opcode):
         return at.opcode
     added = code.literals(at).intersection(_BELOW_HALF) if at.opcode == "v_add3_u32" else set()
@@ -186,7 +186,7 @@ def _rounds(code: Code, at: CompiledInstruction) -> str | None:
 
 
 def _masks(code: Code, at: CompiledInstruction) -> str | None:
-    """How it cuts off a number's lower bits; None if it does not, or they are those of a number already rounded."""
+    """Return how it truncates a number's lower bits; None if it does not, or the number is already rounded."""
     masks = _CUTS.keys() & code.literals(at) if _MASK.match(at.opcode) else set()
     roots = code.roots(at) if masks else []
     if not roots or any(_rounds(code, root) for root in roots):

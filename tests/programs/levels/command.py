@@ -49,6 +49,7 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
 
 
 def environment(level: Level) -> dict[str, str]:
+    """Return the environment of a process at a level."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | dict(level.environment)
 
 
@@ -81,7 +82,7 @@ def _parser() -> Parser:
 
 
 def _chosen(arch: str | None, names: str | None) -> list[Level]:
-    """The levels that a command line names, the highest first."""
+    """Return the levels that a command line names, the highest first."""
     levels = EMULATED[arch] if arch else supported(cpu_features())
     if names is None:
         return list(levels)
@@ -92,6 +93,7 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the verb `levels`; see `tiebreak.reports.cli.main`."""
     parser = _parser()
     options, for_pytest = parser.parse_known_args(arguments)
     if options.sysroot and not options.arch:

@@ -36,6 +36,8 @@ _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu
 
 @dataclass(frozen=True)
 class Pin:
+    """A file to download, and its digest."""
+
     kind: str  # deb or wheel
     name: str  # of the package
     version: str  # of it
@@ -44,13 +46,14 @@ class Pin:
 
 
 def pins(architecture: str) -> list[Pin]:
+    """Return the pinned files of an architecture."""
     text = Path(__file__).with_name(f"{architecture}.txt").read_text(encoding="utf-8")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Pin(kind, name, version, digest, int(size)) for kind, name, version, digest, size in lines]
 
 
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
-    """A script that runs Python of another architecture under QEMU, with PyTorch and this suite, as `python` would.
+    """Return a script that runs Python of another architecture under QEMU, with PyTorch and this suite, like `python`.
 
     What it lacks is downloaded first, and `tell` told. `sysroot`: an installed system of that architecture with Python
     3.11, instead of Debian's packages. QEMU_CPU names the processor.
@@ -76,7 +79,7 @@ def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str],
 
 
 def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callable[[str], object]) -> Path:
-    """The folder with all these unpacked. It gets its name when it is whole: a stop leaves none that is half there."""
+    """Return the folder with all these unpacked. It gets its name when complete, so a stop leaves no partial one."""
     kind = pinned[0].kind
     folder = home / f"{kind}s-{hashlib.sha256(''.join(pin.sha256 for pin in pinned).encode()).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -91,7 +94,7 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
 
 
 def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
-    """By an apt-get with lists and a cache of its own, which know nothing of this machine's packages.
+    """Unpack by an apt-get with separate lists and cache, which know nothing of this machine's packages.
 
     Debian signs its index, and apt-get holds index and package to it.
     """
@@ -127,7 +130,7 @@ def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Pat
 
 
 def _unpack_wheels(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
-    """By pip, which holds each to its digest, and keeps downloads in a cache of its own."""
+    """Unpack by pip, which checks each digest, with downloads in a separate cache."""
     requirements = work / "requirements.txt"
     lines = (f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pinned)
     requirements.write_text("".join(lines), encoding="utf-8")
@@ -138,7 +141,7 @@ def _unpack_wheels(architecture: str, pinned: Sequence[Pin], work: Path, root: P
 
 
 def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
-    """Write what runs Python, and links to this tiebreak, whatever it is installed as, for that Python to import."""
+    """Write a script that runs Python, and links to this tiebreak, however installed, for that Python to import."""
     spec = importlib.util.find_spec("tiebreak")
     assert spec is not None
     assert spec.origin is not None
@@ -177,7 +180,7 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
 
 
 def _output(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command prints; UsageError: it fails, with the line that names the cause, or the last that it wrote."""
+    """Return what a command prints; UsageError: it fails, with the line that names the cause, or its last."""
     done = finished(command, folder=folder)
     if done.returncode:
         lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]

@@ -40,7 +40,7 @@ _WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIX
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
+    """Run the verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, with the best so far written."""
     options = _parser().parse_args(arguments)
     if options.output.exists():
         raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kernel(spec: str) -> UserKernel:
-    """The kernel, which is refused what a script can't write."""
+    """Return the kernel; one that a script can't write is refused."""
     try:
         kernel = external_kernel(spec)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _kernel(spec: str) -> UserKernel:
 
 
 def _unwritten(caller: Caller, inputs: AttentionInputs) -> str | None:
-    """None, or why a script can't write the call of these inputs, in one line."""
+    """Return None, or why a script can't write the call of these inputs, in one line."""
     if caller.arranged(inputs).inputs is not inputs:
         return "the script has no words for dummy rows or keys"
     if len(caller.convention.options.layout) < len(FULL):
@@ -138,7 +138,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
 
 
 def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
-    """The check to keep, the sign of the bias, and one line of what was found."""
+    """Return the check to keep, the sign of the bias, and one line about what was found."""
     mean, biased = whole.mean_error
     bias = f"mean error of O {mean:+.3f} ulp"
     found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
@@ -153,7 +153,7 @@ def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
 
 
 def _rechecked(path: Path) -> bool:
-    """Run the script that was written; whether it says that something is wrong."""
+    """Run the script that was written; return whether it reports an error."""
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = finished([sys.executable, str(path)], os.environ | paths, seconds=_SECONDS)
     print(done.stdout.rstrip() or done.stderr.rstrip())
@@ -164,7 +164,7 @@ def _rechecked(path: Path) -> bool:
 
 
 def script(seen: Seen, finding: Symptom, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
-    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
+    """Return a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
     inputs, fmt = seen.inputs, seen.inputs.formats.inputs
     dtype = TORCH_DTYPES[fmt]
     wrong, message = _verdict(seen, finding, sign)
@@ -197,7 +197,7 @@ def script(seen: Seen, finding: Symptom, sign: float, kernel: UserKernel, device
 
 
 def _place(kernel: UserKernel) -> tuple[str, str, str]:
-    """The folder that a kernel's module is found in, the module, and its function there, with dots."""
+    """Return the folder that a kernel's module is found in, the module, and its function there, with dots."""
     target, function = kernel.origin[1], kernel.caller.function
     place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
     if is_adapter(target):
@@ -209,7 +209,7 @@ def _place(kernel: UserKernel) -> tuple[str, str, str]:
 
 
 def _call(caller: Caller, function: str, inputs: AttentionInputs) -> str:
-    """An expression: O, (batch, heads, N, d), from q, k and v of that shape."""
+    """Return an expression of O, (batch, heads, N, d), from q, k and v of that shape."""
     convention, made = caller.convention, caller.call(inputs)
     layout, keywords = convention.options.layout, made.keywords(inputs)
     arguments, restored, q = "q, k, v", "", "q"
@@ -246,7 +246,7 @@ def _bits(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def _verdict(seen: Seen, finding: Symptom, sign: float) -> tuple[str, str]:
-    """Two expressions: whether it is wrong, and one line of what."""
+    """Return two expressions: whether it is wrong, and one line of what."""
     if finding.name == FINITE.name:
         bad = "(~o.isfinite() & reference.isfinite())"
         return (

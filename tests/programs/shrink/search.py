@@ -30,7 +30,7 @@ _ROWS = 16  # that are tried alone
 
 @dataclass(frozen=True)
 class Part:
-    """What is left of a call: places along every axis of the whole, in order."""
+    """A part of a call: places along every axis of the whole, in order."""
 
     batch: tuple[int, ...]
     heads: tuple[int, ...]  # key heads
@@ -42,6 +42,7 @@ class Part:
 
     @classmethod
     def whole(cls, inputs: AttentionInputs) -> "Part":
+        """Return all of a call."""
         (batch, heads, queries, d), groups = inputs.q.shape, inputs.groups
         sizes = batch, heads // groups, groups, queries, inputs.k.shape[2], d
         places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in zip(AXES, sizes, strict=True)}
@@ -49,28 +50,32 @@ class Part:
 
     @property
     def size(self) -> str:
+        """The number of elements."""
         heads = len(self.batch) * len(self.heads) * len(self.group)
         return f"heads {heads}, queries {len(self.queries)}, keys {len(self.keys)}, d {len(self.columns)}"
 
 
 @dataclass(frozen=True)
 class Seen:
+    """The output of a kernel on a part, and its errors."""
+
     inputs: AttentionInputs
     o: Tensor  # (batch, heads, queries, d)
 
     @cached_property
     def ref(self) -> Reference:
+        """The reference, in fp64."""
         return reference(self.inputs)
 
     @cached_property
     def error(self) -> Tensor:
-        """Signed, in ulps; NaN where O has cancelled, whose error says how much, or the reference is 0."""
+        """The signed error in ulps; NaN where O has cancelled, whose error shows how much, or the reference is 0."""
         ulps = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
         return ulps.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
 
     @cached_property
     def repeated(self) -> Tensor:
-        """Whether a row repeats its maximum, (batch, heads, queries, 1)."""
+        """True if each row repeats its maximum, (batch, heads, queries, 1)."""
         hidden = self.inputs.hidden()
         s = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
         return (s >= s.amax(-1, keepdim=True) - _REPEATED).sum(-1, keepdim=True) > 1
@@ -91,12 +96,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Symptom:
+    """An error to keep while a call is shrunk."""
+
     name: str  # finite, bound, mean or wrong way
     about: str  # one line
     badness: Callable[[Seen], Tensor]  # of every element, (batch, heads, queries, d); of a mean one number
     limit: float  # beyond which one is wrong
 
     def holds(self, seen: Seen) -> bool:
+        """Return whether an output shows it."""
         return bool((self.badness(seen) > self.limit).any())
 
 
@@ -112,7 +120,7 @@ BOUND = Symptom(
 
 
 def wrong_way(sign: float, *, tied: bool) -> Symptom:
-    """An element that is off by more than half an ulp to one side; of a tie, a little more, in a row that repeats."""
+    """Return the symptom of an element more than half an ulp off to one side; a tie, slightly more, if it repeats."""
 
     def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
@@ -142,7 +150,7 @@ class Shrinker:
         return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
 
     def keeps(self, part: Part, finding: Symptom) -> bool:
-        """Whether a finding holds on a part; a kernel that does not take the part shows nothing on it."""
+        """Return whether a symptom is seen on a part; a kernel that does not take the part shows nothing on it."""
         if not _consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
             return False
         self.trials += 1
@@ -152,7 +160,7 @@ class Shrinker:
             return False
 
     def shrink(self, finding: Symptom) -> None:
-        """Make `part` as small as it gets with a finding that holds on it as it is."""
+        """Make `part` as small as possible with a symptom that it shows as it is."""
         self.finding = finding
         self._one_row(finding)
         self._along_axes(finding)
@@ -165,7 +173,7 @@ class Shrinker:
                 fewest(getattr(self.part, axis), partial(self._take, finding, axis))
 
     def bias(self, sign: float) -> None:
-        """Shrink a bias: its mean while heads are many, then one element that is rounded the wrong way, a tie at best.
+        """Shrink a bias: its mean while heads are many, then one element rounded the wrong way, if possible a tie.
 
         Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
         """
@@ -190,7 +198,7 @@ class Shrinker:
         self._along_axes(mean)
 
     def _sort(self, finding: Symptom) -> None:
-        """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
+        """Sort every head's keys by their scores: heads that differ in where they tie then share keys."""
         whole = self.inputs
         if not whole.causal:
             scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
@@ -202,7 +210,7 @@ class Shrinker:
                 self.inputs = whole
 
     def _one_row(self, finding: Symptom) -> bool:
-        """Go down to the worst row on which a finding holds alone."""
+        """Go down to the worst row on which a symptom is seen alone; return whether there is one."""
         badness = finding.badness(self.seen(self.part)).mean(-1)
         later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
         part, groups = self.part, len(self.part.group)
@@ -230,6 +238,7 @@ class Shrinker:
 
 
 def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
+    """Return the inputs of a part."""
     batch, heads, group, queries, keys, columns = (torch.tensor(getattr(part, axis)) for axis in AXES)
     rows = (heads[:, None] * inputs.groups + group).flatten()
     q, do = (x[batch][:, rows][:, :, queries][..., columns].contiguous() for x in (inputs.q, inputs.do))
@@ -238,7 +247,7 @@ def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
 
 
 def _consistent(inputs: AttentionInputs, part: Part) -> bool:
-    """Whether a causal mask lets every query of a part see what it saw in the whole."""
+    """Return whether a causal mask lets every query of a part see what it saw in the whole."""
     if not part.causal:
         return True
     later, fewer = inputs.k.shape[2] - inputs.q.shape[2], len(part.keys) - len(part.queries)
@@ -249,7 +258,7 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of it."""
+    """Return a minimal part of the items, in order, that `keeps` accepts; it must accept all of them."""
     left, parts = tuple(items), 2
     while len(left) > 1:
         step = -(-len(left) // parts)

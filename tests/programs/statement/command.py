@@ -29,12 +29,13 @@ _NAMED = 4  # kernels that a line names
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `statement`; see `tiebreak.reports.cli.main`."""
     rest = [word for word in arguments if word != "--verify"]
     return state(rest) if len(rest) == len(arguments) else verify(rest)
 
 
 def state(arguments: Sequence[str]) -> int:
-    """Write a statement; the exit code is 1 if the statement says that it fell."""
+    """Write a statement; the exit code is 1 if its result is a failure."""
     about = "A folder to hand in: records, digests, waivers, a summary."
     more = "tiebreak statement --verify DIR: whether one holds; --verify --help says more"
     parser = Parser(prog="tiebreak statement", description=about, epilog=more)
@@ -55,7 +56,7 @@ def state(arguments: Sequence[str]) -> int:
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Say whether a statement holds; the exit code is 1 if something is wrong with it."""
+    """Check a statement; the exit code is 1 if something is wrong with it."""
     parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
     parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
@@ -106,7 +107,7 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
 
 
 def _judged(runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
-    """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
+    """Return records, by their files' names, with their cells, and what is wrong that no kernel has to be run for."""
     by_file = {name: judged(run, asked) for name, run in runs.items()}
     found = list(statements.faults_of_runs(runs, asked))
     found += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
@@ -115,7 +116,7 @@ def _judged(runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected]
 
 
 def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
-    """The command that makes a complete record of what some runs were pointed at."""
+    """Return the command that makes a complete record of what some runs were given."""
     where = known[0].settings.matrix if known else ("tests/matrix",)
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
     words = ["--backend", backends] if backends else []
@@ -130,7 +131,7 @@ def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> s
 def _problems(
     folder: Path, statement: Statement, asked: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
+    """Return what is wrong with a statement; if nothing is, what was checked and what nobody can check."""
     if statement.profile != asked.name:
         return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
     if statement.profile_hash != asked.hash:
@@ -174,7 +175,7 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
 def problems_of_records(
     runs: Mapping[str, Run], waivers: Sequence[Expected], asked: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
+    """Return what is wrong with a statement's records; if nothing is, what was checked and what can't be.
 
     Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
     """
@@ -192,7 +193,7 @@ def problems_of_records(
 
 
 def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
-    """What was checked of a statement that holds, and what nobody can check without its device."""
+    """Yield what was checked of a correct statement, and what nobody can check without its device."""
     able, own = sum(each.recomputable for each in known), sum(each.cell.backend.predicts for each in chosen)
     yield (
         f"verified: profile {asked.name}, {counted(len(known), 'cell')}: digests, cells, commands, verdicts, answers,"

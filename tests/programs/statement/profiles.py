@@ -29,7 +29,7 @@ ABSENT = Kernel("", _absent, None)  # stands in for a user's, or another machine
 
 @dataclass(frozen=True)
 class Selector:
-    """What a profile asks for. An experiment is in it by a tag that both name: a new kind is in none."""
+    """The cells that a profile requires. An experiment is in it by a tag that both name: a new kind is in none."""
 
     about: str  # one line
     tags: frozenset[str]  # of the experiments that are in it: one of these is enough
@@ -50,7 +50,7 @@ PROFILES: Mapping[str, Selector] = {
 
 @cache
 def profile(name: str) -> Profile:
-    """The profile of that name: of kernels that are not the suite's, the cases of one with a backward pass."""
+    """Return the profile of that name: for users' kernels, the cases of one with a backward pass."""
     asks, settings = PROFILES[name], Settings()
     offered = [experiment for kind in kinds().values() for experiment in kind.offered(None, cases_named=False)]
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
@@ -77,7 +77,7 @@ def profile(name: str) -> Profile:
 def _suite_cases(
     backend: Backend, experiments: Sequence[Experiment], kernels: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""
+    """Return the suite's kernels of a default run, each with its cases; none where a backend runs only its own."""
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
     asked = SelectionContext([(bare, kernel) for kernel in bare.kernels()], [bare], BF16)
     chosen = (cell for cell in cells_of(experiments, asked) if kernels is None or cell.kernel.name in kernels)

@@ -56,7 +56,7 @@ _MET = {True: "met", False: "not met", None: "not told"}
 
 @dataclass(frozen=True)
 class Judged:
-    """A record beside the cell that it says it is of."""
+    """A record with the cell that it says it is of."""
 
     record: Record
     cell: Cell
@@ -64,7 +64,7 @@ class Judged:
 
     @property
     def predicted(self) -> bool:
-        """Whether it is of a call on a device, held to what its plan predicts."""
+        """True if it is of a call on a device that is compared with its plan's prediction."""
         call, declared = self.cell.experiment, self.cell.kernel.declaration
         if not isinstance(call, OneCall) or declared is None:
             return False
@@ -72,7 +72,7 @@ class Judged:
 
     @property
     def recomputable(self) -> bool:
-        """Whether the emulation can tell of its numbers: it is of a call of a kernel of the suite, with a result."""
+        """True if the emulation can check its numbers: a call of a kernel of the suite, with a result."""
         emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, OneCall)
         return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
 
@@ -91,7 +91,7 @@ def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
 
 
 def _settings(run: Run, asked: Profile) -> Settings:
-    """What the command line of a run said of every cell."""
+    """Return the command-line settings that all cells of a run share."""
     words = run.records[0].command.split() if run.records else []
     where = words[1 : words.index("--backend")] if "--backend" in words else []
     fair, rounded = bool(run.options.get("fair")), run.options.get("no-worse-than") == "rounded"
@@ -101,7 +101,7 @@ def _settings(run: Run, asked: Profile) -> Settings:
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
+    """Return the cell of a record, or ValueError; `kernels` are those of the run so far, as first declared."""
     formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
     of_torch = {record.backend: torch_device(record.backend)} if record.backend.startswith(PREFIX) else {}
     backends = {**BACKENDS, **of_torch}
@@ -127,7 +127,7 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
-    """Return the kernel of a record; a user's, or another machine's, is stood in for by what it declares."""
+    """Return the kernel of a record; a user's, or another machine's, is replaced by its declaration."""
     words, own = record.command.split(), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
@@ -146,7 +146,7 @@ def _kernel(record: Record, backend: Backend) -> Kernel:
 
 
 def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
-    """Yield what a run says of itself, and neither its records nor the suite do."""
+    """Yield statements of a run that neither its records nor the suite support."""
     where = known[0].settings.matrix if known else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
         yield f"command: pytest {' '.join(where)}: not where the cells are"
@@ -173,7 +173,7 @@ def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
 
 
 def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
-    """Yield what a run was narrowed by, and neither its options nor, where pytest's own left cells out, its cells."""
+    """Yield narrowings of a run that its options, or the cells that pytest's own leave, do not explain."""
     of_pytest = [frozenset(each.names) for each in run.narrowing if each.field == "id"]
     if of_pytest not in ([], [frozenset(record.id for record in run.records)]):
         yield "narrowing: its cells are not those of the records"
@@ -188,7 +188,7 @@ def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
 
 
 def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
-    """Yield what a record says, and neither its cell nor its own numbers do."""
+    """Yield statements of a record that neither its cell nor its own numbers support."""
     record, cell, settings = judged.record, judged.cell, judged.settings
     blank = blank_record(cell, settings, record.outcome)
     for name in _IDENTITY:
@@ -216,7 +216,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
 
 
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
-    """Yield where the numbers of a call do not go together."""
+    """Yield where the numbers of a call contradict each other."""
     record, fmt = judged.record, judged.cell.fmt
     needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
@@ -231,18 +231,18 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
 
 
 def _at_once(case: Case, settings: Settings) -> int:
-    """How many heads a cell draws at once."""
+    """Return how many heads a cell draws at once."""
     return settings.heads if case.most_heads is None else min(settings.heads, case.most_heads)
 
 
 @cache
 def _elements(case: Case, fmt: Format) -> int:
-    """How many elements of O a head has."""
+    """Return how many elements of O a head has."""
     return math.prod(case.make(1, 0, HEADS_PER_BATCH, fmt).do.shape[2:])
 
 
 def _answer_faults(record: Record, result: Result) -> Iterator[str]:
-    """Yield where a record is not what its own numbers come to."""
+    """Yield where a record is not what its numbers imply."""
     for name in ("verdict", "tied", "in_training", "shown", "heads"):
         if getattr(record, name) != getattr(result, name):
             yield f"{name}: {getattr(record, name)}, and its measures come to {getattr(result, name)}"
@@ -259,7 +259,7 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
 
 
 def _call_result(judged: Judged, case: Case) -> Result:
-    """What the measures of a call come to; what its device alone can tell is as the record has it."""
+    """Return the result that a call's measures imply; what only its device shows is as in the record."""
     record, cell, declared = judged.record, judged.cell, judged.cell.kernel.declaration
     measures = {name: _interval(it) if isinstance(it, Estimate) else _number(record, name)
                 for name, it in record.measures.items()}  # fmt: skip
@@ -289,7 +289,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
 
 
 def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
-    """What a case claims of a kernel. Which tiles a user's works in, which may decide that, a record does not tell."""
+    """Yield a case's claims about a kernel. A record does not tell a user's tiles, which may decide them."""
     record, kernel, told = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
     tiled = tilings(kernel.declaration) if kernel.declaration is not None and kernel.external else [kernel.declaration]
     claims = [claim for each in tiled if (claim := case.claim_about(each, judged.cell.fmt)) is not None]
@@ -310,7 +310,7 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
 
 
 def _errors(record: Record) -> Errors:
-    """What claims ask of errors, from the numbers of a record; NaN where it has none."""
+    """Return the errors that claims need, from the numbers of a record; NaN where it has none."""
     numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
     # Of the sizes claims ask for their ratio, and whether that of O is 0.
     numbers |= dict.fromkeys(("gain", "output_size"), _number(record, "gain"))
@@ -328,14 +328,14 @@ def _interval(value: Value) -> Interval:
 
 
 def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
-    """Draw so many of the records that the emulation can tell of, or all, case by case; another seed draws others."""
+    """Draw as many records that the emulation can check, or all, case by case; another seed draws others."""
     able = sorted((each for each in known if each.recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
 
 
 def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
-    """Run the cell of a record that is `recomputable` again on the emulation; yield where that comes to something else.
+    """Run the cell of a `recomputable` record again on the emulation; yield where the result differs.
 
     Of a device's cell it comes to what the plan predicts; where all bits are equal, to all that was measured of O.
     """
@@ -360,7 +360,7 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
 
 
 def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
-    """The bias of the plan that a kernel declares, on the heads that its cell has drawn."""
+    """Return the bias of the plan that a kernel declares, on the heads that its cell has drawn."""
     call, declared = judged.cell.experiment, judged.cell.kernel.declaration
     assert isinstance(call, OneCall)
     assert declared is not None
