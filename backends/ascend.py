@@ -85,11 +85,11 @@ class Ascend(TorchDevice):
         records = sorted(
             record for depth in ("", "*/", "*/*/") for record in home.glob(f"{depth}ascend_*_install.info")
         )
-        told = getattr(self.module().utils, "get_cann_version", lambda part: "")
+        version_of = getattr(self.module().utils, "get_cann_version", lambda part: "")
         return {
             "torch_npu": str(_module().__version__),
-            "cann": str(told("CANN")) or _version(*records[:1]),
-            "driver": str(told("DRIVER")) or _version(self.root / _DRIVER),
+            "cann": str(version_of("CANN")) or _version(*records[:1]),
+            "driver": str(version_of("DRIVER")) or _version(self.root / _DRIVER),
         }
 
     def fingerprint(self) -> dict[str, str | float]:

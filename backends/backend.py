@@ -99,8 +99,8 @@ class Backend:
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
-        own = name in vendor and not vendor[name].composed  # a composed one chosen by name is for any input
-        return vendor[name] if own else composed_kernel(name)
+        is_vendors = name in vendor and not vendor[name].composed  # a composed one chosen by name is for any input
+        return vendor[name] if is_vendors else composed_kernel(name)
 
     def repeats(self, kernel: Kernel) -> bool:
         """Return whether a second run on the same input is certain to have the same bits, so that none is needed."""

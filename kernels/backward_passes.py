@@ -111,8 +111,8 @@ def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
     A plan that rounds nothing in the backward pass, as most, says nothing of it. Gradients are in the format of O.
     """
     plan = forward.plan
-    own = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
+    narrow = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
     source = {} if plan.delta_from is DeltaSource.OUTPUT else {"delta_from": plan.delta_from}
-    if not own or any(each.points == {**source, **own} for each in BACKWARD_PASSES.values()):
+    if not narrow or any(each.points == {**source, **narrow} for each in BACKWARD_PASSES.values()):
         return dict(BACKWARD_PASSES)
-    return {f"that of {forward.label}": BackwardPass({**source, **own}, forward.block), **BACKWARD_PASSES}
+    return {f"that of {forward.label}": BackwardPass({**source, **narrow}, forward.block), **BACKWARD_PASSES}

@@ -277,8 +277,8 @@ def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
         return replace(declaration, block=replace(block, order=TileOrder(value)))
     if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
         sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
-        known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
-        raise ValueError(f"{key}={value}: expected {known[key]}")
+        expected = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
+        raise ValueError(f"{key}={value}: expected {expected[key]}")
     if key == _SPLITS:
         return replace(declaration, block=replace(block, splits=int(value)))
     return replace(declaration, block=replace(block, queries=int(sizes[0]), keys=int(sizes[-1])), tile_named=True)

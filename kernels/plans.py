@@ -192,8 +192,8 @@ class RoundingPlan:
 
 @lru_cache(maxsize=1024)
 def _in_formats(plan: RoundingPlan, formats: Formats) -> RoundingPlan:
-    own = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
-    casts = {name: (cast, own[cast.follows]) for name, cast in plan.casts()}
+    format_of = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
+    casts = {name: (cast, format_of[cast.follows]) for name, cast in plan.casts()}
     changed = {name: replace(cast, fmt=fmt) for name, (cast, fmt) in casts.items() if fmt not in (None, cast.fmt)}
     return replace(plan, **changed) if changed else plan  # type: ignore[arg-type]
 

@@ -135,9 +135,9 @@ def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
 def audit_tables(audits: Audits) -> list[Part]:
     """Return a table a kernel, with a row a target, then reasons of skips, where they come from, the legend."""
     parts: list[Part] = []
-    for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
+    for kernel, group in grouped(audits.audits, lambda audit: audit.kernel).items():
         rows = [
-            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in own
+            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in group
         ]
         parts.append(Grid(["target", *_COLUMNS.values()], rows, kernel))
     skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]

@@ -129,22 +129,22 @@ def _help(verb: Verb) -> str:
 
 def _choose(command: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> int:
     """Call the verb that the first argument names, or the first ones."""
-    known, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
+    groups, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
     for words, verb in verbs.items():
         first, _, more = words.partition(".")
-        known.setdefault(first, {})[more] = verb
+        groups.setdefault(first, {})[more] = verb
     if name in ("-h", "--help"):
-        width = max(map(len, known)) + 2
-        helps = {word: _help(own[""]) if "" in own else ", ".join(own) for word, own in known.items()}
+        width = max(map(len, groups)) + 2
+        helps = {word: _help(inner[""]) if "" in inner else ", ".join(inner) for word, inner in groups.items()}
         lines = [f"  {word:{width}}{text}" for word, text in helps.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return HELD
-    if name not in known:
+    if name not in groups:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
-        print(f"{command}: {problem}: known are {', '.join(known)}; --help says more", file=sys.stderr)
+        print(f"{command}: {problem}: known are {', '.join(groups)}; --help says more", file=sys.stderr)
         return USAGE
-    command, own, rest = f"{command} {name}", known[name], arguments[1:]
-    return _call(command, own[""], rest) if "" in own else _choose(command, own, rest or ["--help"])
+    command, inner, rest = f"{command} {name}", groups[name], arguments[1:]
+    return _call(command, inner[""], rest) if "" in inner else _choose(command, inner, rest or ["--help"])
 
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:

@@ -45,20 +45,20 @@ def read(path: Path) -> Any:
         parts = {}
     if content is not None and ("records" in parts or not parts):
         return store.decoded(content, path, Run)
-    known = [kind for kind in FILES.usable().values() if kind.told_by and (kind.folder is None) == bool(content)]
-    for kind in known:
+    kinds = [kind for kind in FILES.usable().values() if kind.told_by and (kind.folder is None) == bool(content)]
+    for kind in kinds:
         if kind.told_by in parts:
             return kind.folder(path) if kind.folder else store.decoded(content or b"", path, kind.type)
     broken = "".join(f"; {line}" for line in problems() if line.startswith(FILES.group))
-    names = ", ".join(f"{kind.told_by} ({kind.about})" for kind in known)
+    names = ", ".join(f"{kind.told_by} ({kind.about})" for kind in kinds)
     raise UnreadableRecordsError(f"{path}: neither records nor anything else with one of {names}{broken}")
 
 
 def read_all(paths: Sequence[Path]) -> dict[Path, Any]:
     """Read the contents of several files, by file; raise as `read`, or if two are the same."""
-    found = [(path, read(path)) for path in paths]
-    store.refuse_repeated(found)
-    return dict(found)
+    contents = [(path, read(path)) for path in paths]
+    store.refuse_repeated(contents)
+    return dict(contents)
 
 
 def kind_of(data: Data) -> FileKind[Any]:

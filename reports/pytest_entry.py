@@ -17,8 +17,8 @@ def pytest_load_initial_conftests(
 ) -> Generator[None, None, None]:
     """Bring the matrix in, after the repository's own conftest files: their options come first."""
     yield
-    asked = any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
-    if early_config.pluginmanager.has_plugin(_PLUGIN) or not asked:
+    has_kernel = any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
+    if early_config.pluginmanager.has_plugin(_PLUGIN) or not has_kernel:
         return
     try:
         early_config.pluginmanager.import_plugin(_PLUGIN)

@@ -136,14 +136,14 @@ def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
             if record.id in seen:
                 yield f"{name}: {record.id}: a second record of this cell, the first is in {seen[record.id]}"
             seen.setdefault(record.id, name)
-    asked = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
+    needed = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
     there = {record.id: record.outcome for run in runs.values() for record in run.records}
-    yield from (f"missing: {name}, which profile {profile.name} asks for" for name in asked if name not in there)
-    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in asked)
-    if not asked:
+    yield from (f"missing: {name}, which profile {profile.name} asks for" for name in needed if name not in there)
+    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in needed)
+    if not needed:
         yield f"no record of a cell that profile {profile.name} asks for"
-    elif ran < profile.ran * len(asked):
-        yield f"{ran} of {counted(len(asked), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
+    elif ran < profile.ran * len(needed):
+        yield f"{ran} of {counted(len(needed), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
 
 
 def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
@@ -161,9 +161,9 @@ def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
         yield "complete: the run was interrupted"
     if not run.records:
         yield "records: none"
-    for option, asked in (("seed", profile.seed), ("heads", profile.heads)):
-        if str(run.options.get(option)) != str(asked):
-            yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {asked}"
+    for option, required in (("seed", profile.seed), ("heads", profile.heads)):
+        if str(run.options.get(option)) != str(required):
+            yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {required}"
 
 
 def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
@@ -245,8 +245,8 @@ def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[P
 def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str]]:
     yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_DIGITS]}"
     records = [record for run in runs for record in run.records]
-    for backend, own in sorted(grouped(records, lambda record: record.backend).items()):
-        brought = {record.kernel: is_users(record) for record in own}
+    for backend, of_backend in sorted(grouped(records, lambda record: record.backend).items()):
+        brought = {record.kernel: is_users(record) for record in of_backend}
         suite = brought.keys() & profile.kernels_on(backend).keys()
         names = [f"{name} (given by --kernel)" if brought[name] else name for name in sorted(brought.keys() - suite)]
         suites = [f"{counted(len(suite), 'kernel')} of the suite"] if suite else []
@@ -265,10 +265,10 @@ def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[st
     """Yield a row for each kernel run on failure inputs: on how many, and which, it is biased or has NaN."""
     failure = {name for run in runs for name, about in run.cases.items() if about.failure}
     ran = (record for record in records if record.case in failure and record.outcome != SKIPPED)
-    for (backend, kernel), asked in grouped(ran, lambda record: (record.backend, record.kernel)).items():
-        failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
+    for (backend, kernel), of_kernel in grouped(ran, lambda record: (record.backend, record.kernel)).items():
+        failing = [record for record in of_kernel if record.verdict in (BIASED, NONFINITE)]
         texts = [f"{record.case} {plain_text(record)}" for record in failing]
-        yield backend, kernel, f"{len(failing)} of {len(asked)}", first_few(texts, _NAMED)
+        yield backend, kernel, f"{len(failing)} of {len(of_kernel)}", first_few(texts, _NAMED)
 
 
 KIND = FileKind(Statement)

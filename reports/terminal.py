@@ -36,7 +36,7 @@ def show(text: str) -> None:
     """
     text = clean(text)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-        text = _MARKED.sub(lambda found: f"\033[{_COLOURS.get(found[1], '31')}m{found[0]}\033[0m", text)
+        text = _MARKED.sub(lambda match: f"\033[{_COLOURS.get(match[1], '31')}m{match[0]}\033[0m", text)
     print(text)
 
 
@@ -73,8 +73,8 @@ def runnable(command: str) -> str:
 def _pytest(folder: str) -> str:
     """Return how pytest is called from a folder: by name, or through this Python, which `make` leaves off the PATH."""
     shells = shutil.which(_PYTEST)
-    own = Path(sys.executable).parent / _PYTEST
-    if shells is not None and own.exists() and os.path.samefile(shells, own):
+    executable = Path(sys.executable).parent / _PYTEST
+    if shells is not None and executable.exists() and os.path.samefile(shells, executable):
         return _PYTEST
     python = os.path.relpath(sys.executable, folder)
     shorter = python if not python.startswith("..") else sys.executable

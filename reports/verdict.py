@@ -203,8 +203,8 @@ class _Kernel:
             return TIED
         if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
             return records.BIASED
-        told = all(cell.verdict == records.UNBIASED for cell in self.asked)
-        return None if not self.asked else FAIR if told else MARGIN
+        all_unbiased = all(cell.verdict == records.UNBIASED for cell in self.asked)
+        return None if not self.asked else FAIR if all_unbiased else MARGIN
 
     def _statement(self) -> str:
         """Return the most serious finding."""
@@ -219,17 +219,17 @@ class _Kernel:
             return NOT_ASKED
         unbiased = sum(cell.verdict == records.UNBIASED for cell in self.asked)
         words = {"biased": len(self.biased), "NaN or Inf": len(self.nonfinite)}
-        said = [f"{word} on {number}" for word, number in words.items() if number]
+        counts = [f"{word} on {number}" for word, number in words.items() if number]
         near = [self._interval(cell) for cell in self.margin]
         unknown = len(self.asked) - unbiased - sum(words.values()) - len(near)
         left = f", {len(near)} at the margin ({first_few(near, 1)})" if near else ""
         left += f", {unknown} not known" if unknown else ""
-        told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
+        text = f"{' and '.join(counts) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
         biased, tied, origin = len(self.biased), self.tied, ""
         if biased and tied is not None:
             both = f": {tied} {_TIED}, {biased - tied} {_OWN}"
             origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
-        return f"{told}{left}{origin}"
+        return f"{text}{left}{origin}"
 
     def _interval(self, cell: Record) -> str:
         """Return a case with its headline and the interval of that."""
@@ -269,18 +269,18 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        found, (fell, met) = [Finding("looks like", self._slip())], self._checks()
+        findings, (fell, met) = [Finding("looks like", self._slip())], self._checks()
         if self.worst is not None:
             text = f"rerun {self.worst.case} alone: {runnable(self.worst.command)}"
-            found.append(Finding("next", text, (self.worst.case,)))
+            findings.append(Finding("next", text, (self.worst.case,)))
         if self.severity != DID_NOT_RUN:
             ended = [cell for cell in self.cells if cell.outcome in without_result]
-            found += [Finding("fell", fell), _listed("ended", ended)]
+            findings += [Finding("fell", fell), _listed("ended", ended)]
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
         skipped = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
-        found += [
+        findings += [
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
             _listed("biased", self.biased),
             _listed("NaN", self.nonfinite),
@@ -299,7 +299,7 @@ class _Kernel:
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
             Finding("left out", f"{first_few(left_out, _LISTED)}; {_ALL} runs all" if left_out else "", left_out),
         ]
-        return tuple(finding for finding in found if finding.text)
+        return tuple(finding for finding in findings if finding.text)
 
     def _fix(self) -> str:
         """Return whether the shift that it follows, by its bits or as it declares, is a fix for ties, and fails."""
@@ -336,16 +336,16 @@ class _Kernel:
         slips = [pair for cell in self.wrong for pair in cell.evidence.get("slips", {}).items()]
         if not slips:
             return ""
-        found = {about: [share for _, share in own] for about, own in grouped(slips, lambda pair: pair[0]).items()}
-        about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
+        by_slip = {about: [share for _, share in each] for about, each in grouped(slips, lambda pair: pair[0]).items()}
+        about, shares = max(by_slip.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
         return f"{about} (explains {percent(sum(shares) / len(shares))} in {counted(len(shares), 'cell')})"
 
     def _checks(self) -> tuple[str, str]:
         """Return the checks that were not met, with where, and those that were met wherever they were asked."""
         answers = grouped(((name, cell) for cell in self.cells for name in cell.answers), lambda pair: pair[0])
-        unmet = {name: [cell.case for _, cell in own if cell.met(name) is False] for name, own in answers.items()}
+        unmet = {name: [cell.case for _, cell in cells if cell.met(name) is False] for name, cells in answers.items()}
         fell = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in unmet.items() if cases]
-        held = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.met(name) for _, cell in own)]
+        held = [f"{name} {len(cells)}" for name, cells in answers.items() if all(cell.met(name) for _, cell in cells)]
         return "; ".join(fell), f"met wherever asked: {', '.join(held)} cells" if held else ""
 
     def _in_gradients(self) -> str:
@@ -398,24 +398,24 @@ class _Kernel:
         """Return which known backward pass its gradients come from."""
         cells = [cell.evidence["backward"] for cell in self.cells if cell.evidence.get("backward")]
         if not cells:
-            told = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
-            return "none: autograd has no gradients of what it returns" if self.ran_backward and not told else ""
+            is_known = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
+            return "none: autograd has no gradients of what it returns" if self.ran_backward and not is_known else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
         shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
-        follows = {name: min(own) >= records.FOLLOWED_BACKWARD for name, own in shares.items()}
+        follows = {name: min(values) >= records.FOLLOWED_BACKWARD for name, values in shares.items()}
         nearest = max(shares, key=lambda name: (follows[name], sum(shares[name])))
         agreed = f"{percent(sum(shares[nearest]) / len(shares[nearest]))} of bits in {counted(len(cells), 'cell')}"
-        found = f"follows {nearest}: " if follows[nearest] else f"unexplained: nearest is {nearest} with "
-        return found + agreed
+        prefix = f"follows {nearest}: " if follows[nearest] else f"unexplained: nearest is {nearest} with "
+        return prefix + agreed
 
     def _rules(self) -> str:
         """Return which acceptance rules in public use it passes."""
-        told = [(name, cell.case, answer.passed) for cell in self.cells for name, answer in answers_of(cell).items()]
-        failed = grouped((each for each in told if each[2] is False), lambda each: each[0])
-        passed = {name for name, _, passes in told if passes} - failed.keys()
+        answers = [(name, cell.case, answer.passed) for cell in self.cells for name, answer in answers_of(cell).items()]
+        failed = grouped((each for each in answers if each[2] is False), lambda each: each[0])
+        passed = {name for name, _, passes in answers if passes} - failed.keys()
         if not passed and not failed:
             return ""
-        where = {name: own[0][1] if len(own) == 1 else counted(len(own), "input") for name, own in failed.items()}
+        where = {name: hits[0][1] if len(hits) == 1 else counted(len(hits), "input") for name, hits in failed.items()}
         texts = [f"{name} ({at})" for name, at in where.items()]
         turned = f"; turned down by {first_few(texts, _LISTED)}" if texts else ""
         return f"passes {len(passed)} of {counted(len(passed) + len(failed), 'acceptance rule')} on every input{turned}"

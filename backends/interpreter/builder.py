@@ -40,8 +40,8 @@ class _Pointers(TensorHandle):
         """Add up terms, int64, that broadcast to a tile of this shape, for each program."""
         self._terms: dict[Shape, Array] = {}
         for term in terms:
-            known = self._terms.get(term.shape)
-            self._terms[term.shape] = term if known is None else known + term
+            total = self._terms.get(term.shape)
+            self._terms[term.shape] = term if total is None else total + term
         self.dtype, self.attr = like.dtype, dict(like.attr)
         self.shape = (max(map(len, self.terms)), *shape)
 

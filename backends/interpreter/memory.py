@@ -157,9 +157,9 @@ class KernelMemory:
         if len(allowed) > 1:
             where = f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
         else:
-            (own,) = allowed
-            wrong = low if low < own.start else high - size
-            where = f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
+            (arg,) = allowed
+            wrong = low if low < arg.start else high - size
+            where = f"its argument {arg.name}: element {(wrong - arg.first) // size} of {(arg.end - arg.first) // size}"
         raise OutOfBoundsError(f"{self.kernel} {verb} outside of {where}")
 
 

@@ -242,8 +242,8 @@ def _blocks(init: Callable[..., None]) -> Callable[..., None]:
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def construct(self: Any, element: Any, shape: Any) -> None:
-        if (known := made.get((id(element), *shape))) is not None:
-            self.element_ty, self.shape, self.numel, self.name = known
+        if (made_before := made.get((id(element), *shape))) is not None:
+            self.element_ty, self.shape, self.numel, self.name = made_before
             return
         init(self, element, shape)
         if vars(self).keys() == {"element_ty", "shape", "numel", "name"}:
@@ -258,9 +258,9 @@ def _tensors(init: Callable[..., None]) -> Callable[..., None]:
 
     def construct(self: Any, handle: object, kind: Any) -> None:
         key = id(kind.scalar), kind.is_block() and kind.shape
-        if (known := made.get(key)) is not None:
+        if (made_before := made.get(key)) is not None:
             self.handle, self.type = handle, kind
-            self.dtype, self.shape, self.numel = known
+            self.dtype, self.shape, self.numel = made_before
             return
         init(self, handle, kind)
         if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:

@@ -110,14 +110,14 @@ def _function(module: Any, place: str, name: str) -> Any:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     )
-    known = ", ".join(names) or "none"
+    listed = ", ".join(names) or "none"
     if not name and len(names) != 1:
-        raise LoadError(f"name the function, as in {place}:NAME; it has {known}")
+        raise LoadError(f"name the function, as in {place}:NAME; it has {listed}")
     name, called = name or names[0], module
     for part in name.split("."):
         called = getattr(called, part, None)
     if not callable(called):
-        raise LoadError(f"{place} has no function {name!r}; its functions are {known}")
+        raise LoadError(f"{place} has no function {name!r}; its functions are {listed}")
     if type(called).__module__.startswith("triton."):
         raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
     return called

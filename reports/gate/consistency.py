@@ -32,8 +32,8 @@ def check_described(baseline: Run, run: Run) -> None:
         old, new = getattr(baseline, table), getattr(run, table)
         for name in sorted(old.keys() & new.keys()):
             for field, before, after in differing(old[name], new[name]):
-                told = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
-                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
+                rule = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
+                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {rule}")
 
 
 def damaged(run: Run) -> Iterator[tuple[str, str]]:
@@ -80,7 +80,7 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     if (shown is not None) is not bool(record.measures):
         yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
     elif shown is not None and shown.kind in records.REPLACED:
-        nonfinite = [said == records.NONFINITE for said in (shown.kind, record.verdict)]
+        nonfinite = [verdict == records.NONFINITE for verdict in (shown.kind, record.verdict)]
         if record.verdict and nonfinite[0] is not nonfinite[1]:
             yield f"shows {shown.kind}, and says {record.verdict}"
     elif shown is not None:
@@ -97,9 +97,9 @@ def _of_verdict(record: Record, run: Run) -> Iterator[str]:
     if (verdict := records.verdict_of(record, run.measures)) not in (None, record.verdict):
         yield f"says {record.verdict}, and its interval comes to {verdict}"
     claim = record.answers.get(records.CLAIM)
-    asked = claim.asked.replace(",", " ").split() if claim is not None and claim.met else []
-    if asked and asked[0] in {*records.VERDICTS} - {record.verdict}:
-        yield f"says {record.verdict}, and that a claim is met: {' '.join(asked)}"
+    words = claim.asked.replace(",", " ").split() if claim is not None and claim.met else []
+    if words and words[0] in {*records.VERDICTS} - {record.verdict}:
+        yield f"says {record.verdict}, and that a claim is met: {' '.join(words)}"
     if record.verdict != records.BIASED and (record.tied, record.in_training) != (None, None):
         yield f"says {record.verdict}, and where its bias comes from or goes to"
 
@@ -109,17 +109,17 @@ def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]
 
     What is not asked may be what a claim takes the place of.
     """
-    said = {True: "met", False: "not met", None: "not told"}
+    words = {True: "met", False: "not met", None: "not told"}
     for name, check in checks.items():
         answer, comes_to = record.answers.get(name), records.kept(check.limits, record.measures)
         if not check.limits or (check.more and (record.number(records.NONFINITE) or answer is None)):
             continue
         if answer is None:
-            asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
-            if asked and comes_to is not True:
-                yield f"is not asked {name}, and its measures come to {said[comes_to]}"
+            is_asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
+            if is_asked and comes_to is not True:
+                yield f"is not asked {name}, and its measures come to {words[comes_to]}"
         elif answer.met is not comes_to and (answer.met or not check.more):
-            yield f"says that {name} is {said[answer.met]}, and its measures come to {said[comes_to]}"
+            yield f"says that {name} is {words[answer.met]}, and its measures come to {words[comes_to]}"
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
@@ -134,7 +134,7 @@ def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
     kind = baseline.experiments[old.experiment]
     of_output = {f"measures.{name}" for name in (kind.headline, kind.largest, kind.agreement)} | _OF_OUTPUT
     backward = baseline.cases[old.case].backward
-    found = [each for each in differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
-    for field, before, after in found[:1]:
-        more = f", and {len(found) - 1} more" if found[1:] else ""
+    differs = [each for each in differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
+    for field, before, after in differs[:1]:
+        more = f", and {len(differs) - 1} more" if differs[1:] else ""
         yield f"the same bits, and {field[1:]} {after}, {before} in the baseline{more}"

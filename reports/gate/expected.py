@@ -194,9 +194,9 @@ class Limits:
         limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
         return replace(measure, limit=limit, share=share)
 
-    def check(self, known: Mapping[str, MeasureRecord]) -> None:
+    def check(self, measures: Mapping[str, MeasureRecord]) -> None:
         """Raise UsageError, with the measures that a gate limits, if a named measure is none of them."""
-        held = [name for name, measure in known.items() if measure.worse is not None]
+        held = [name for name, measure in measures.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
                 known_ones = f"{', '.join(held)}, each also NAME{_SHARE}"
@@ -211,10 +211,10 @@ def limits(flag: str | None, folder: Path) -> Limits:
     path, table = _settings(folder)
     words = [word.partition(":") for word in split(flag or "")]
     try:
-        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
+        values = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
     except FieldError as error:
         raise UsageError(f"--fail: {error}") from None
     except ValueError:
         raise UsageError(f"--fail: {flag!r}: expected NAME:NUMBER, ...") from None
-    places = dict.fromkeys(table.fail, f"{path}: [tool.tiebreak.fail]") | dict.fromkeys(asked, "--fail")
-    return Limits({**table.fail, **asked}, places)
+    places = dict.fromkeys(table.fail, f"{path}: [tool.tiebreak.fail]") | dict.fromkeys(values, "--fail")
+    return Limits({**table.fail, **values}, places)

@@ -93,8 +93,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     for name in sorted(kinds) if not across else ():
         before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
         if before != after:
-            told = "a baseline of another platform; --across compares all but bits and what has no interval"
-            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {told}")
+            advice = "a baseline of another platform; --across compares all but bits and what has no interval"
+            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {advice}")
 
 
 def gate(
@@ -107,33 +107,33 @@ def gate(
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
-    known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
-    worsening = {name: measure for name, measure in known.measures.items() if measure.worse is not None}
+    described = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
+    worsening = {name: measure for name, measure in described.measures.items() if measure.worse is not None}
     held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
     changes: list[CellChange] = []
     for before, after in pairs:
-        found = list(_compare(before, after, held_to, across))
-        if not any(worse for worse, _ in found):
-            found += [(True, text) for text in same_bits(before, after, baseline)]
-        changes += [CellChange(after, *each) for each in found]
+        findings = list(_compare(before, after, held_to, across))
+        if not any(worse for worse, _ in findings):
+            findings += [(True, text) for text in same_bits(before, after, baseline)]
+        changes += [CellChange(after, *each) for each in findings]
     plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    asked = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
-    changes += [CellChange(record, True, "vanished: the new run lacks it") for record in asked]
+    missing = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
+    changes += [CellChange(record, True, "vanished: the new run lacks it") for record in missing]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, True, f"not in the baseline, and {record.outcome}")
                 for record in fresh if _SEVERITY.get(record.outcome)]  # fmt: skip
     worse = {change.record.id for change in changes if change.worse}
     changes += [CellChange(record, True, f"{text}: was the file edited?") for name, record in new.items()
-                if name not in worse for text in contradictions(record, known)]  # fmt: skip
+                if name not in worse for text in contradictions(record, described)]  # fmt: skip
     notes += _other_software(baseline, run)
     if first := len(fresh) + sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs):
-        told = "not in the baseline, or skipped there; --update-baseline adds what is new"
-        notes.append(f"{counted(first, 'cell')} {told}")
-    if outside := len(gone) - len(asked):
+        advice = "not in the baseline, or skipped there; --update-baseline adds what is new"
+        notes.append(f"{counted(first, 'cell')} {advice}")
+    if outside := len(gone) - len(missing):
         notes.append(f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}")
     if not run.ended:
         notes.append("the new run was interrupted: it does not hold")
@@ -166,7 +166,7 @@ def _plans(
             worse.append(CellChange(new, True, text))
         else:
             notes[f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")] += 1
-    return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]
+    return worse, [f"{note} ({counted(number, 'cell')})" for note, number in notes.items()]
 
 
 def _other_software(baseline: Run, run: Run) -> Iterator[str]:
@@ -191,10 +191,10 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     if old.outcome == records.SKIPPED or (new.shown is None and new.outcome not in records.PASSING):
         return  # it is as good as new, or the outcome says it
     reasons = new.reasons if outcome else ()
-    for name, asked in old.answers.items():
+    for name, before in old.answers.items():
         answer = new.answers.get(name)
         if answer is None or answer.met is True or answer.why not in reasons:
-            yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
+            yield from _answer(name, before, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
     predicted = all(each.met(records.PREDICTION) is True for each in (old, new))
     foretold = across and old.plan == new.plan and predicted

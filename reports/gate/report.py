@@ -105,8 +105,8 @@ def summary_of_gate(outcome: Outcome, baseline: Path) -> str:
     """Return the gate's report in short, as Markdown."""
     word = "held" if outcome.held else "fell"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
-    found = [("worse", outcome.worse), ("better", outcome.better)]
-    lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in found for change in changes]
+    groups = [("worse", outcome.worse), ("better", outcome.better)]
+    lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in groups for change in changes]
     lines += [f"note: {note}" for note in outcome.notes]
     return "\n\n".join([title, grids.text([_list(lines)], "github")]).rstrip()
 

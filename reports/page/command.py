@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"figure: {options.output}")
         return HELD
     others = grouped((path for path in read if path not in by_file), lambda path: files.kind_of(read[path]))
-    more = [kind.page({path: read[path] for path in own}) for kind, own in others.items()]
+    more = [kind.page({path: read[path] for path in paths}) for kind, paths in others.items()]
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
@@ -127,7 +127,7 @@ def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the answers to the page's title, with their platforms where they differ."""
     answers = list(map(_answer, runs))
     several = len(set(answers)) > 1
-    named = [f"{label}: {told}" if several else told for label, told in zip(labels, answers, strict=True) if told]
+    named = [f"{label}: {text}" if several else text for label, text in zip(labels, answers, strict=True) if text]
     return html(dict.fromkeys(named))
 
 
@@ -147,8 +147,8 @@ def _fell(runs: Sequence[Run], labels: Sequence[str]) -> str:
     for run, label in zip(runs, labels, strict=True):
         for entry in tables.fallen(run.records, str):
             head, *lines = map(escape, (f"{label}: {entry}" if len(runs) > 1 else entry).split("\n"))
-            told = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
-            items.append(f"<li><b>{head}</b>{told}</li>")
+            text = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
+            items.append(f"<li><b>{head}</b>{text}</li>")
     return f'<h2 id="fell">What fell</h2>\n{_folded(items, "fallen")}' if items else ""
 
 
@@ -176,11 +176,11 @@ def _pooled(runs: Sequence[Run]) -> str:
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
     items = []
     for run, label in zip(runs, labels, strict=True):
-        known = {name: run.platform.get(name) for name in ("torch", "os", "commit")}
-        known |= {name: run.options.get(name) for name in ("seed", "heads")}
-        number, dash, changed = str(known["commit"] or "").partition("-")
-        known["commit"] = f"{number[:12]}{dash}{changed}"
-        facts = escape(", ".join(f"{name} {value}" for name, value in known.items() if value))
+        fields = {name: run.platform.get(name) for name in ("torch", "os", "commit")}
+        fields |= {name: run.options.get(name) for name in ("seed", "heads")}
+        number, dash, changed = str(fields["commit"] or "").partition("-")
+        fields["commit"] = f"{number[:12]}{dash}{changed}"
+        facts = escape(", ".join(f"{name} {value}" for name, value in fields.items() if value))
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
         items.append(f"<li><b>{escape(label)}</b> ({facts}): {tables.counts(run.records)}{note}</li>")
     return "\n".join(['<h2>Platforms</h2>\n<ol id="platforms">', *items, "</ol>"])
@@ -190,8 +190,8 @@ def _words(runs: Sequence[Run]) -> str:
     """Return descriptions of the runs' measures, checks and cases, by their files: folded lists."""
     parts = ['<h2 id="vocabulary">Words</h2>']
     for name in ("measures", "checks", "cases"):
-        known = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
-        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in known.items())
+        descriptions = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
+        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in descriptions.items())
         if items:
             parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
     note = "<p>Plans and shift rules: tiebreak list plans. Outcomes, and the field's own terms: docs/words.md.</p>"

@@ -51,16 +51,16 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
 
 def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -> dict[str, Any]:
     first = row.record
-    said: list[Any] = []
+    distinct: list[Any] = []
     for record in row.records:
-        told = None if record is None else _record(record, headlines.get(record.experiment))
-        said.append(told if told is None or told not in said else said.index(told))
+        data = None if record is None else _record(record, headlines.get(record.experiment))
+        distinct.append(data if data is None or data not in distinct else distinct.index(data))
     return {
         **{field: getattr(first, field) for field in ("backend", "format", "kernel", "experiment")},
         "place": cases.index(first.case),
         "agreement": row.agreement.mark,
         "bits": row.letters,
-        "records": said,
+        "records": distinct,
     }
 
 
@@ -95,9 +95,9 @@ def _evidence(record: Record) -> dict[str, Any]:
         if isinstance(value, HistogramRecord):
             carried["histogram"] = [value.low, value.width, value.outside, value.counts]
         elif name == "fits":
-            known = [(plan, fit.bits) for plan, fit in value.items() if fit.bits is not None]
-            known.sort(key=lambda pair: -pair[1])
-            carried["fits"] = [[plan, _short(bits)] for plan, bits in known[:_FITS]]
+            shares = [(plan, fit.bits) for plan, fit in value.items() if fit.bits is not None]
+            shares.sort(key=lambda pair: -pair[1])
+            carried["fits"] = [[plan, _short(bits)] for plan, bits in shares[:_FITS]]
         elif name in _TEXTS:
             carried["more"].append([name, _TEXTS[name](value)])
         elif name not in _DRAWN:

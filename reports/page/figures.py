@@ -29,13 +29,13 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
     Training runs come from all runs, and are those that err most and least.
     """
-    drawn: list[Figure] = []
+    results: list[Figure] = []
     for run, label in zip(runs, labels, strict=True):
         if chosen := list(chain(*_traced(run))):
-            found = (_trace(chosen), _histogram(chosen), _fall(run, chosen))
-            drawn = [replace(each, note=f"{each.note} From {label}.") for each in found if each is not None]
+            drawings = (_trace(chosen), _histogram(chosen), _fall(run, chosen))
+            results = [replace(each, note=f"{each.note} From {label}.") for each in drawings if each is not None]
             break
-    return [*drawn, *_trained(runs, labels)]
+    return [*results, *_trained(runs, labels)]
 
 
 class _Trained(NamedTuple):
@@ -178,20 +178,20 @@ def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
     """Draw training runs to an SVG file: a figure a backend and snippet, a row a kernel, a mark for every seed."""
     if path.suffix != ".svg":
         raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
-    drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)
-    store.write_text(as_file(*(draw(figure) for figure in drawn if figure.rows)), path)
+    charts = (_seeds(grid, case) for grid in grids for case in grid.cases)
+    store.write_text(as_file(*(draw(figure) for figure in charts if figure.rows)), path)
 
 
 def _seeds(grid: TrainingGrid, case: str) -> Figure:
     """Draw one snippet: the kernels that have a number there."""
-    values = {kernel: own for kernel in grid.kernels if (own := grid.values(kernel, case))}
+    values = {kernel: numbers for kernel in grid.kernels if (numbers := grid.values(kernel, case))}
     rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in values))
     before, rounded, users = _SUMS
     marks: dict[str, list[tuple[float, float]]] = {label: [] for label in _SUMS}
-    for kernel, own in values.items():
+    for kernel, numbers in values.items():
         row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
         label = users if "@train" not in kernel else rounded if kernel.endswith(_ROUNDED) else before
-        marks[label] += [(value, row + _SUMS[label]) for value in own]
+        marks[label] += [(value, row + _SUMS[label]) for value in numbers]
     series = tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points)
     title, names = f"{grid.backend}, {grid.heading(case)}", tuple(row.removesuffix("@train") for row in rows)
     return Figure(title, "", grid.described[case].headline or "", "kernel", series, rows=names)

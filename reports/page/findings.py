@@ -57,15 +57,15 @@ def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: in
     for severity in (*FAILING, FELL, BIASED, TIED):
         alike = by_severity.get(severity, [])
         kernels = list(dict.fromkeys(verdict.kernel for _, verdict in alike))
-        said = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
-        yield from (f"{text}." for text in _by_platform(said, platforms))
+        sentences = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
+        yield from (f"{text}." for text in _by_platform(sentences, platforms))
         if rest := list(map(_name, kernels[_ALONE:])):
             yield f"{severity.capitalize()}, too: {first_few(rest, _NAMED)}."
     elsewhere = {(verdict.kernel, verdict.backend) for _, verdict in ran if _severity(verdict) != FAIR}
     fair = dict.fromkeys((verdict.kernel, verdict.backend) for _, verdict in by_severity.get(FAIR, []))
     backends = grouped((pair for pair in fair if pair not in elsewhere), lambda pair: pair[1])
-    if told := [f"{first_few([_name(name) for name, _ in own], _NAMED)} on {at}" for at, own in backends.items()]:
-        yield f"Fair, unbiased on every failure input: {'; '.join(told)}."
+    if texts := [f"{first_few([_name(name) for name, _ in named], _NAMED)} on {at}" for at, named in backends.items()]:
+        yield f"Fair, unbiased on every failure input: {'; '.join(texts)}."
     if silent := list(dict.fromkeys(_name(verdict.kernel) for _, verdict in by_severity.get(None, []))):
         yield f"No failure input was run, and nothing is known of the bias, of {first_few(silent, _NAMED)}."
 
@@ -80,18 +80,18 @@ def _sentence(verdict: Verdict) -> str:
     return f"{_name(verdict.kernel)} on {verdict.backend}: {'; '.join([verdict.statement, *rounding])}"
 
 
-def _by_platform(told: Iterable[tuple[int, str]], platforms: int) -> Iterator[str]:
+def _by_platform(texts: Iterable[tuple[int, str]], platforms: int) -> Iterator[str]:
     """Yield each text once, with the numbers of its platforms unless it is told of all."""
-    for text, own in grouped(told, lambda pair: pair[1]).items():
-        numbers = ", ".join(str(number) for number, _ in own)
-        yield text if len(own) == platforms else f"{text} (platform {numbers})"
+    for text, alike in grouped(texts, lambda pair: pair[1]).items():
+        numbers = ", ".join(str(number) for number, _ in alike)
+        yield text if len(alike) == platforms else f"{text} (platform {numbers})"
 
 
 def _different(comparison: Comparison) -> Iterator[str]:
     differing = [row.record for row in comparison.rows if row.agreement is Agreement.DISAGREE]
     kernels = grouped(differing, lambda record: f"{_name(record.kernel)} on {record.backend}")
     yield f"{summary(comparison)}."
-    if texts := [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]:
+    if texts := [f"{name} ({first_few([_name(record.case) for record in here], 3)})" for name, here in kernels.items()]:
         yield f"Different in verdict or outcome: {first_few(texts, _NAMED)}."
 
 

@@ -47,11 +47,11 @@ class Figure:
 
 def tag(name: str, content: str = "", /, **attributes: float | str) -> str:
     """Return an element; names of attributes have - for _, the content is escaped already."""
-    said = "".join(
+    pairs = "".join(
         f' {key.replace("_", "-")}="{value if isinstance(value, str) else format(round(value, 1), "g")}"'
         for key, value in attributes.items()
     )
-    return f"<{name}{said}>{content}</{name}>" if content else f"<{name}{said}/>"
+    return f"<{name}{pairs}>{content}</{name}>" if content else f"<{name}{pairs}/>"
 
 
 def words(x: float, y: float, text: str, anchor: str = "start", /, **attributes: float | str) -> str:

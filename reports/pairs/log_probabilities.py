@@ -102,20 +102,20 @@ def number(difference: LogProbabilityDifference | None, measure: str) -> float |
 
 def sentences(of: FormatRecord) -> Iterator[str]:
     """Yield sentences about the pair in one format."""
-    found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
-    if found is None:
+    difference, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
+    if difference is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
     elif of.pair.same:
-        yield f"{of.format}: the same bits in all {found.tokens} log-probabilities"
+        yield f"{of.format}: the same bits in all {difference.tokens} log-probabilities"
     else:
         nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
         yield f"{of.format}: to exact attention A has rms {exact[0]}, B {exact[1]}: {nearer}"
-        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, found.by_position))}"
-        first = next((at for at, share in enumerate(found.equal_by_layer) if share < 1.0), 0)
+        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, difference.by_position))}"
+        first = next((at for at, share in enumerate(difference.equal_by_layer) if share < 1.0), 0)
         yield (
-            f"{of.format}: they first differ after layer {first + 1} of {len(found.by_layer)}, where"
-            f" {found.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
-            f" {' '.join(map(_figure, found.by_layer))}"
+            f"{of.format}: they first differ after layer {first + 1} of {len(difference.by_layer)}, where"
+            f" {difference.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
+            f" {' '.join(map(_figure, difference.by_layer))}"
         )
 
 
@@ -152,9 +152,9 @@ def figures(model: ModelRecord) -> list[Figure]:
     drawn = []
     for of in model.formats:
         lines = {str(each): each.difference for each in of.compared if each.role in (PAIR, EXACT)}
-        known = {name: enumerate(found.by_position, 1) for name, found in lines.items() if found is not None}
+        series_of = {name: enumerate(between.by_position, 1) for name, between in lines.items() if between is not None}
         series = (
-            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in known.items()
+            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in series_of.items()
         )
         title = f"{of.format}: how far log-probabilities are apart along the sequence"
         drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", tuple(series)))

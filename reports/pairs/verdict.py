@@ -127,8 +127,8 @@ class PairVerdict(FileData, frozen=True):
 
     def parts(self) -> list[Part]:
         """Return all that the command prints."""
-        told = [] if self.model is None else log_probabilities.parts(self.model)
-        return [str(self), self.grid(), _LEGEND, *told]
+        model_parts = [] if self.model is None else log_probabilities.parts(self.model)
+        return [str(self), self.grid(), _LEGEND, *model_parts]
 
 
 def _row(call: CallRecord) -> list[str]:
@@ -136,11 +136,11 @@ def _row(call: CallRecord) -> list[str]:
     apart = "" if mean.mean is None else f"{mean.mean:+.3f} +- {mean.half_width or 0.0:.3f}"
     numbers = ("" if each is None else f"{each:.3f}" for each in (call.rms, call.predicted, *call.errors))
     gradients = (f"{percent(x.bits)} {'NaN' if x.rms is None else f'{x.rms:.1e}'}" for x in call.gradients.values())
-    bits, said = "" if call.bits is None else percent(call.bits), call.severity or ""
+    bits, severity = "" if call.bits is None else percent(call.bits), call.severity or ""
     mark = _MARKS.get(call.verdict or "", "")
     return [
         call.case,
-        _SHORT.get(said, said),
+        _SHORT.get(severity, severity),
         bits,
         f"{apart}{mark}",
         *numbers,

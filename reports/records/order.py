@@ -37,8 +37,8 @@ def kernel_places(runs: Sequence[Run]) -> dict[str, int]:
     First the users' own, then names such as `sdpa_flash`, then composed ones, `rule@plan`, in the suite's order.
     """
     users = {target.rpartition(":")[2] for run in runs for target in (run.options.get("kernel") or "").split()}
-    known = dict.fromkeys(plan for run in runs for plan in run.plans)
-    composed = {plan: place for place, plan in enumerate(known)}
+    plans = dict.fromkeys(plan for run in runs for plan in run.plans)
+    composed = {plan: place for place, plan in enumerate(plans)}
     names = {record.kernel for run in runs for record in run.records}
 
     def place(name: str) -> tuple[bool, bool, int, str]:

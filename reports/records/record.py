@@ -179,8 +179,8 @@ class LimitRecord(Data, frozen=True):
 
 def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool | None:
     """Tell whether measures keep to all limits of a check; None: none is broken, and one is not told."""
-    found = {limit.kept(measures) for limit in limits}
-    return False if False in found else None if None in found else True
+    answers = {limit.kept(measures) for limit in limits}
+    return False if False in answers else None if None in answers else True
 
 
 class CheckRecord(Data, frozen=True):
@@ -346,8 +346,8 @@ class Record(Data, frozen=True):
 
     def __post_init__(self) -> None:
         for name in EVIDENCE.keys() & self.evidence.keys():
-            known = convert(self.evidence[name], EVIDENCE[name], f"evidence.{name}")
-            structs.force_setattr(self, "evidence", {**self.evidence, name: known})
+            value = convert(self.evidence[name], EVIDENCE[name], f"evidence.{name}")
+            structs.force_setattr(self, "evidence", {**self.evidence, name: value})
 
     @property
     def passes(self) -> bool:
@@ -480,8 +480,8 @@ class Run(FileData, frozen=True):
         """Raise FieldError for a second record of a cell, what the file does not describe, a platform without name."""
         for name in ("cpu", "level"):
             convert(self.platform.get(name), str, f"platform.{name}")
-        probed, said = Mapping[str, Mapping[str, str | Number]], Mapping[str, str]
-        for name, kind in (("fingerprint", probed), ("evidence", said), ("assumed", said)):
+        probed, texts = Mapping[str, Mapping[str, str | Number]], Mapping[str, str]
+        for name, kind in (("fingerprint", probed), ("evidence", texts), ("assumed", texts)):
             convert(self.platform.get(name, {}), kind, f"platform.{name}")
         seen: set[str] = set()
         for number, record in enumerate(self.records):

@@ -108,8 +108,8 @@ def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
     earlier: list[tuple[Path, Any]] = []
     for path, data in files:
         name = data.run if isinstance(data, Run) and data.run is not None else data
-        for other, known in earlier:
-            if name == known:
+        for other, first in earlier:
+            if name == first:
                 raise UnreadableRecordsError(f"{path}: the same as in {other}; give each once")
         earlier.append((path, name))
 
@@ -153,11 +153,11 @@ def _check_schema(parts: dict[str, msgspec.Raw], kind: type[Data]) -> None:
     for name, other in _OTHERS.items():
         if name in parts and name not in kind.__struct_fields__:
             raise FieldError(other)
-    found = bytes(parts.get("schema", b"missing")).decode(errors="replace")
-    if found != str(SCHEMA):
-        newer = found.isdecimal() and int(found[:20]) > SCHEMA
+    schema = bytes(parts.get("schema", b"missing")).decode(errors="replace")
+    if schema != str(SCHEMA):
+        newer = schema.isdecimal() and int(schema[:20]) > SCHEMA
         cure = "update tiebreak" if newer else "make the file anew, or read it with the tiebreak that made it"
-        raise FieldError(f"{found:.20} is not {SCHEMA}, the one that this tiebreak reads: {cure}", "schema")
+        raise FieldError(f"{schema:.20} is not {SCHEMA}, the one that this tiebreak reads: {cure}", "schema")
 
 
 def one_line(text: str) -> str:

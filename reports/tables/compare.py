@@ -113,38 +113,38 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
 def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> list[Part]:
     """Return what `compare` shows: counts, then a table for every backend and format of the rows that are shown."""
     rows = [row for row in comparison.rows if row.agreement in shown]
-    told: list[Part] = [summary(comparison)]
+    shown_parts: list[Part] = [summary(comparison)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():
         names = (f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in group)
         lines = [[name, *cell_texts(row)] for name, row in zip(names, group, strict=True)]
-        told.append(Grid(["kernel, case", *comparison.labels], lines, title))
+        shown_parts.append(Grid(["kernel, case", *comparison.labels], lines, title))
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
-        told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
-    return [*told, *numbers(comparison), *([_LEGEND] if rows else [])]
+        shown_parts.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
+    return [*shown_parts, *numbers(comparison), *([_LEGEND] if rows else [])]
 
 
 def numbers(comparison: Comparison) -> Iterator[Part]:
     """Yield a table of cells that keep numbers of one kind, how far from the first run they are, and its legend."""
     kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
-    rows = [(row, own, next(filter(None, own))) for row, own in kept if any(own)]
+    rows = [(row, values, next(filter(None, values))) for row, values in kept if any(values)]
     for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():
         names = (f"{row.record.kernel}, {row.record.backend}, {row.record.format}" for row, *_ in group)
-        lines = [[name, *_apart(own, first)] for name, (_, own, first) in zip(names, group, strict=True)]
+        lines = [[name, *_apart(values, first)] for name, (_, values, first) in zip(names, group, strict=True)]
         yield Grid(["kernel", *comparison.labels], lines, title)
         yield "First their rms; of each other run the rms of the difference to that, and its mean with the sign."
 
 
 def _apart(kept: Sequence[Any], first: Any) -> Iterator[str]:
     """Yield a text a run."""
-    for own in kept:
-        if own is None or own.inputs != first.inputs:
-            yield "other inputs" if own else "missing"
+    for run in kept:
+        if run is None or run.inputs != first.inputs:
+            yield "other inputs" if run else "missing"
             continue
-        pairs = zip(own.values, first.values, strict=True)
-        values = [math.nan if None in pair else pair[0] - (pair[1] if own is not first else 0.0) for pair in pairs]
+        pairs = zip(run.values, first.values, strict=True)
+        values = [math.nan if None in pair else pair[0] - (pair[1] if run is not first else 0.0) for pair in pairs]
         rms = math.sqrt(sum(value**2 for value in values) / len(values))
-        yield f"{rms:.3g}" if own is first else f"{rms:.2g} ({sum(values) / len(values):+.1g})"
+        yield f"{rms:.3g}" if run is first else f"{rms:.2g} ({sum(values) / len(values):+.1g})"
 
 
 def summary(comparison: Comparison) -> str:
@@ -177,7 +177,7 @@ def _text(record: Record | None, largest: str | None) -> str:
 def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     """Put runs side by side: a row for every cell that any run has."""
     by_id = [{record.id: record for record in run.records} for run in runs]
-    known = {record.id: record for run in runs for record in run.records}
+    first_of = {record.id: record for run in runs for record in run.records}
     cases, kernels = list(cases_of(runs)), kernel_places(runs)
     largest = {kind: described.largest for run in runs for kind, described in run.experiments.items()}
 
@@ -185,8 +185,8 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
         return cell.backend, cell.format, cases.index(cell.case), kernels[cell.kernel]
 
     rows = []
-    for cell in sorted(known.values(), key=place):
-        records = tuple(own.get(cell.id) for own in by_id)
+    for cell in sorted(first_of.values(), key=place):
+        records = tuple(by_cell.get(cell.id) for by_cell in by_id)
         inputs = tuple(
             f"case v{each.case_version}, seed {each.seed}, {run.options.get('heads', '')} heads" if each else ""
             for each, run in zip(records, runs, strict=True)
@@ -199,21 +199,21 @@ def matched(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with one name for the kernel that each has alone; UsageError if one has none, or several."""
     kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
     shared = set(kernels[0]).intersection(*kernels)
-    own = [[name for name in names if name not in shared] for names in kernels]
-    if not any(own):
+    alone = [[name for name in names if name not in shared] for names in kernels]
+    if not any(alone):
         return list(runs)
-    for number, names in enumerate(own, start=1):
+    for number, names in enumerate(alone, start=1):
         if len(names) != 1:
-            found = ", ".join(names) or "none"
-            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
-    common = " -> ".join(name for (name,) in own)
+            listed = ", ".join(names) or "none"
+            raise UsageError(f"--match kernel: file {number} has {listed}; expected one kernel of its own in each file")
+    common = " -> ".join(name for (name,) in alone)
 
     def renamed(cell: Record) -> Record:
         return replace(cell, kernel=common, id=record_id(cell.backend, common, cell.case, cell.format))
 
     return [
         replace(run, records=tuple(renamed(cell) if cell.kernel == name else cell for cell in run.records))
-        for run, (name,) in zip(runs, own, strict=True)
+        for run, (name,) in zip(runs, alone, strict=True)
     ]
 
 

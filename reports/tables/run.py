@@ -64,10 +64,10 @@ def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) 
 
 def brief(records: Sequence[Record]) -> list[str]:
     """Return a line for cells that do not pass, about the first: what failed, and the first clause of why."""
-    told = [(each, next(iter(each.evidence.get("off", each.reasons)), "")) for each in records if each.fails]
+    failures = [(each, next(iter(each.evidence.get("off", each.reasons)), "")) for each in records if each.fails]
     lines = []
-    for (outcome, why), own in grouped(told, lambda pair: (pair[0].outcome, pair[1].partition("; ")[0])).items():
-        names = first_few([record.id for record, _ in own], _NAMED)
+    for (outcome, why), alike in grouped(failures, lambda pair: (pair[0].outcome, pair[1].partition("; ")[0])).items():
+        names = first_few([record.id for record, _ in alike], _NAMED)
         lines.append(shorten(f"{outcome} {names}: {why}", _BRIEF, placeholder=" ..."))
     return lines[:_LINES] + [f"and {len(lines) - _LINES} more"] * (len(lines) > _LINES)
 

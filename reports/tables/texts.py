@@ -131,16 +131,16 @@ def worst(changes: Mapping[str, records.ChangeRecord]) -> str:
 
 def rules_tables(run: records.Run) -> list[Part]:
     """Return the tables of a run, one for each backend, format and case, without records that no rule judged."""
-    asked = [record for record in run.records if answers_of(record)]
+    judged = [record for record in run.records if answers_of(record)]
     parts: list[Part] = []
-    for (backend, fmt, case), alike in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
-        told = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
+    for (backend, fmt, case), alike in grouped(judged, lambda each: (each.backend, each.format, each.case)).items():
+        answers = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
         rows = [["tiebreak", *map(plain_text, alike)]]
-        for name in dict.fromkeys(name for name, _ in told):
+        for name in dict.fromkeys(name for name, _ in answers):
             rows.append([name, *(_rule_text(answers_of(record).get(name)) for record in alike)])
         headers = ["rule", *(record.kernel for record in alike)]
         parts.append(Grid(headers, rows, f"{run.backend_text(backend)}, {fmt}: {case}"))
-        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in told if answer.needs)
+        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in answers if answer.needs)
     return [*parts, RULES_LEGEND] if parts else []
 
 
@@ -155,9 +155,9 @@ def _rule_text(answer: records.RuleAnswer | None) -> str:
 
 def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
     """Return the rules' verdicts on one record, in a line."""
-    told = [answer.passed for answer in answers.values() if answer.passed is not None]
+    verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
-    return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
+    return f"passes {sum(verdicts)} of {len(verdicts)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
 
 
 def share_text(answer: records.RuleAnswer) -> str:

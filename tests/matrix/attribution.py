@@ -78,7 +78,7 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     ours = o[:entries, :heads].float()
     if _share_of_bound(ours, some) <= 1.0:
         return {}
-    found: dict[str, float] = {}
+    explaining: dict[str, float] = {}
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
         emptied = _blind(slip.inputs) & ~_blind(some.inputs)
@@ -86,8 +86,8 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
             plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
             bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
-            found |= {slip.about: bits} if bits >= FOLLOWED else {}
-    return found
+            explaining |= {slip.about: bits} if bits >= FOLLOWED else {}
+    return explaining
 
 
 def _blind(inputs: AttentionInputs) -> Tensor:

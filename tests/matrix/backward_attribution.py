@@ -58,22 +58,22 @@ class BackwardHeldTo:
         """
         ratios = torch.stack([each.square / each.their_square / self._ways(name) for name, each in errors.items()])
         ratios = ratios.nan_to_num(nan=0.0, posinf=0.0).amax(0)  # NaN and Inf are told elsewhere
-        found = 0.0
+        largest = 0.0
         for head in ratios.argsort(descending=True).tolist():
-            if found > WORSE:
+            if largest > WORSE:
                 break
             if ratios[head] <= WORSE:
-                return max(found, ratios[head].item())
+                return max(largest, ratios[head].item())
             entry, key_head = divmod(head, batch.inputs.k.shape[1])
-            found = max(found, self._ratio_in_head(entry, key_head, gradients, o, batch))
-        return found
+            largest = max(largest, self._ratio_in_head(entry, key_head, gradients, o, batch))
+        return largest
 
     def _ratio_in_head(self, entry: int, head: int, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
         """Return the largest of three ratios in one key head: over the largest mean squared error of any pass."""
         entries, keys, groups = slice(entry, entry + 1), slice(head, head + 1), batch.inputs.groups
-        own = entries, slice(head * groups, keys.stop * groups)
-        alone = Gradients(gradients.dq[own], gradients.dk[entries, keys], gradients.dv[entries, keys])
-        emulation = _Emulation(batch.part(entries, keys), self.forward, o[own])
+        query_heads = entries, slice(head * groups, keys.stop * groups)
+        alone = Gradients(gradients.dq[query_heads], gradients.dk[entries, keys], gradients.dv[entries, keys])
+        emulation = _Emulation(batch.part(entries, keys), self.forward, o[query_heads])
         ours, exact = emulation.parts(alone), emulation.exact(self.like)
         tried = [_errors(ours, emulation.after(each), exact, groups) for each in self.alike]
         largest = {name: max(errors[name].their_square.item() for errors in tried) for name in GRADIENT_NAMES}

@@ -96,8 +96,8 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
         # How a product whose result is in 16 bits comes about is the device's library's own.
         if algorithm is STANDARD_ATTENTION or plan.qk.narrows or plan.o_bar.narrows:
             # What is cut into tiles has no long products.
-            own = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
-            declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in own}
+            changes_here = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
+            declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in changes_here}
     first: dict[Declaration, str] = {}  # of those that do the same: `as_printed_v1` is `safe` by another name
     for text, declaration in declarations.items():
         first.setdefault(nameless(declaration), text)

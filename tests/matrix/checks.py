@@ -87,21 +87,21 @@ def _check(name: str, about: str, ask: Callable[[Result], Answer | None], **desc
 _Limited = tuple[LimitRecord, str]
 
 
-def _where_there(measure: str, most: float, said: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
+def _where_there(measure: str, most: float, wording: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
     """Return a limit on a measure that not every cell has."""
-    return LimitRecord(measure, most, where=(*where, measure), **more), said
+    return LimitRecord(measure, most, where=(*where, measure), **more), wording
 
 
 def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
     """Answer not met where a needed number is missing, NaN, or beyond its limit."""
     numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     met, why = kept([limit for limit, _ in limited], result.recorded), []
-    for limit, said in limited:
+    for limit, wording in limited:
         if limit.kept(result.recorded) is not met or met is True:
             continue
         value, number = result.measures.get(limit.measure), numbers.get(limit.measure, math.nan)
         width = value.half_width if isinstance(value, Interval) else 0.0
-        text = said.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
+        text = wording.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
         if math.isnan(number):
             text = f"there is no number for {limit.measure}"
         elif met is None and isinstance(limit.most, float):
@@ -180,10 +180,10 @@ def _claim(result: Result) -> Answer | None:
     claims = result.claims
     if not claims:
         return None
-    said = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
-    fell = [f"claim fell: {said[claim]}" for claim in claims if claim.met is False]
+    wording = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
+    fell = [f"claim fell: {wording[claim]}" for claim in claims if claim.met is False]
     untold = [
-        f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy()}"
+        f"{result.heads} heads do not settle the claim: {wording[claim]}; {result.remedy()}"
         for claim in claims
         if claim.met is None
     ]

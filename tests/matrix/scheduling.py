@@ -158,9 +158,9 @@ def beyond(cells: Iterable[Cell]) -> frozenset[str]:
     """Return the ids of cells that a check leaves out by default: those that tell least, where there is a budget."""
     left_out = set[str]()
     slow = (cell for cell in cells if cell.backend.budget is not None)
-    for own in grouped(slow, lambda cell: (cell.backend.name, cell.kernel.name)).values():
-        left = _LISTED * (own[0].backend.budget or math.inf)
-        for cell in sorted(own, key=rank):
+    for group in grouped(slow, lambda cell: (cell.backend.name, cell.kernel.name)).values():
+        left = _LISTED * (group[0].backend.budget or math.inf)
+        for cell in sorted(group, key=rank):
             if (seconds := expected(cell)) > left:
                 left_out.add(cell.id)
             else:

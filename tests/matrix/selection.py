@@ -60,13 +60,13 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     if selection.features is not None:
         experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
     for experiment in experiments:
-        own = experiment.formats() if experiment.options else None  # of captured tensors: someone has named a folder
-        if own is not None and not set(own) & set(formats):
-            advice = f"{experiment.name} is in {own[0].name}; add that, or leave it out with --cases"
+        fixed_formats = experiment.formats() if experiment.options else None  # of captured tensors: a folder is named
+        if fixed_formats is not None and not set(fixed_formats) & set(formats):
+            advice = f"{experiment.name} is in {fixed_formats[0].name}; add that, or leave it out with --cases"
             raise UsageError(f"--dtype {selection.formats}: {advice}")
     named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
-    asked = (SelectionContext(pairs, running, fmt, *named, selection.emulated_backward) for fmt in formats)
-    selected = [cell for each in asked for cell in cells_of(experiments, each)]
+    contexts = (SelectionContext(pairs, running, fmt, *named, selection.emulated_backward) for fmt in formats)
+    selected = [cell for each in contexts for cell in cells_of(experiments, each)]
     if not selected:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
         raise UsageError(f"no cell is left: {hints}")
@@ -96,17 +96,17 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
     return [each for each in added if each is not None]
 
 
-def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
+def cells_of(experiments: Iterable[Experiment], context: SelectionContext) -> list[Cell]:
     """Return the cells of experiments: each with kernels of its own kind and those of none."""
     owners: dict[tuple[str, str], set[str]] = {}
-    for kind, backend in product(kinds(), asked.backends):
+    for kind, backend in product(kinds(), context.backends):
         for name in kinds()[kind].kernels(backend):
             owners.setdefault((backend.name, name), set()).add(kind)
     contexts = {}
     for kind in kinds():
-        pairs = [(at, it) for at, it in asked.pairs if kind in owners.get((at.name, it.name), {kind})]
-        contexts[kind] = replace(asked, pairs=pairs)
-    return [Cell(*pair, each, asked.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
+        pairs = [(at, it) for at, it in context.pairs if kind in owners.get((at.name, it.name), {kind})]
+        contexts[kind] = replace(context, pairs=pairs)
+    return [Cell(*pair, each, context.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
 
 
 def check_usable(chosen: Iterable[Cell]) -> None:
@@ -160,13 +160,13 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     if selection.kernels is not None:
         kernels = [kernel.name for backend in backends for kernel in backend.kernels()]
         trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
-        known = list(dict.fromkeys([*kernels, *trained]))
+        kernels_known = list(dict.fromkeys([*kernels, *trained]))
         listed = "any rule@plan is one, and `tiebreak list kernels` names"
         for name in split(selection.kernels):
             if not matching(name, names):
-                raise UsageError(f"--kernels: {unknown('kernel', name, known, listed)}")
+                raise UsageError(f"--kernels: {unknown('kernel', name, kernels_known, listed)}")
         if not names:
-            raise UsageError(f"--kernels: {none_named('kernel', known, listed)}")
+            raise UsageError(f"--kernels: {none_named('kernel', kernels_known, listed)}")
     for _, kernel in external:
         if kernel.name in names:
             target = " ".join(kernel.origin[:2])
@@ -178,8 +178,8 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     """Return users' kernels on every chosen device; the emulation runs only the suite's code."""
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
-        known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
-        raise UsageError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
+        known_names = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
+        raise UsageError(f"a kernel of your own runs on a device, not in the emulation: --backend {known_names}")
     try:
         named = [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
         kernels = distinct_names(named)

@@ -59,16 +59,16 @@ def settled(cell: Cell, bench: Workbench) -> Settled:
         return Settled("what it declares", kernel.declaration.label)
     key = backend.name, kernel.name, cell.fmt.name
     if key not in bench.settled:
-        asked = asking(cell, bench)
-        bench.settled[key] = _once(bench.shared, "-".join(key), lambda: _settle(asked, bench.settings.seed))
+        probed = asking(cell, bench)
+        bench.settled[key] = _once(bench.shared, "-".join(key), lambda: _settle(probed, bench.settings.seed))
     return bench.settled[key]
 
 
 def asking(cell: Cell, bench: Workbench) -> ProbedKernel:
     """Return a cell's kernel with its outputs in this process."""
     key = cell.backend.name, cell.kernel.name, cell.fmt.name
-    asked: ProbedKernel = bench.asked.setdefault(key, ProbedKernel(cell.backend, cell.kernel, cell.fmt))
-    return asked
+    probed: ProbedKernel = bench.asked.setdefault(key, ProbedKernel(cell.backend, cell.kernel, cell.fmt))
+    return probed
 
 
 def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settled:
@@ -80,8 +80,8 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
         return make()
     made, owner = (file_of(folder, name, kind) for kind in ("settled", "owner"))
     while not made.exists():
-        with _owned(owner) as own:
-            if own:
+        with _owned(owner) as owns:
+            if owns:
                 try:
                     _share(made, make())
                 except Exception as error:
@@ -94,9 +94,9 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
     return msgspec.json.decode(made.read_bytes(), type=Settled)
 
 
-def _share(file: Path, found: Settled) -> None:
+def _share(file: Path, settled: Settled) -> None:
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(msgspec.json.encode(found))
+    part.write_bytes(msgspec.json.encode(settled))
     part.replace(file)
 
 
@@ -132,26 +132,26 @@ def _alive(owner: Path) -> bool:
     return True
 
 
-def _settle(asked: ProbedKernel, seed: int) -> Settled:
+def _settle(probed: ProbedKernel, seed: int) -> Settled:
     """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells report the error."""
     try:
-        answers = designed_answers(asked)
-        followed, known = explaining(asked, answers), f"{asked.backend.evidence} on {counted(len(answers), 'input')}"
+        answers = designed_answers(probed)
+        followed, known = explaining(probed, answers), f"{probed.backend.evidence} on {counted(len(answers), 'input')}"
     except Exception as error:
-        if asked.backend.poisoned():
+        if probed.backend.poisoned():
             raise
         followed, known = None, f"nothing: {first_line(error)}"
     if followed is not None:
-        return Settled(known, followed, backward=_backward(asked, followed, seed))
+        return Settled(known, followed, backward=_backward(probed, followed, seed))
     try:
-        return Settled(known, candidates=on_normal_numbers(asked, seed))
+        return Settled(known, candidates=on_normal_numbers(probed, seed))
     except Exception:  # its cells say what it was
-        if asked.backend.poisoned():
+        if probed.backend.poisoned():
             raise
         return Settled(known)
 
 
-def designed_answers(asked: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
+def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
     """Return a kernel's outputs on the designed inputs, where they can tell anything; it may raise anything.
 
     Raises:
@@ -160,13 +160,13 @@ def designed_answers(asked: ProbedKernel, tell: Callable[[str], None] = lambda l
     answers = []
     for designed in DESIGNED:
         tell(f"asking {designed.name}")
-        if (answer := asked.ask(designed)) is not None:
+        if (answer := probed.ask(designed)) is not None:
             answers.append(answer)
     if len(answers) < _LEAST:
-        why = next(iter(asked.refused.values()), "none is for this format")
+        why = next(iter(probed.refused.values()), "none is for this format")
         raise UnidentifiedError(f"it takes {counted(len(answers), 'input')} of {len(DESIGNED)}: {why}")
-    again = [] if asked.backend.repeats(asked.kernel) else answers
-    if unsteady := next((each.name for each in again if equal_bits(each.o, asked.run(each.inputs)) < 1.0), None):
+    again = [] if probed.backend.repeats(probed.kernel) else answers
+    if unsteady := next((each.name for each in again if equal_bits(each.o, probed.run(each.inputs)) < 1.0), None):
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     if not any(answer.o.isfinite().any() for answer in answers):
         raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
@@ -179,30 +179,30 @@ def unexplained(answers: Sequence[DesignedOutput], plan: Declaration) -> dict[st
     return {name: share for name, share in missed.items() if share > DESIGNED_MISSED}
 
 
-def explaining(asked: ProbedKernel, answers: Sequence[DesignedOutput]) -> str | None:
+def explaining(probed: ProbedKernel, answers: Sequence[DesignedOutput]) -> str | None:
     """Return the accepted plan that explains every designed input and misses least; None: there is none."""
     first = [answer for answer in answers if answer.name in BINDING]
-    known = accepted(on_device(asked.backend), Formats.of(asked.fmt))
-    explain = [name for name, plan in known.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
+    plans = accepted(on_device(probed.backend), Formats.of(probed.fmt))
+    explain = [name for name, plan in plans.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
 
     def cost(name: str) -> float:
-        told = (each.missed(known[name]) for each in answers if each.name not in OF_SUMS)
+        told = (each.missed(plans[name]) for each in answers if each.name not in OF_SUMS)
         return sum(math.log1p(share / _LOST) for share in told)
 
     return min(explain, key=cost, default=None)
 
 
-def on_normal_numbers(asked: ProbedKernel, seed: int) -> tuple[str, ...]:
+def on_normal_numbers(probed: ProbedKernel, seed: int) -> tuple[str, ...]:
     """Return the accepted plan with the most bits; if O may have random bits, all that have; none without an output."""
-    known, answers = accepted(on_device(asked.backend), Formats.of(asked.fmt)), _on(asked, len(NORMAL), seed)
-    total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in answers) for name, plan in known.items()}
+    plans, answers = accepted(on_device(probed.backend), Formats.of(probed.fmt)), _on(probed, len(NORMAL), seed)
+    total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in answers) for name, plan in plans.items()}
     best = max(total, key=total.__getitem__)
-    if answers and total[best] < FOLLOWED * len(answers) and _random(asked, answers[0][1].inputs):
-        law = {name: plan for name, plan in known.items() if is_random(plan)} | MATCHED_BY_ERROR_SIZE
-        return (_of_its_law(asked.fmt, law, _on(asked, len(_ASKED), seed)),)
+    if answers and total[best] < FOLLOWED * len(answers) and _random(probed, answers[0][1].inputs):
+        law = {name: plan for name, plan in plans.items() if is_random(plan)} | MATCHED_BY_ERROR_SIZE
+        return (_of_its_law(probed.fmt, law, _on(probed, len(_ASKED), seed)),)
     if not answers or total[best] >= RANDOM * len(answers):
         return (best,) if answers else ()
-    return tuple(name for name in total if known[name].plan.stochastic)
+    return tuple(name for name in total if plans[name].plan.stochastic)
 
 
 @lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them
@@ -210,15 +210,15 @@ def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
     return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
 
 
-def _on(asked: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
+def _on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
     """Return the outputs on so many inputs, without those that it can't run."""
     answers = []
     for at in range(number):
-        emulated = _emulated(at, asked.fmt, seed)
+        emulated = _emulated(at, probed.fmt, seed)
         try:
-            answer = asked.answer(_ASKED[at].name, emulated.inputs)
+            answer = probed.answer(_ASKED[at].name, emulated.inputs)
         except Exception:  # the cell of that case says what it raised
-            if asked.backend.poisoned():
+            if probed.backend.poisoned():
                 raise
             continue
         if answer is not None and answer.o.isfinite().any():
@@ -226,7 +226,7 @@ def _on(asked: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emula
     return answers
 
 
-def _random(asked: ProbedKernel, inputs: AttentionInputs) -> bool:
+def _random(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
     """Return whether equal rows differ, of one head or of equal heads, or equal calls do.
 
     O of one row may lie far from where its bits turn. So every head has a row of its own first.
@@ -235,8 +235,8 @@ def _random(asked: ProbedKernel, inputs: AttentionInputs) -> bool:
     rows = replace(inputs, q=q, causal=False)
     q, k, v = (x[:1, :1].expand_as(x).contiguous() for x in (q, inputs.k, inputs.v))
     alike = replace(rows, q=q, k=k, v=v)
-    own, first, again = map(asked.run, (rows, alike, alike))
-    pairs = (own[:, :, 1:], own[:, :, :1]), (first, first[:1, :1, :1]), (again, first[:1, :1, :1])
+    owns, first, again = map(probed.run, (rows, alike, alike))
+    pairs = (owns[:, :, 1:], owns[:, :, :1]), (first, first[:1, :1, :1]), (again, first[:1, :1, :1])
     return any((o != like).any(-1).double().mean().item() > _OTHER_ROWS for o, like in pairs)
 
 
@@ -254,13 +254,13 @@ def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence
     return min(apart, key=apart.__getitem__)
 
 
-def _backward(asked: ProbedKernel, followed: str, seed: int) -> tuple[str, int] | None:
+def _backward(probed: ProbedKernel, followed: str, seed: int) -> tuple[str, int] | None:
     """Return the backward pass that gradients on normal numbers come from, if there are any."""
-    if not asked.kernel.has_backward:
+    if not probed.kernel.has_backward:
         return None
-    forward, inputs = on_device(asked.backend)[followed], NORMAL[0].make(seed, 0, HEADS, asked.fmt)
+    forward, inputs = on_device(probed.backend)[followed], NORMAL[0].make(seed, 0, HEADS, probed.fmt)
     batch = SharedBatch(inputs, reference(inputs))
     with suppress(Exception):  # the cells with gradients say what the kernel raised
-        output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
+        output = probed.backend.run(probed.kernel, batch.inputs, gradients=True)
         return None if output.gradients is None else backward_pass_of(output.gradients, output.o, forward, batch)
     return None

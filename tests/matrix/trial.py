@@ -35,8 +35,8 @@ def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> s
     None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be tried;
     else what it was tried with and how it failed: a reason to skip the cell. What left its device beyond use is raised.
     """
-    asked = kernel.undeclared(inputs)
-    if asked is None:
+    undeclared = kernel.undeclared(inputs)
+    if undeclared is None:
         return None
     small = inputs.part(slice(1))
     failure = _failure(backend, kernel, small)
@@ -47,7 +47,7 @@ def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> s
         and _failure(backend, kernel, plainer) is None
     ):
         return None  # what it does say that it takes is to blame
-    return f"tried with {asked}, it {failure}"
+    return f"tried with {undeclared}, it {failure}"
 
 
 def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:

@@ -88,16 +88,16 @@ class Progress:
 
     def end(self, name: str, seconds: float | None) -> None:
         """Count a cell, and the seconds that it took; None: it did not run."""
-        known = self.left.pop(name)
+        expected = self.left.pop(name)
         if seconds is not None:
-            self.pace.add(known, seconds)
+            self.pace.add(expected, seconds)
 
     @property
     def seconds(self) -> float:
         """About how many seconds the rest takes."""
         moment = now()
         took = {name: moment - begun for name, begun in self.begun.items()}
-        left = [max(self.pace.of(known) - took.get(name, 0.0), 0.0) for name, known in self.left.items()]
+        left = [max(self.pace.of(expected) - took.get(name, 0.0), 0.0) for name, expected in self.left.items()]
         return min(max(sum(left) / self.processes, max(left, default=0.0)), self.budget.deadline - moment)
 
     def __str__(self) -> str:
@@ -195,5 +195,5 @@ def timed_out(file: Path) -> TimedOut | None:
     if clock is None:
         return TimedOut(f"no result after {float(text.split()[0]):g} s of CPU time{at}", True)
     hours, minutes, seconds = map(float, clock.groups())
-    own = any(file.endswith(_CALLS) for file, _, _ in frames)
-    return TimedOut(f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}", own)
+    in_users_code = any(file.endswith(_CALLS) for file, _, _ in frames)
+    return TimedOut(f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}", in_users_code)

@@ -108,8 +108,8 @@ def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
     """Replace the target by the first of each class of configurations."""
 
     def look(targets: list[str]) -> Looks:
-        asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
-        _, printed = _run(asked, collected := _Follower(follower.stream), "--collect-only")
+        arguments = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
+        _, printed = _run(arguments, collected := _Follower(follower.stream), "--collect-only")
         if collected.collector is None:
             raise UsageError(_refusal(printed))
         follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
@@ -118,7 +118,7 @@ def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
     if options.targets[1:]:
         raise UsageError(f"--configs: {len(options.targets)} targets; name one")
     follower.configurations = Configurations(options.targets[0], options.configs, look)
-    options.targets = [own[0] for own in follower.configurations.classes]
+    options.targets = [members[0] for members in follower.configurations.classes]
 
 
 def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
@@ -165,8 +165,8 @@ class _Follower:
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
         """Return the verdicts on a run, with what made it fail though no cell did."""
         assert self.collector is not None
-        found = verdicts(run, command, self.collector.failures)
-        return found if self.configurations is None else self.configurations.judged(found)
+        results = verdicts(run, command, self.collector.failures)
+        return results if self.configurations is None else self.configurations.judged(results)
 
     def report(self, run: Run, *, verbose: bool) -> str:
         """Return the verdicts, every failed cell, and what else made the run fail; `verbose`: with the tables."""

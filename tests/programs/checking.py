@@ -74,8 +74,8 @@ def check(
 
 def _backend_on(device: str) -> str:
     """Return the backend that computes on a device itself."""
-    known = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
-    backends = {each.device: each.name for each in known if each.composed and not each.predicts}
+    candidates = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
+    backends = {each.device: each.name for each in candidates if each.composed and not each.predicts}
     return backends.get(kind := device.partition(":")[0], PREFIX + kind)
 
 

@@ -38,8 +38,8 @@ class Configurations:
                 Tuning.left.clear()
                 look([target])
                 left = Tuning.left.items()
-                words += [f"[{kernel}.{own}]" for kernel, known in left if len(known) > 1 for own in known]
-                self.merged = sum(len(own) - 1 for _, known in left for own in known.values())
+                words += [f"[{kernel}.{members}]" for kernel, known in left if len(known) > 1 for members in known]
+                self.merged = sum(len(members) - 1 for _, known in left for members in known.values())
         targets = [target + each for each in dict.fromkeys(words or [""] * bool(self.merged))]
         looks = look(targets) if targets else {}
         self.bits = {name: bits for name, bits in looks.items() if {*bits.values()} != {_REFUSED}} or looks
@@ -51,7 +51,7 @@ class Configurations:
 
     def telling(self) -> list[str]:
         """Return calls that tell all classes apart, each the one that splits most: greedy, so perhaps not minimal."""
-        left, chosen, bits = set(combinations([own[0] for own in self.classes], 2)), list[str](), self.bits
+        left, chosen, bits = set(combinations([members[0] for members in self.classes], 2)), list[str](), self.bits
         while left:
             parts = {at: {(a, b) for a, b in left if bits[a][at] != bits[b][at]} for at in next(iter(bits.values()))}
             chosen.append(max(parts, key=lambda at: len(parts[at])))
@@ -67,11 +67,11 @@ class Configurations:
         text += f"; refused on every call: {' '.join(self.refused)}" * bool(self.refused)
         findings = [Finding("configs", text, tuple(apart))]
         ranked = worst_first(verdicts)
-        for verdict, own in product(ranked, self.classes):
-            names = [name.removeprefix(self.target) for name in own]
+        for verdict, members in product(ranked, self.classes):
+            names = [name.removeprefix(self.target) for name in members]
             if verdict.kernel.endswith(names[0]):
-                told = [finding.text for finding in verdict.findings if finding.name in ("biased", "rounding")]
-                findings.append(Finding("equal bits", "; ".join([f"{' '.join(names)}: {verdict.statement}", *told])))
+                texts = [finding.text for finding in verdict.findings if finding.name in ("biased", "rounding")]
+                findings.append(Finding("equal bits", "; ".join([f"{' '.join(names)}: {verdict.statement}", *texts])))
         return [replace(ranked[0], findings=(*findings, *ranked[0].findings)), *ranked[1:]]
 
 
@@ -80,9 +80,9 @@ def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
     looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
     for cell in cells:
         if isinstance(call := cell.experiment, OneCall) and cell.kernel.external:
-            own = looks.setdefault(cell.kernel.origin[1], {})
+            by_call = looks.setdefault(cell.kernel.origin[1], {})
             with threads(1), own_randomness(seed):
-                own[call.name] = (*own.get(call.name, ()), *_bits(cell, call, bench))
+                by_call[call.name] = (*by_call.get(call.name, ()), *_bits(cell, call, bench))
     return looks
 
 

@@ -73,8 +73,8 @@ class Told:
     @property
     def package(self) -> str:
         """The package with its version; where it was found in another one, with that too."""
-        found = self.finding.version if self.version not in ("", self.finding.version) else ""
-        return f"{self.finding.package} {self.version}".strip() + (f" (found in {found})" if found else "")
+        tested = self.finding.version if self.version not in ("", self.finding.version) else ""
+        return f"{self.finding.package} {self.version}".strip() + (f" (found in {tested})" if tested else "")
 
 
 def known_findings() -> list[KnownFinding]:
@@ -96,16 +96,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fail-if-present", metavar="ID,...", default="", help=failing)
     options = parser.parse_args(arguments)
     rows = known_findings()
-    known = {each.id: each for each in rows if each.script}
-    named = partial(pick, "finding", known=known, listed="`tiebreak findings` names")
-    asked = named(",".join(options.ids) or "*", flag="ID")
+    by_id = {each.id: each for each in rows if each.script}
+    named = partial(pick, "finding", known=by_id, listed="`tiebreak findings` names")
+    chosen = named(",".join(options.ids) or "*", flag="ID")
     failing_ids = named(options.fail_if_present, flag="--fail-if-present") if options.fail_if_present else []
-    told = []
-    for name in dict.fromkeys((*asked, *failing_ids)):
+    answers = []
+    for name in dict.fromkeys((*chosen, *failing_ids)):
         terminal.say(name)
-        told.append(asked_for(known[name]))
-    terminal.show("\n".join(_lines(told, len(rows) - len(known))))
-    bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.NOT_TOLD)]
+        answers.append(asked_for(by_id[name]))
+    terminal.show("\n".join(_lines(answers, len(rows) - len(by_id))))
+    bad = [each.finding.id for each in answers if each.state in (State.PRESENT, State.NOT_TOLD)]
     if fell := [name for name in failing_ids if name in bad]:
         terminal.show(f"FELL: {', '.join(fell)} by --fail-if-present")
     return FELL if fell else HELD
@@ -139,10 +139,10 @@ def installed(package: str) -> Iterator[tuple[str, str]]:
             yield root, distribution.version.partition("+")[0]
 
 
-def _lines(told: Sequence[Told], unchecked: int) -> Iterator[str]:
+def _lines(answers: Sequence[Told], unchecked: int) -> Iterator[str]:
     """Yield a line for each, the worst first, and below it why, or what its script printed last."""
-    package = max(len(each.package) for each in told)
-    for each in sorted(told, key=lambda each: list(State).index(each.state)):
+    package = max(len(each.package) for each in answers)
+    for each in sorted(answers, key=lambda each: list(State).index(each.state)):
         yield f"{each.state.value:15}{each.finding.id:24}{each.package:{package + 2}}{each.finding.title}"
         if each.why:
             yield f"{'':15}{each.why}"

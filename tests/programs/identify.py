@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 identity = identify(ProbedKernel(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
             except Exception as error:  # whatever the kernel raises
-                known = isinstance(error, UnidentifiedError)
-                failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
+                is_unidentified = isinstance(error, UnidentifiedError)
+                failures[kernel.name] = str(error) if is_unidentified else f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
                 if options.json != terminal.STDOUT:

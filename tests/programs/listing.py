@@ -23,24 +23,24 @@ _INPUT = "; a failure input"
 
 def groups() -> dict[str, dict[str, Experiment]]:
     """Return experiments by group and name; calls first."""
-    found: dict[str, dict[str, Experiment]] = {}
+    by_group: dict[str, dict[str, Experiment]] = {}
     for kind in sorted(kinds().values(), key=lambda kind: kind.name != OneCall.kind):
         for each in kind.offered(None, cases_named=True):
             heading = each.described().group or kind.described.about
-            asked = ": where --experiments or --cases names it" if kind.on_request else ""
-            found.setdefault(heading + asked, {})[each.name] = each
-    return found
+            condition = ": where --experiments or --cases names it" if kind.on_request else ""
+            by_group.setdefault(heading + condition, {})[each.name] = each
+    return by_group
 
 
 def cases(arguments: Sequence[str]) -> int:
     """Print the cases that a command line names."""
-    known = {name: each for group in groups().values() for name, each in group.items()}
+    experiments = {name: each for group in groups().values() for name, each in group.items()}
     about = "Inputs and short training runs that kernels are put through."
-    if named := chosen("case", about, arguments, known):
-        print("\n\n".join("\n".join(described(known[name])) for name in named))
+    if named := chosen("case", about, arguments, experiments):
+        print("\n\n".join("\n".join(described(experiments[name])) for name in named))
         return HELD
     lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
-             for name, each in known.items() for it in [each.described()]}  # fmt: skip
+             for name, each in experiments.items() for it in [each.described()]}  # fmt: skip
     _print(
         {heading: {name: lines[name] for name in group} for heading, group in groups().items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",

@@ -145,22 +145,22 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
     spec = importlib.util.find_spec("tiebreak")
     assert spec is not None
     assert spec.origin is not None
-    init, told = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
-    version = told[1] if told else "of unknown version"
-    own = sorted(init.parent.glob("*.py"))  # the package itself, beside its rooms
-    folder = home / f"suite-{hashlib.sha256(f'{own} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
+    init, release = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
+    version = release[1] if release else "of unknown version"
+    modules = sorted(init.parent.glob("*.py"))  # the package itself, beside its rooms
+    folder = home / f"suite-{hashlib.sha256(f'{modules} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
     script = folder / "python"
     if script.exists():
         return script
     with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
         whole = Path(partial, "whole")
         (whole / "tiebreak").mkdir(parents=True)
-        for file in own:
+        for file in modules:
             (whole / "tiebreak" / file.name).symlink_to(file)
         for room in _ROOMS:
-            found = importlib.util.find_spec(f"tiebreak.{room}")
-            if found is not None and found.submodule_search_locations:
-                (whole / "tiebreak" / room).symlink_to(Path(found.submodule_search_locations[0]).resolve())
+            spec_of_room = importlib.util.find_spec(f"tiebreak.{room}")
+            if spec_of_room is not None and spec_of_room.submodule_search_locations:
+                (whole / "tiebreak" / room).symlink_to(Path(spec_of_room.submodule_search_locations[0]).resolve())
         distribution = importlib.metadata.distribution("tiebreak")
         metadata = f"tiebreak-{distribution.version}.dist-info"
         (whole / metadata).symlink_to(Path(str(distribution.locate_file(metadata))).resolve())

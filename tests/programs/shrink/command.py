@@ -123,10 +123,10 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
     fmt = FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
-        known = {case.name: case for case in (*captured, *SCRIPTED)}
-        if options.case not in known:
-            raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
-        case = known[options.case]
+        cases = {case.name: case for case in (*captured, *SCRIPTED)}
+        if options.case not in cases:
+            raise UsageError(f"--case: {unknown('case', options.case, cases, '`tiebreak list cases` names')}")
+        case = cases[options.case]
         if case.fixed_heads is not None and fmt not in case.fixed_heads.formats:
             raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.fixed_heads.formats[0].name}")
         inputs = case.make(options.seed, 0, options.heads, fmt)
@@ -141,14 +141,14 @@ def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
     """Return the check to keep, the sign of the bias, and one line about what was found."""
     mean, biased = whole.mean_error
     bias = f"mean error of O {mean:+.3f} ulp"
-    found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
-    found |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
-    for name, about in found.items():
+    symptoms = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
+    symptoms |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
+    for name, about in symptoms.items():
         if options.check in (None, name):
             return name, 1.0 if mean > 0 else -1.0, about
     what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
     measured = f"{bias}; {'biased' if biased else 'unbiased or not settled'}"
-    measured += f", finite {'finite' not in found}, within the bound {'bound' not in found}"
+    measured += f", finite {'finite' not in symptoms}, within the bound {'bound' not in symptoms}"
     raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
 
 

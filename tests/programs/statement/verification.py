@@ -77,27 +77,27 @@ class Judged:
         return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
 
 
-def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
+def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
-    settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
-    known, found = list[Judged](), list[str]()
+    settings, kernels = _settings(run, profile), dict[tuple[str, str], Kernel]()
+    cells, faults = list[Judged](), list[str]()
     for record in run.records:
         try:
-            known.append(Judged(record, _cell(record, run, kernels), settings))
+            cells.append(Judged(record, _cell(record, run, kernels), settings))
         except ValueError as error:
-            found.append(f"{record.id}: {error}")
-    found += _run_faults(run, known)
-    return known, found + [f"{each.record.id}: {text}" for each in known for text in _record_faults(each, run)]
+            faults.append(f"{record.id}: {error}")
+    faults += _run_faults(run, cells)
+    return cells, faults + [f"{each.record.id}: {text}" for each in cells for text in _record_faults(each, run)]
 
 
-def _settings(run: Run, asked: Profile) -> Settings:
+def _settings(run: Run, profile: Profile) -> Settings:
     """Return the command-line settings that all cells of a run share."""
     words = run.records[0].command.split() if run.records else []
     where = words[1 : words.index("--backend")] if "--backend" in words else []
     fair, rounded = bool(run.options.get("fair")), run.options.get("no-worse-than") == "rounded"
     timeout = str(run.options.get("cell-timeout") or "")
     seconds = float(timeout) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", timeout) else None
-    return Settings(asked.seed, asked.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
+    return Settings(profile.seed, profile.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
@@ -105,9 +105,9 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
     formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
     of_torch = {record.backend: torch_device(record.backend)} if record.backend.startswith(PREFIX) else {}
     backends = {**BACKENDS, **of_torch}
-    for field, known in (("backend", backends), ("experiment", kinds()), ("format", formats)):
-        if (said := getattr(record, field)) not in known:
-            raise ValueError(f"{field}: {said}: the suite has no such {field}")
+    for field, cells in (("backend", backends), ("experiment", kinds()), ("format", formats)):
+        if (value := getattr(record, field)) not in cells:
+            raise ValueError(f"{field}: {value}: the suite has no such {field}")
     name, *features = record.case.split(JOINED)
     experiment = _offered(record.experiment).get(name)
     if experiment is not None and features:
@@ -128,7 +128,7 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
     """Return the kernel of a record; a user's, or another machine's, is replaced by its declaration."""
-    words, own = record.command.split(), ABSENT
+    words, stand_in = record.command.split(), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
         begins = words.index("--kernel")
@@ -136,51 +136,51 @@ def _kernel(record: Record, backend: Backend) -> Kernel:
         origin = words[begins:ends]
     else:
         with suppress(ValueError):
-            own = kinds()[record.experiment].kernels(backend).get(record.kernel) or backend.kernel(record.kernel)
-    if own.composed:
-        return own
-    declared = own.declaration
+            stand_in = kinds()[record.experiment].kernels(backend).get(record.kernel) or backend.kernel(record.kernel)
+    if stand_in.composed:
+        return stand_in
+    declared = stand_in.declaration
     if record.plan != (declared and declared.label):  # as a vendor's may on another processor
         declared = None if record.plan is None else parse_declaration(record.plan)
-    return replace(own, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
+    return replace(stand_in, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
 
 
-def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
+def _run_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
     """Yield statements of a run that neither its records nor the suite support."""
-    where = known[0].settings.matrix if known else _INSTALLED
+    where = cells[0].settings.matrix if cells else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
         yield f"command: pytest {' '.join(where)}: not where the cells are"
     named, brought = run.options.get("kernel"), any(map(is_users, run.records))
     if bool(named) is not brought:
         yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
-    for backend in {each.cell.backend.name: each.cell.backend for each in known}.values():
+    for backend in {each.cell.backend.name: each.cell.backend for each in cells}.values():
         either = {BITS_OF_INSTRUCTIONS: backend.bits}  # which of them, the processor tells
-        said, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
-        if said != ours:
-            yield f"platform.evidence.{backend.name}: {said}, and the suite says {ours}"
+        in_record, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
+        if in_record != ours:
+            yield f"platform.evidence.{backend.name}: {in_record}, and the suite says {ours}"
     try:
         refuse_wrong(stated(run.options))
     except UsageError as error:
         yield f"options: {error}"
-    if len(known) == len(run.records):  # else it can't be described
-        own = described(run, {each.record.id: each.cell for each in known})
+    if len(cells) == len(run.records):  # else it can't be described
+        expected = described(run, {each.record.id: each.cell for each in cells})
         for table in ("measures", "checks", "cases", "experiments", "explanations", "plans"):
-            ours, theirs = getattr(own, table), getattr(run, table)
+            ours, theirs = getattr(expected, table), getattr(run, table)
             for name in sorted(ours.keys() | theirs.keys()):
                 if ours.get(name) != theirs.get(name):
                     yield f"{table}.{name}: not as the suite describes it"
-        yield from _narrowing_faults(run, known)
+        yield from _narrowing_faults(run, cells)
 
 
-def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
+def _narrowing_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
     """Yield narrowings of a run that its options, or the cells that pytest's own leave, do not explain."""
     of_pytest = [frozenset(each.names) for each in run.narrowing if each.field == "id"]
     if of_pytest not in ([], [frozenset(record.id for record in run.records)]):
         yield "narrowing: its cells are not those of the records"
-    own = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in known], ())}
-    said = {each.field: each for each in run.narrowing if each.field != "id"}
-    for field in sorted(own.keys() | said.keys()):
-        ours, theirs = own.get(field), said.get(field)
+    implied = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in cells], ())}
+    in_file = {each.field: each for each in run.narrowing if each.field != "id"}
+    for field in sorted(implied.keys() | in_file.keys()):
+        ours, theirs = implied.get(field), in_file.get(field)
         if ours is None or theirs is None or ours.given != theirs.given:
             yield f"narrowing: {field}: not what the options come to"
         elif extra := {*theirs.names} - {*ours.names} if not of_pytest else {*ours.names} - {*theirs.names}:
@@ -249,13 +249,13 @@ def _answer_faults(record: Record, result: Result) -> Iterator[str]:
     answers = ask_all(result)
     yield from (f"answers.{name}: asked, and such a cell is not" for name in record.answers if name not in answers)
     for name, answer in answers.items():
-        told = record.answers.get(name)
-        if told is None:
+        given = record.answers.get(name)
+        if given is None:
             yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
-        elif told.met is not answer.met:
-            yield f"answers.{name}: {_MET[told.met]}, and its measures say {_MET[answer.met]}"
-        elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY:
-            yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
+        elif given.met is not answer.met:
+            yield f"answers.{name}: {_MET[given.met]}, and its measures say {_MET[answer.met]}"
+        elif (given.asked, given.source) != (answer.asked, answer.source) and name != ACCURACY:
+            yield f"answers.{name}: asks for {given.asked}, and such a cell for {answer.asked}"
 
 
 def _call_result(judged: Judged, case: Case) -> Result:
@@ -290,15 +290,15 @@ def _call_result(judged: Judged, case: Case) -> Result:
 
 def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
     """Yield a case's claims about a kernel. A record does not tell a user's tiles, which may decide them."""
-    record, kernel, told = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
+    record, kernel, answer = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
     tiled = tilings(kernel.declaration) if kernel.declaration is not None and kernel.external else [kernel.declaration]
     claims = [claim for each in tiled if (claim := case.claim_about(each, judged.cell.fmt)) is not None]
     of_users = kernel.external and case.failure
     if of_users and judged.settings.fair:
         claims = [FAIR_CLAIM]
     elif kernel.external and kernel.declaration is not None:
-        asked = told.asked.removesuffix(f", {NO_WORSE[0]}") if told is not None else ""
-        claims = [claim for claim in claims if claim.expectation.name == asked]
+        wording = answer.asked.removesuffix(f", {NO_WORSE[0]}") if answer is not None else ""
+        claims = [claim for claim in claims if claim.expectation.name == wording]
     for claim in claims[:1]:
         expectation = claim.expectation
         # Of rows a record has the means alone, without their interval.
@@ -327,9 +327,9 @@ def _interval(value: Value) -> Interval:
     return Interval(math.nan if mean is None else mean, math.inf if width is None else width)
 
 
-def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
+def sample(cells: Iterable[Judged], size: int, seed: int) -> list[Judged]:
     """Draw as many records that the emulation can check, or all, case by case; another seed draws others."""
-    able = sorted((each for each in known if each.recomputable), key=lambda each: each.record.id)
+    able = sorted((each for each in cells if each.recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
 
@@ -346,15 +346,15 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
             more = getattr(record, part).keys() - getattr(again, part).keys() - _SAID[judged.settings.rules]
             yield from (f"{part}.{name}: recomputed, there is none" for name in sorted(more))
     else:
-        told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
+        measures: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
         again = record
         if record.number("equal_bits") == 1.0:
             again = run_cell(cell, bench)
-            told |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
+            measures |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
         of_o = {name: getattr(again, name) for name in ("digest", "heads", "verdict", "shown")}
         drawn = {name: again.evidence.get(name, value) for name, value in record.evidence.items()}
-        again = structs.replace(record, measures=told, evidence=drawn, **of_o)
-        record = structs.replace(record, measures={name: record.measures.get(name) for name in told})
+        again = structs.replace(record, measures=measures, evidence=drawn, **of_o)
+        record = structs.replace(record, measures={name: record.measures.get(name) for name in measures})
     for at, ours, theirs in differing(again, record):
         yield f"{at[1:]}: {theirs}, recomputed {ours}"
 
