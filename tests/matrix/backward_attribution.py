@@ -155,7 +155,7 @@ class _Comparison:
 
 
 def _chosen(
-    known: Mapping[str, BackwardPass],
+    by_name: Mapping[str, BackwardPass],
     tried: Mapping[str, _Comparison],
     source: DeltaSource | None,
     forward: Declaration,
@@ -170,10 +170,10 @@ def _chosen(
     """
 
     def nearest(names: Iterable[str]) -> str:
-        return max(names, key=lambda name: tried[name].nearness(known[name], forward))  # the first of equals
+        return max(names, key=lambda name: tried[name].nearness(by_name[name], forward))  # the first of equals
 
-    alike = [name for name, each in known.items() if source is None or each.shows(source)]
-    name = nearest(known)
+    alike = [name for name, each in by_name.items() if source is None or each.shows(source)]
+    name = nearest(by_name)
     if tried[name].agreeing < _SHOWN and source is DeltaSource.OUTPUT:
         name = nearest(alike)
     elif tried[name].agreeing < _SHOWN:
@@ -182,7 +182,7 @@ def _chosen(
     if not tried[name].covers:
         looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
-    return name, dict.fromkeys(GRADIENT_NAMES, name), known[name]
+    return name, dict.fromkeys(GRADIENT_NAMES, name), by_name[name]
 
 
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def _where_there(measure: str, most: float, wording: str, *, where: Sequence[str
     return LimitRecord(measure, most, where=(*where, measure), **more), wording
 
 
-def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
+def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
     """Answer not met where a needed number is missing, NaN, or beyond its limit."""
     numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     met, why = kept([limit for limit, _ in limited], result.recorded), []
@@ -107,10 +107,10 @@ def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: st
         elif met is None and isinstance(limit.most, float):
             text = f"too few heads to tell, {result.remedy(limit.measure, limit.most)}: {text}"
         why.append(text)
-    return Answer(met, asked.format(plan=result.bound_of), "; ".join(why))
+    return Answer(met, requirement.format(plan=result.bound_of), "; ".join(why))
 
 
-def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_users: bool = False) -> Check:
+def _limit(name: str, about: str, requirement: str, *limited: _Limited, always_of_users: bool = False) -> Check:
     """Return a check of some measures' numbers; a result without the first one is not asked.
 
     A user's kernel must `always` meet it though a claim waives it.
@@ -119,7 +119,7 @@ def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_user
 
     def ask(result: Result) -> Answer | None:
         waived = result.waived(name) and not (always_of_users and result.external)
-        return None if waived or first not in result.measures else _answer(result, asked, limited, None)
+        return None if waived or first not in result.measures else _answer(result, requirement, limited, None)
 
     return _check(name, about, ask, wrong=True, limits=limits)
 
@@ -187,20 +187,20 @@ def _claim(result: Result) -> Answer | None:
         for claim in claims
         if claim.met is None
     ]
-    asked, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
-    return Answer(False if fell else None if untold else True, asked, "; ".join(fell or untold), source)
+    terms, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
+    return Answer(False if fell else None if untold else True, terms, "; ".join(fell or untold), source)
 
 
 def _prediction(result: Result) -> Answer | None:
     prediction = result.prediction
     if prediction is None:
         return None
-    asked = f"what {prediction.plan} predicts"
+    terms = f"what {prediction.plan} predicts"
     if prediction.met is None:
-        why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy()}"
+        why = f"{result.heads} heads do not settle whether it is {terms}: {prediction.measured}; {result.remedy()}"
     else:
-        why = "" if prediction.met else f"not {asked}: {prediction.measured}"
-    return Answer(prediction.met, asked, why)
+        why = "" if prediction.met else f"not {terms}: {prediction.measured}"
+    return Answer(prediction.met, terms, why)
 
 
 def contract_broken(why: str) -> Answer:

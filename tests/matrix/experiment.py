@@ -64,15 +64,15 @@ class Experiment(ABC):
         """Return what `tiebreak list cases NAME` adds to `described`: rows of a word and a text."""
         return ()
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
         """Return the requested backends and kernels that it is for; none in a format that it does not have."""
         formats = self.formats()
-        comes = formats is None or asked.fmt in formats
-        return [pair for pair in asked.pairs if comes and self.is_for(pair[1], asked)]
+        comes = formats is None or context.fmt in formats
+        return [pair for pair in context.pairs if comes and self.is_for(pair[1], context)]
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
         """Return whether it is for a kernel."""
-        return kernel.unsuited(Formats.of(asked.fmt)) is None
+        return kernel.unsuited(Formats.of(context.fmt)) is None
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
         """Return None, or why a cell can't run, in one line; by default only running it shows."""

@@ -84,20 +84,20 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
     base alone moves two elements in a million.
     """
-    told = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
-    kernels = grouped(told, lambda record: f"{record.backend}-{record.kernel}")
-    return {name: _explained(own) for name, own in kernels.items()}
+    records_that_tell = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
+    kernels = grouped(records_that_tell, lambda record: f"{record.backend}-{record.kernel}")
+    return {name: _explained(group) for name, group in kernels.items()}
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
     """Describe the plans that kernels declare or that explanations name: rule or algorithm, and whether a fix."""
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    known = {}
+    described = {}
     for name, declaration in named.items():
         away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY)
-        known[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
-    return known
+        described[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
+    return described
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:
@@ -105,19 +105,19 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _explained(own: Sequence[Record]) -> Explanation:
+def _explained(cells: Sequence[Record]) -> Explanation:
     """Return the result of a search, or else the known plan with most bits."""
-    searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in own)), None)
-    compared = [record for record in own if _fits(record)]
+    searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in cells)), None)
+    compared = [record for record in cells if _fits(record)]
     if searched is not None and (searched.state == records.FOLLOWS or not compared):
         return searched
     nearest = _nearest_known(compared)
     return nearest if searched is None or nearest.state == records.BEHAVES_LIKE else searched
 
 
-def _nearest_known(own: Sequence[Record]) -> Explanation:
-    plans = [plan for plan in _fits(own[0]) if all(plan in _fits(record) for record in own)]
-    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in own}) for plan in plans]
+def _nearest_known(cells: Sequence[Record]) -> Explanation:
+    plans = [plan for plan in _fits(cells[0]) if all(plan in _fits(record) for record in cells)]
+    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in cells}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))
     state, named = records.UNEXPLAINED, [best]
     if best.followed:

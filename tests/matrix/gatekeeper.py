@@ -36,8 +36,8 @@ class Gatekeeper:
 
     def _read(self, path: Path) -> Run | None:
         # Where the run's own records go, the next run would be compared with this one.
-        own = self.collector.file.path
-        if path.resolve() == own.resolve() or (path.exists() and own.exists() and path.samefile(own)):
+        file = self.collector.file.path
+        if path.resolve() == file.resolve() or (path.exists() and file.exists() and path.samefile(file)):
             raise UsageError(f"--baseline {path}: this run's own records go there; keep the baseline elsewhere")
         if self.update and not path.exists():
             store.check_writable(path.parent)

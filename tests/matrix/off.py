@@ -38,10 +38,10 @@ def o_off(sample: Sample) -> Off:
 
 def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
     """Return the error of the gradient that is farthest beyond its limit; None: there are none."""
-    found, failure = sample.gradient_errors, sample.outputs[0].backward_error
-    if found is None:
+    errors, failure = sample.gradient_errors, sample.outputs[0].backward_error
+    if errors is None:
         return None if failure is None else (f"its backward pass {failure}", None)
-    faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in found.each), strict=True))
+    faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in errors.each), strict=True))
     for name, each in faults.items():
         if each.nonfinite:
             return f"{name} is NaN or Inf in {each.nonfinite:,} elements", None
@@ -60,7 +60,7 @@ def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
         return max(faults[name].over_bound, larger, abs(gain(name)) / GAIN)
 
     worst = max(faults, key=beyond)
-    if found.faults.over_bound > max(1.0, *map(beyond, faults)):
+    if errors.faults.over_bound > max(1.0, *map(beyond, faults)):
         return _told("dSink", share("dSink"))
     along = abs(gain(worst)) >= max(_SEEN, (1.0 - _SEEN) * share(worst))  # the error is one factor, by and large
     return _told(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")

@@ -200,8 +200,8 @@ def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
 
 def is_default(value_of: Values) -> bool:
     """Return whether it is a check of a user's kernel without options: none chooses cells, or all of them."""
-    said = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
-    return bool(value_of("kernel")) and not any(value_of(name) for name in said)
+    choosing = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
+    return bool(value_of("kernel")) and not any(value_of(name) for name in choosing)
 
 
 def _given(value_of: Values) -> list[Option]:
@@ -221,13 +221,13 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
     if 0 < len(ids) < len(cells):
         values = {flag: value_of(name) or [] for flag, name in _PYTEST.items()}
         lists = {flag: value if isinstance(value, list) else [value] for flag, value in values.items()}
-        said = tuple(f"{flag} {word}" for flag, words in lists.items() for word in words)
-        left_out = [Narrowing(said or ("what pytest was given",), "id", ids)]
-    found: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
+        flags = tuple(f"{flag} {word}" for flag, words in lists.items() for word in words)
+        left_out = [Narrowing(flags or ("what pytest was given",), "id", ids)]
+    fields: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
     for option in OPTIONS.values():
         value = value_of(option.dest)
         for field in option.narrows if (words := option.words(value)) else ():
-            given, names = found.setdefault(field, ([], []))
+            given, names = fields.setdefault(field, ([], []))
             given.append(" ".join(words))
             if option.name not in _BRINGS:
                 names += split(resolved(value) if option.name == "backend" else str(value))
@@ -236,18 +236,18 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
                 names.append(
                     {"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name)
                 )
-    by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in found.items())
+    by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in fields.items())
     return (*left_out, *by_fields)
 
 
 def command(cell: Cell, settings: Settings) -> str:
     """Return the command that reruns one cell, as pytest's own name runs it."""
-    own = cell.kernel.external
+    users = cell.kernel.external
     case, *features = cell.experiment.name.split(JOINED)
     words = ["pytest", *settings.matrix, "--backend", target_of(cell.backend.name), *cell.backend.options]
-    words += cell.kernel.origin if own else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
-    words += ["--fair"] if own and settings.fair else []
-    words += ["--no-worse-than", "rounded"] if own and settings.as_rounded else []
+    words += cell.kernel.origin if users else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
+    words += ["--fair"] if users and settings.fair else []
+    words += ["--no-worse-than", "rounded"] if users and settings.as_rounded else []
     words += ["--rules"] if settings.rules else []
     words += [*cell.experiment.options, "--cases", case]
     words += ["--features", JOINED.join(features)] if features else []

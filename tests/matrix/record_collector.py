@@ -279,10 +279,10 @@ class RecordCollector:
             yield f"fell: {name} was asked for and can't run here: {why}; --allow-missing {name} lets the rest pass"
         ran = [record for record in self.records.values() if record.outcome != records.SKIPPED]
         if self.config.getoption("backward") == "own":  # and who has no gradients is not even wrong
-            own = [record for record in ran if self.expected[record.id].kernel.external]
-            asked = {record.kernel for record in own if self.expected[record.id].experiment.described().backward}
-            given = {record.kernel for record in own if GRADIENTS in record.answers}
-            for name in sorted(asked - given):
+            users = [record for record in ran if self.expected[record.id].kernel.external]
+            trained = {record.kernel for record in users if self.expected[record.id].experiment.described().backward}
+            given = {record.kernel for record in users if GRADIENTS in record.answers}
+            for name in sorted(trained - given):
                 yield f"fell: {name} gave no gradients, and --backward own asks for them"
         if not ran:
             yield "fell: no cell ran, and what did not run does not pass"
@@ -318,8 +318,8 @@ class RecordCollector:
     def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
         """Return the report: the verdict on users' kernels, the tables, every cell that failed, the counts."""
         table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
-        told = map(str, judged or self.verdicts(run))
-        return list(filter(None, [*told, table, fallen, tables.summary(run)]))
+        texts = map(str, judged or self.verdicts(run))
+        return list(filter(None, [*texts, table, fallen, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the report."""
@@ -342,14 +342,14 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
     """Return a run with the descriptions of its records' parts, each once, and explanations of undeclared kernels."""
     ran = {record.experiment for record in run.records}
     measured = {name for record in run.records for name in record.measures}
-    asked = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
+    used = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
     cases = {record.case: cells[record.id].experiment for record in run.records}
     explanations = explain(run.records)
     declared = (cells[record.id].kernel.declaration for record in run.records)
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
-        checks={name: check.described for name, check in asked.items()},
+        checks={name: check.described for name, check in used.items()},
         cases={name: each.described() for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
         explanations=explanations,

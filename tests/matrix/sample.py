@@ -132,8 +132,8 @@ class Sample:
     def rounded(self) -> Errors | None:
         """The errors of a correctly rounded O, for a user's kernel biased on a failure input or compared with one."""
         failing_of_users = self.cell.kernel.external and self.bench.case.failure
-        asked = self.bench.settings.as_rounded or self.verdict is BiasVerdict.BIASED
-        return self.emulated(ROUNDED) if failing_of_users and asked else None
+        is_wanted = self.bench.settings.as_rounded or self.verdict is BiasVerdict.BIASED
+        return self.emulated(ROUNDED) if failing_of_users and is_wanted else None
 
     @cached_property
     def row_errors(self) -> Tensor:

@@ -175,10 +175,10 @@ class Pace:
     took: float = 1.0  # seconds, by all cells together
     known: float = 1.0  # that they were known to take
 
-    def add(self, known: float, took: float) -> None:
+    def add(self, usual: float, took: float) -> None:
         """Add a cell that took so many seconds."""
-        self.known, self.took = self.known + known, self.took + took
+        self.known, self.took = self.known + usual, self.took + took
 
-    def of(self, known: float) -> float:
+    def of(self, usual: float) -> float:
         """Return about how many seconds a cell takes that is known to take so many."""
-        return known * self.took / self.known
+        return usual * self.took / self.known

@@ -206,11 +206,11 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
     return list(kernels.values())
 
 
-def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
+def _pick(flag: str, kind: str, names: str | None, values: Mapping[str, _T]) -> list[_T]:
     """Return the values whose names are listed, all without a list."""
     if names is None:
-        return list(known.values())
+        return list(values.values())
     for name in split(names):
-        if COMMONLY.get(name) in known and not matching(name, known):
-            raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
-    return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names", flag)]
+        if COMMONLY.get(name) in values and not matching(name, values):
+            raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(values)}")
+    return [values[name] for name in pick(kind, names, values, f"`tiebreak list {kind}s` names", flag)]

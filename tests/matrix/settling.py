@@ -136,19 +136,19 @@ def _settle(probed: ProbedKernel, seed: int) -> Settled:
     """Find a kernel's plan; if it raises on the way the plan is unknown, and its cells report the error."""
     try:
         answers = designed_answers(probed)
-        followed, known = explaining(probed, answers), f"{probed.backend.evidence} on {counted(len(answers), 'input')}"
+        followed, basis = explaining(probed, answers), f"{probed.backend.evidence} on {counted(len(answers), 'input')}"
     except Exception as error:
         if probed.backend.poisoned():
             raise
-        followed, known = None, f"nothing: {first_line(error)}"
+        followed, basis = None, f"nothing: {first_line(error)}"
     if followed is not None:
-        return Settled(known, followed, backward=_backward(probed, followed, seed))
+        return Settled(basis, followed, backward=_backward(probed, followed, seed))
     try:
-        return Settled(known, candidates=on_normal_numbers(probed, seed))
+        return Settled(basis, candidates=on_normal_numbers(probed, seed))
     except Exception:  # its cells say what it was
         if probed.backend.poisoned():
             raise
-        return Settled(known)
+        return Settled(basis)
 
 
 def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda line: None) -> Sequence[DesignedOutput]:
@@ -186,8 +186,8 @@ def explaining(probed: ProbedKernel, answers: Sequence[DesignedOutput]) -> str |
     explain = [name for name, plan in plans.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
 
     def cost(name: str) -> float:
-        told = (each.missed(plans[name]) for each in answers if each.name not in OF_SUMS)
-        return sum(math.log1p(share / _LOST) for share in told)
+        misses = (each.missed(plans[name]) for each in answers if each.name not in OF_SUMS)
+        return sum(math.log1p(share / _LOST) for share in misses)
 
     return min(explain, key=cost, default=None)
 

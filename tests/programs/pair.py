@@ -94,7 +94,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     slow = any(each.slower > 1 for each in backends.values())
     cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
-    through = partial(through_model, formats=formats, model=model, told=tell)
+    through = partial(through_model, formats=formats, model=model, tell=tell)
     kernels = [
         ProbedKernel(backends[name], _kernel(target, plan, backends[name], chosen.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)

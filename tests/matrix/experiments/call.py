@@ -126,14 +126,14 @@ class OneCall(Experiment):
         formats = self.case.formats(fmt)
         return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
         case, plan = self.case, kernel.declaration
-        own = kernel.caller.convention.native if isinstance(kernel, UserKernel) else frozenset()
-        if kernel.unsuited(case.formats(asked.fmt)) is not None:
+        native = kernel.caller.convention.native if isinstance(kernel, UserKernel) else frozenset()
+        if kernel.unsuited(case.formats(context.fmt)) is not None:
             return False
-        if not asked.cases_named and (not case.needs <= own or (case.study and kernel.external)):
+        if not context.cases_named and (not case.needs <= native or (case.study and kernel.external)):
             return False
-        if not case.only_claimed or asked.kernels_named or plan is None or plan.label not in roster_labels():
+        if not case.only_claimed or context.kernels_named or plan is None or plan.label not in roster_labels():
             return True
         return case.claim_about(plan) is not None  # in bf16: another format has the same kernels
 
@@ -233,8 +233,8 @@ def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Decl
     if cell.kernel.declaration is None or len(tiled) == 1:
         return tiled[-1]
     named = {str(each.block): each for each in tiled}
-    found = bench.batch(0).fits(output.o, named)
-    return named[max(found, key=lambda name: found[name].bits)]  # the first of equals
+    fits = bench.batch(0).fits(output.o, named)
+    return named[max(fits, key=lambda name: fits[name].bits)]  # the first of equals
 
 
 def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
@@ -288,8 +288,8 @@ def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
     worst = backward.worst(errors, made, o, batch)
-    found = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
-    return replace(sample, backward_heads=joined, worst_gradient=found)
+    largest = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
+    return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
 def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:

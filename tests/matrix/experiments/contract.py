@@ -78,9 +78,9 @@ class Contract(Experiment):
     def input_kind(self, fmt: Format) -> str:
         return "calls"
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
         """Return all pairs except those for which a second run is certain to be the same, as unit tests show."""
-        return [(backend, kernel) for backend, kernel in super().pairs(asked) if not backend.repeats(kernel)]
+        return [(backend, kernel) for backend, kernel in super().pairs(context) if not backend.repeats(kernel)]
 
     def _inputs(self, cell: Cell, bench: Workbench) -> AttentionInputs:
         return self.case.make(bench.settings.seed, 0, min(HEADS_PER_BATCH, bench.settings.heads), cell.fmt)
@@ -103,8 +103,8 @@ class Contract(Experiment):
         drifts = {**third.drifts, **second.drifts}
         why = "" if shares[_O] == 1.0 else "runs on the same input differ in bits"
         why = why or ", ".join(f"{name} of another run is {drift:+.2%} larger" for name, drift in drifts.items())
-        asked = "the same bits of O each time, and gradients as large"
-        answers = {REPEATABLE: Answer(not why, asked, f"not repeatable: {why}" if why else "")}
+        requirement = "the same bits of O each time, and gradients as large"
+        answers = {REPEATABLE: Answer(not why, requirement, f"not repeatable: {why}" if why else "")}
         if leaks:
             answers[CONTRACT] = contract_broken(f"leaks: {leaks}")
         return Result(

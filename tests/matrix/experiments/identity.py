@@ -27,8 +27,8 @@ class Identification(Experiment):
     def described(self) -> records.CaseRecord:
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
-        return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, asked)
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
+        return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, context)
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:

@@ -39,9 +39,9 @@ class LogProbabilities(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         side = Side(cell.kernel.name, cell.backend, cell.kernel, cell.kernel.declaration, known=False)
         exact, read = fixture.exact(), SuiteModel().read(side, cell.fmt)
-        found, errors = difference(exact, read), read.log_probabilities - exact.log_probabilities
+        measured, errors = difference(exact, read), read.log_probabilities - exact.log_probabilities
         numbers = {
-            own: math.nan if (value := number(found, name)) is None else value for name, own in _MEASURED.items()
+            own: math.nan if (value := number(measured, name)) is None else value for name, own in _MEASURED.items()
         }
         kept = tuple(records.finite(round(error, _DECIMALS)) for error in errors.flatten()[::_KEPT].tolist())
         return Result(

@@ -54,10 +54,10 @@ class _Usage(_Asked):
     kind, heading = comparison.USAGE, usage.GROUP
     tags = frozenset({comparison.USAGE})
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
         """Return whether it is a user's kernel; a device's own, which copies its arguments, runs only where named."""
-        own = asked.cases_named and not kernel.composed and super().is_for(kernel, asked)
-        return own or isinstance(kernel, UserKernel)
+        is_named = context.cases_named and not kernel.composed and super().is_for(kernel, context)
+        return is_named or isinstance(kernel, UserKernel)
 
     def comparing(self, session: Session) -> WithinError:
         return WithinError(session.cell.fmt)

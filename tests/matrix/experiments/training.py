@@ -105,18 +105,18 @@ class TrainingRun(Experiment):
         """Return None where S is in a format that no device has."""
         return None if self.snippet.amplified else "training runs"
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
         """Return its roster, or the named part of it; any kernel where the snippet is named too."""
-        if asked.fmt != BF16:
+        if context.fmt != BF16:
             return []
-        roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
-        if not asked.kernels_named:
+        roster = [(backend, kernel) for backend in context.backends for kernel in self._roster(backend)]
+        if not context.kernels_named:
             return roster
         default = {(backend.name, kernel.name) for backend, kernel in roster}
         return [
-            (backend, _trained_by_suite(kernel) if kernel.external and asked.emulated_backward else kernel)
-            for backend, kernel in asked.pairs
-            if asked.cases_named
+            (backend, _trained_by_suite(kernel) if kernel.external and context.emulated_backward else kernel)
+            for backend, kernel in context.pairs
+            if context.cases_named
             or (backend.name, kernel.name) in default
             or (kernel.external and not self.snippet.amplified and not self.snippet.study)
         ]
@@ -131,8 +131,8 @@ class TrainingRun(Experiment):
             return []
         names = self.snippet.roster if backend.predicts else self.snippet.on_devices
         formats = Formats.of(BF16)
-        own = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
-        return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
+        vendors = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
+        return [*(trained_kernel(VARIANTS[name]) for name in names), *vendors]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         kernel = cell.kernel
@@ -170,8 +170,8 @@ def _variant(kernel: Kernel, settings: Settings) -> Variant:
     if kernel.name in VARIANTS:
         return VARIANTS[kernel.name]
     implementation = kernel.declaration if kernel.composed and kernel.declaration else kernel
-    own = kernel.external and kernel.has_backward
-    held_to = variant_names("fair", rounded=True)[0] if own and settings.fair else None
+    trains_itself = kernel.external and kernel.has_backward
+    held_to = variant_names("fair", rounded=True)[0] if trains_itself and settings.fair else None
     return Variant(kernel.name, implementation, held_to=held_to)
 
 

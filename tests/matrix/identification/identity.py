@@ -176,9 +176,9 @@ def identify(
 def _search(probed: ProbedKernel, designed: Sequence[DesignedOutput]) -> Search:
     """Return a search that starts from the known plans, over all designed inputs except those about sums."""
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-    known = [*on_device(probed.backend).values(), *eight_bits]
+    starts = [*on_device(probed.backend).values(), *eight_bits]
     answers = [answer for answer in designed if answer.name not in OF_SUMS]
-    return Search(answers, probed.fmt, [forward_alone(each, probed.fmt) for each in known])
+    return Search(answers, probed.fmt, [forward_alone(each, probed.fmt) for each in starts])
 
 
 def _against_rivals(

@@ -66,15 +66,15 @@ class PairedCall:
             return CallRecord(self.bench.case.name, severity, why)
 
     def _o(self, letter: str, side: Side) -> Tensor:
-        asked, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+        probed, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
-            answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
+            answer = probed.answer(name, self.bench.batch(len(self.outputs)).inputs)
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
             raise _LeftOutError(NOT_TOLD, f"{letter} raised {raised(error, side.kernel)}") from error
         if answer is None:
-            raise _LeftOutError(None, f"{letter}: {asked.refused[name]}")
+            raise _LeftOutError(None, f"{letter}: {probed.refused[name]}")
         return answer.o
 
     def _heads(self, of: Callable[[int], Tensor]) -> Tensor:
@@ -136,7 +136,7 @@ class PairedCall:
         return sum(a.shape[0] * a.shape[1] for a, _ in self.outputs)
 
     def _told(self) -> CallRecord:
-        batches, known = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
+        batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
         errors = [
             merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
             for at, side in enumerate(self.sides)
@@ -162,7 +162,7 @@ class PairedCall:
             difference=Estimate.of(apart.mean, apart.half_width),
             verdict=None if self.bench.case.cancels else judge(apart).value,
             rms=_rms(self._heads(lambda index: self._apart(index).square())),
-            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if known else None,
+            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if all_emulated else None,
             errors=(finite(errors[0].rms_ulps), finite(errors[1].rms_ulps)),
             biases=(finite(errors[0].bias.mean), finite(errors[1].bias.mean)),
             nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,
@@ -175,8 +175,8 @@ class PairedCall:
         if _over_bound(errors) <= 1.0:
             return ()
         batch = self.bench.batch(0)
-        found = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
-        return sorted(found, key=found.__getitem__, reverse=True)
+        mistakes = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        return sorted(mistakes, key=mistakes.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:
         """Return the share of bits of O that a side's plan has; None where bits tell nothing."""
@@ -197,9 +197,9 @@ class PairedCall:
                 return {}, [*faults, *why]
             made.append(output.gradients)
             bounds = batch.gradient_bounds.of(batch.clipped(_bound(side)))
-            found = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
-            if found.nonfinite or found.over_bound > 1.0:
-                faults.append(f"gradients of {letter} are wrong, by {found.over_bound:.3g} times their bound")
+            faults_of_side = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
+            if faults_of_side.nonfinite or faults_of_side.over_bound > 1.0:
+                faults.append(f"gradients of {letter} are wrong, by {faults_of_side.over_bound:.3g} times their bound")
         records = {}
         for (name, key), exact in zip(_GRADIENTS.items(), batch.gradients.gradients, strict=True):
             a, b = (getattr(each, key) for each in made)

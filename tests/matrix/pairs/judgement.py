@@ -55,9 +55,9 @@ def judged(
     alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
     light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
     calls, normal, others = list[CallRecord](), list[SharedBatch](), dict[str, SharedBatch]()
-    asked = [KNOWN[name] for name in cases]
+    chosen = [KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
-        for call in (each for each in asked if isinstance(each, OneCall)):
+        for call in (each for each in chosen if isinstance(each, OneCall)):
             tell(f"calling both on {call.name}")
             bench = CaseBench(call.case, fmt, settings)
             calls.append(PairedCall(bench, light).record())
@@ -75,7 +75,7 @@ def judged(
         first = verdicts.headlined(calls).case
         inputs = {first: [others[first]]} if first in others else {}
         points = () if a is None or b is None else separation(a, b, fmt, inputs | {verdicts.NORMAL: normal})
-    invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
+    invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in chosen if each.name in QUESTIONS}
     model = None if through is None else through(*map(summed_exactly, sides))
     severity, sentence = verdicts.statement(calls, model)
     names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
@@ -126,10 +126,10 @@ def _invariant(
 
 def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
     """Return a side with the evidence for its plan: a declared one is checked by its bits here."""
-    known, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
+    sure, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
     if rests_on == DECLARED and shares and not side.backend.predicts:
-        known = min(shares) >= FOLLOWED
+        sure = min(shares) >= FOLLOWED
         share, inputs = percent(sum(shares) / len(shares)), counted(len(shares), "input")
         rests_on = f"{DECLARED}, {share} of {side.backend.evidence} on {inputs}"
-        rests_on += "" if known else ", which is not followed"
-    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, known, rests_on)
+        rests_on += "" if sure else ", which is not followed"
+    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, sure, rests_on)

@@ -124,11 +124,11 @@ def through_model(
     b: Side,
     formats: Sequence[Format] = (BF16, FP16),
     model: SuiteModel | OwnModel | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> records.ModelRecord:
     """Read a model with each of two kernels as all its attention: the suite's model, or a user's (`own_model`).
 
-    `told` hears what is read. A model in 16 bits is read in its own format alone.
+    `tell` is called with a line of progress. A model in 16 bits is read in its own format alone.
 
     Raises:
         UsageError: a user's model makes no call that is seen, or one that no kernel takes, or returns no logits.
@@ -138,7 +138,7 @@ def through_model(
         if side.plan is not None and side.known:
             sides[_PLAN_OF + letter] = replace(side, backend=EMULATION, kernel=composed(side.plan.label, side.plan))
     with own_randomness(_SEED):
-        read = tuple(_Readings(sides, model, fmt, told).record() for fmt in model.formats or formats)
+        read = tuple(_Readings(sides, model, fmt, tell).record() for fmt in model.formats or formats)
     return records.ModelRecord(a.name, b.name, model.name, read)
 
 
@@ -157,7 +157,7 @@ class _Readings:
     sides: dict[str, Side | None]  # by letter; None: exact attention
     model: SuiteModel | OwnModel
     fmt: Format
-    told: Callable[[str], None]
+    tell: Callable[[str], None]
     made: dict[_Reading, Read | str] = field(default_factory=dict)  # or why not
 
     def record(self) -> records.FormatRecord:
@@ -168,8 +168,8 @@ class _Readings:
         rows += [self._compared(records.WAYS, a, _Reading(records.B, other)) for other in others]
         for one in (a, b):
             rows += [self._compared(records.FLOOR, one, one._replace(way=other)) for other in others]
-            drawn = self._compared(records.FLOOR, one, one._replace(draw=1))
-            rows += [drawn] if drawn.difference and drawn.difference.equal < 1.0 else []  # else it has no random bits
+            again = self._compared(records.FLOOR, one, one._replace(draw=1))
+            rows += [again] if again.difference and again.difference.equal < 1.0 else []  # else it has no random bits
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
         more = interval(squares[-1] - squares[0]) if len(squares) == 2 else None  # of B's mean square than of A's
@@ -179,12 +179,12 @@ class _Readings:
     def _compared(
         self, role: str, first: _Reading, second: _Reading, *, plans: bool = False
     ) -> records.ReadingComparison:
-        found = self._apart(first, second)
-        if isinstance(found, str):
-            return records.ReadingComparison(str(first), str(second), role, skipped=found)
+        apart = self._apart(first, second)
+        if isinstance(apart, str):
+            return records.ReadingComparison(str(first), str(second), role, skipped=apart)
         of_plans = self._apart(self._plan(first), self._plan(second)) if plans else None
         predicted = of_plans.rms if isinstance(of_plans, records.LogProbabilityDifference) else None
-        return records.ReadingComparison(str(first), str(second), role, found, predicted=predicted)
+        return records.ReadingComparison(str(first), str(second), role, apart, predicted=predicted)
 
     def _plan(self, reading: _Reading) -> _Reading:
         """Return the same reading of a side's plan, with independent random bits unless they are the suite's own."""
@@ -204,7 +204,7 @@ class _Readings:
             return f"no {reading.whose} is known"
         if reading not in self.made:
             side = self.sides[reading.whose]
-            self.told(f"{self.fmt.name}: {reading}")
+            self.tell(f"{self.fmt.name}: {reading}")
             try:
                 self.made[reading] = self.model.read(side, self.fmt, reading.way, reading.draw)
             except Exception as error:  # the kernel is not ours, nor a model: whatever they raise
