@@ -35,13 +35,13 @@ def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterato
     }
     active = {name: partial(lambda answer, *_: answer, answer) for name, answer in answers.items()}
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Autotuner, "run", _with_one(Autotuner.run)))
+        stack.enter_context(patch.object(Autotuner, "run", _first_configuration(Autotuner.run)))
         stack.enter_context(patch.object(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0]))
         stack.enter_context(patch.object(driver, "_active", SimpleNamespace(**active, **parts)))
         yield
 
 
-def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
+def _first_configuration(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return a launch that takes the first configuration of an autotuned kernel, or the chosen one; none is tuned."""
 
     def tuned(self: Autotuner, *args: object, **kwargs: object) -> Any:

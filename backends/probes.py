@@ -109,7 +109,7 @@ def _sums() -> Mapping[float, Tensor]:
     edge[0, 0] = smallest / 4
     edge[1:3, :2] = torch.tensor([[smallest, smallest / 2], [smallest / 2, smallest]])
     edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
-    tails = [_tails(beside) for beside in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
+    tails = [_tails(neighbour) for neighbour in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
     # The factor makes subnormal products of normal operands.
     return {1.0: torch.cat([_masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
 
@@ -127,8 +127,8 @@ def _masks(terms: int) -> Tensor:
     return rows
 
 
-def _tails(beside: float) -> Tensor:
-    """Return 1, its neighbour and a tail at random places among `beside` terms, for every size of a tail.
+def _tails(neighbour: float) -> Tensor:
+    """Return 1, `neighbour` and a tail at random places among other numbers, for every size of a tail.
 
     A tail is kept, lost, cut off, rounded down or leaves a mark in the last bit, depending on what it meets first (as
     in Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second, which tips their ties.
@@ -139,7 +139,7 @@ def _tails(beside: float) -> Tensor:
         tip = 2.0 ** -(bits + _TIP) if bits <= FP32.mantissa_bits + 1 else 0.0
         first = neighbours * draw.integers(_SIZE // neighbours)
         sign, other = draw.choice([1.0, -1.0], 2)
-        terms = [sign, sign * beside, other * 2.0**-bits, tip]
+        terms = [sign, sign * neighbour, other * 2.0**-bits, tip]
         row[first + draw.permutation(neighbours)[: len(terms)]] = terms
     return torch.from_numpy(rows)
 

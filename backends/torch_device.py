@@ -146,7 +146,7 @@ def torch_device(name: str) -> TorchDevice:
 
 
 def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
-    """Return the backends that a list names as torch:DEVICE; a glob stands for the accelerator that torch has here.
+    """Return the backends that a list names as torch:DEVICE; a glob means the accelerator that torch has here.
 
     Raises:
         ValueError: torch knows no such device, and no installed package brings one; one line.

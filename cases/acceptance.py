@@ -126,9 +126,7 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
     return limits[fmt.name]
 
 
-def _beside_eager(
-    x: ComparedTensor, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0
-) -> Readings:
+def _times_eager(x: ComparedTensor, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
     """Read the largest error as a multiple of eager attention's, with a floor or with room to spare."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
     rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
@@ -251,7 +249,7 @@ def _signed_mean(x: ComparedTensor) -> Readings:
     yield Reading(f"signed mean error of {x.name}", abs((away / unit).item()), 0.05)
 
 
-_READ_BY = (_beside_eager, _close, _mostly_close, _absolute_or_relative, _double_benchmark, _recheck, _relative, _mixed,
+_READ_BY = (_times_eager, _close, _mostly_close, _absolute_or_relative, _double_benchmark, _recheck, _relative, _mixed,
             _balance, _cambricon, _signed_mean)  # fmt: skip
 _BY_NAME: Mapping[str, Callable[..., Readings]] = {each.__name__.removeprefix("_"): each for each in _READ_BY}
 

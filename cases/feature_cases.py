@@ -132,10 +132,10 @@ def _paged(draw: Draw) -> AttentionInputs:
 
 def _fp8_cache(draw: Draw) -> AttentionInputs:
     inputs = normal_numbers(draw, Shape(groups=4))
-    return _held(inputs, *(draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)))
+    return _e4m3(inputs, *(draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)))
 
 
-def _held(inputs: AttentionInputs, k_descale: Tensor, v_descale: Tensor) -> AttentionInputs:
+def _e4m3(inputs: AttentionInputs, k_descale: Tensor, v_descale: Tensor) -> AttentionInputs:
     """Return K and V in e4m3, with these factors, (batch, key heads)."""
     k, v = (
         (x / factors[..., None, None]).clamp(-FP8_E4M3.largest, FP8_E4M3.largest).to(torch.float8_e4m3fn).float()
@@ -274,7 +274,7 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     CAUSAL: lambda inputs, draw: replace(inputs, causal=draw.batch % 2 > 0),
     OWN_SCALE: lambda inputs, draw: replace(inputs, softmax_scale=0.25 / 4 ** (draw.batch % 2)),
     # Factors of every sequence and key head, K's other than V's.
-    DESCALE: lambda inputs, draw: _held(inputs, *(draw.uniform(x, 3 * x, *inputs.k.shape[:2]) for x in (0.01, 0.003))),
+    DESCALE: lambda inputs, draw: _e4m3(inputs, *(draw.uniform(x, 3 * x, *inputs.k.shape[:2]) for x in (0.01, 0.003))),
     LENGTHS: _other_lengths,
     KEY_PADDING: _other_keys,
     OWN_ENDS: _own_ends,
@@ -435,7 +435,7 @@ _ADDED: Mapping[str, _Added] = {
         _Added(SINK, _sink, "how far below the row's maximum"),
         # With a factor of 1/4. V of 4 bits ties otherwise.
         _Added(
-            DESCALE, lambda inputs, _: _held(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25)), claims_stay=False
+            DESCALE, lambda inputs, _: _e4m3(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25)), claims_stay=False
         ),
         _Added(PAGES, _pages, "keys of a page"),
     )

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from torch import Tensor
 
-MARGIN_ULPS = 0.05  # a bias within this of 0 is none; a tie broken always one way costs 1/(2k) ulp, five times this
+MARGIN_ULPS = 0.05  # a bias within this of 0 is none; ties that always round one way cost 1/(2k) ulp, five times this
 CONFIDENCE = 0.999  # of a cell's verdict, over all looks at its data
 _STEP, MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw: more would tell nothing
 LIMIT = 1.1  # ratio of mean squared errors

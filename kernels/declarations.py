@@ -101,7 +101,7 @@ def parse_declaration(text: str) -> Declaration:
         if not equals:
             raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_KNOWN}")
         if key in values:
-            raise ValueError(f"{key} stands twice in {text!r}")
+            raise ValueError(f"{key} is given twice in {text!r}")
         values[key] = value
     # Contraction and a rounded S - m exclude one another, and so do two roundings of q: what goes goes first.
     turns = {("contract", "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, ("contract", "yes"): 1}
@@ -161,7 +161,7 @@ def _named(head: str) -> Declaration:
         kernel = composed_kernel(name)
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        otherwise = ": `tiebreak list plans` names them, and the rules that stand before a plan and @"
+        otherwise = ": `tiebreak list plans` names them, and the rules that come before @ and a plan"
         raise ValueError(f"unknown plan {head!r}{_nearest(head, names) or otherwise}") from None
     assert kernel.declaration is not None
     return kernel.declaration

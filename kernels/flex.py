@@ -91,7 +91,7 @@ def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor],
 
 
 def _at(x: Tensor, *places: Tensor) -> Tensor:
-    """Return an element of a tensor in which 1 stands for any size."""
+    """Return an element of a tensor in which a dimension of 1 broadcasts."""
     return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
 
 

@@ -269,7 +269,7 @@ class Tiles:
     tensors: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)  # by name, rows and keys
 
     def shared(self, name: str, rows: slice, keys: slice, make: Callable[[], Tensor]) -> Tensor:
-        """Return one tile, made if it is not kept; nobody may write to it."""
+        """Return one tile, made if it is not kept; callers must not write to it."""
         at = (name, rows.start, rows.stop, keys.start, keys.stop)
         if at in self.tensors:
             return self.tensors[at]

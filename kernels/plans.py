@@ -206,7 +206,7 @@ _LOW = Cast(BF16, follows=Follows.OPERANDS)
 OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call
 _HIGH = Cast(FP32)
 
-#: Every plan that has a name. They stand as they are for a call in bf16.
+#: Every plan that has a name. They are as written for a call in bf16.
 PLANS: dict[str, RoundingPlan] = {}
 
 

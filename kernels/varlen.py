@@ -43,13 +43,13 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
         return "this PyTorch has no torch.nn.attention.varlen: install 2.10 or newer"
     if inputs.formats.inputs not in (BF16, FP16):
         return f"varlen_attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
-    for feature in _BY_KEYWORD.intersection(_as_called(inputs).required_features()) if empty(inputs) is None else ():
+    for feature in _BY_KEYWORD.intersection(_as_packed(inputs).required_features()) if empty(inputs) is None else ():
         if parameters.keys().isdisjoint(feature.keywords):
             return f"varlen_attn knows no {feature.words} here: install a newer release"
     return empty(inputs)
 
 
-def _as_called(inputs: AttentionInputs) -> AttentionInputs:
+def _as_packed(inputs: AttentionInputs) -> AttentionInputs:
     """Return the call that is made: a batch as sequences of one, a causal mask as a window without keys behind."""
     if inputs.causal:
         inputs = replace(inputs, causal=False, window=(inputs.window[0], 0))
@@ -67,7 +67,7 @@ def _in_one(x: Tensor) -> Tensor:
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    function, called = _function(), _as_called(inputs)
+    function, called = _function(), _as_packed(inputs)
     words = [
         (feature, word) for feature in _BY_KEYWORD.intersection(called.required_features()) for word in feature.keywords
     ]

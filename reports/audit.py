@@ -62,7 +62,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
     flushes: tuple[str, ...]  # instructions that take subnormals for zero
     mode: str  # who sets the rounding mode of additions and multiplications, and which it is
     fused: Integer  # how many fma the softmax has; not gated: it changes with the schedule
-    separate: Integer  # how many multiplications and additions beside them; not gated
+    separate: Integer  # how many other multiplications and additions; not gated
 
     @classmethod
     def skip(cls, target: str, kernel: str, reason: str) -> "Audit":

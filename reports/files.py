@@ -1,4 +1,4 @@
-"""Kinds of file beside records: what `show`, `page` and `schema` have to know of one, which its plug-in registers."""
+"""Kinds of file other than records: what `show`, `page` and `schema` need to know, which its plug-in registers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Names on a command line: comma lists and globs, and what to say of one that stands for nothing."""
+"""Names on a command line: comma lists and globs, and the message for one that matches nothing."""
 
 import difflib
 import fnmatch

@@ -28,7 +28,7 @@ from tiebreak.reports.tables.run import counted, counts
 from tiebreak.reports.tables.texts import plain_text
 
 FILE, SUMMARY = "statement.json", "summary.md"
-WAIVED = "waived"  # in the place of the outcome of a cell that a waiver excuses
+WAIVED = "waived"  # instead of the outcome of a cell that a waiver excuses
 # What may differ between runs of one platform: what is of the moment, or of the backends that ran.
 _OF_THE_MOMENT = frozenset({"fingerprint", "evidence", "memory_gib", "cores"})
 # How a suite is named, in words, and what to do where its files are not those.
@@ -136,7 +136,7 @@ def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
             if record.id in seen:
                 yield f"{name}: {record.id}: a second record of this cell, the first is in {seen[record.id]}"
             seen.setdefault(record.id, name)
-    needed = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
+    needed = dict.fromkeys(record_id(*cell, profile.format) for cell in _required_cells(list(runs.values()), profile))
     there = {record.id: record.outcome for run in runs.values() for record in run.records}
     yield from (f"missing: {name}, which profile {profile.name} asks for" for name in needed if name not in there)
     ran = sum(there.get(name, SKIPPED) != SKIPPED for name in needed)
@@ -166,7 +166,7 @@ def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
             yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {required}"
 
 
-def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
+def _required_cells(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
     """Yield backend, kernel and case of each required cell.
 
     A user's kernel has every case of a default run; one of the backend's own, which may be for one format alone, every

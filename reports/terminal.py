@@ -12,7 +12,7 @@ from typing import TextIO
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import one_line, write_text
 
-STDOUT = "-"  # in the place of a file
+STDOUT = "-"  # instead of a file
 
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that fell and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:fell|crashed|timed_out) .*$", re.MULTILINE)

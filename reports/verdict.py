@@ -358,7 +358,7 @@ class _Kernel:
         if any(cell.in_training == records.UNDECIDED for cell in measured):
             return "not known: too few heads to tell whether its gradients contain it"
         if measured:
-            if not self.ok:  # nothing that reassures stands below a failure
+            if not self.ok:  # nothing that reassures is below a failure
                 return ""
             largest = 100 * max(abs(self._carried(cell) or 0.0) for cell in measured)
             return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"

@@ -121,14 +121,14 @@ def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Ten
         even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
         odd, of_odd = _sum_of_products(core, products[1::2], powers[1::2])
         power = torch.maximum(of_even, of_odd)
-        total = _down(even, power, core.fraction_bits) + _down(odd, power, core.fraction_bits)
+        total = _rounded_down(even, power, core.fraction_bits) + _rounded_down(odd, power, core.fraction_bits)
     else:
         total, power = _sum_of_products(core, products, powers)
     largest = torch.maximum(power, of_addend)
-    addend_part = _down(addend.double(), largest, core.fraction_bits)
+    addend_part = _rounded_down(addend.double(), largest, core.fraction_bits)
     if core.order is SumOrder.EVEN_AND_ODD:
         addend_part = addend_part.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
-    total = _down(total, largest, _BITS_OF_PRODUCTS) + addend_part
+    total = _rounded_down(total, largest, _BITS_OF_PRODUCTS) + addend_part
     # A product that fp32 lacks is Inf, and two of them with both signs are NaN.
     beyond = torch.where(products.abs() < _BEYOND, 0.0, products * torch.inf).sum(0)
     return torch.where(beyond == 0, total, beyond)
@@ -141,7 +141,7 @@ def _sum_of_products(core: TensorCore, products: Tensor, powers: Tensor) -> tupl
     return (products * scale).trunc_().sum(0) / scale, largest
 
 
-def _down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
+def _rounded_down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
     """Return `x` rounded toward minus infinity, to `bits` bits below the largest term's power."""
     scale = 2.0**bits / largest
     return (x * scale).floor_().div_(scale)

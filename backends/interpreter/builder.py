@@ -139,7 +139,7 @@ class FaithfulBuilder(InterpreterBuilder):
     create_ptr_to_int = create_bitcast
 
     def create_int_to_ptr(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        """Make a pointer of a number from memory or a computation: nobody knows which argument it may point to."""
+        """Make a pointer of a number from memory or a computation; which argument it may point to is unknown."""
         pointer = self.create_bitcast(src, dst_type)
         pointer.attr["argument"] = ANYWHERE
         return pointer
@@ -188,7 +188,7 @@ class FaithfulBuilder(InterpreterBuilder):
     ) -> tuple[Boxes, Array, tuple[Any, ...]] | None:
         """Return the visible part of a tile as boxes, which are visible, and its index in the tile; None: no part is.
 
-        Boxes are tiles, or their rows, or elements. That they are touched, by so many programs, is taken note of.
+        Boxes are tiles, or their rows, or elements. The access by these programs is recorded.
         """
         shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # bare before Triton 3.9, of a descriptor
         if not shown.any():

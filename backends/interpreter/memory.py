@@ -14,7 +14,7 @@ from tiebreak.kernels.kernel import OutOfBoundsError
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
+ANYWHERE = "*"  # of a pointer that was itself read from memory: its target is unknown
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Argument:
     first: int  # address of its first element
 
     def elements(self, size: int) -> Array:
-        """Return the storage as unsigned integers of so many bytes."""
+        """Return the storage as unsigned integers of `size` bytes."""
         memory: Any = (ctypes.c_char * (self.end - self.start)).from_address(self.start)
         return np.ndarray(((self.end - self.start) // size,), f"u{size}", memory)
 

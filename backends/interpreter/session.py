@@ -41,7 +41,7 @@ Function = Any  # one that triton.jit made, to be compiled or to be interpreted
 def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
     """Interpret every Triton function that is launched meanwhile, whether made for the compiler or the interpreter.
 
-    What is yielded says, of the launches so far, what was assumed for each.
+    It yields the assumptions of all launches so far.
     """
     with ExitStack() as stack:
         session = _Session(assumed, stack)

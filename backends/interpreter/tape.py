@@ -29,7 +29,7 @@ class Tape:
     """The recorded steps of a program."""
 
     def __init__(self, steps: list[Step], handles: int) -> None:
-        """Keep the steps of a program that has so many handles."""
+        """Keep the steps of a program, and the number of its handles."""
         later: set[_Place] = set()
         self._handles, self._steps = handles, []
         for step in reversed(steps):

@@ -29,7 +29,7 @@ _program = lru_cache(maxsize=64)(Program)
 def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
     """Execute, on CPU tensors, every Triton function that is launched meanwhile, compiled for a card such as sm_80.
 
-    A block has at most so many bytes of shared memory there. What is yielded says what is assumed of the card.
+    A block has at most `shared` bytes of shared memory. It yields the assumptions about the card.
     """
     with ExitStack() as stack:
         target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)

@@ -39,7 +39,7 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
 
     LoadError, one line that names the flag: it can't be found, imported or called as it is.
     """
-    # Behind a target may stand keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
+    # After a target there may be keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
     place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
     tuned = "." in words.partition("=")[0]
     chosen = [f"config={words}"] if tuned else [f"options.{word}" for word in words.split("+") if word]

@@ -27,7 +27,7 @@ from tiebreak.reports.names import matching, split
 from tiebreak.reports.records.decode import Data, FieldError, convert
 from tiebreak.reports.records.record import SKIPPED, MeasureRecord, Record, Run
 
-PLAN = "plan"  # in the place of a check: the gate accepts another declared plan than the baseline's
+PLAN = "plan"  # instead of a check: the gate accepts another declared plan than the baseline's
 Limit = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 _SHARE = "_share"  # behind a measure's name: how much worse it may get as a share of itself
 _T = TypeVar("_T")

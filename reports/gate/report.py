@@ -1,4 +1,4 @@
-"""`tiebreak gate BASELINE NEW`, and what a gate came to: for the terminal, for GitHub, beside a kernel's lines."""
+"""`tiebreak gate BASELINE NEW`, and a gate's result: for the terminal, for GitHub, next to a kernel's lines."""
 
 import argparse
 import os
@@ -119,7 +119,7 @@ def _list(lines: Sequence[str]) -> str:
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
     """Return workflow commands: an error for each cell that fails the run, or that the gate found worse.
 
-    It is put where a kernel's function stands, by `places`, or at the line of its file that a reason says has raised.
+    It is put where a kernel's function is, by `places`, or at the line of its file that a reason says has raised.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():

@@ -28,7 +28,7 @@ from tiebreak.reports.verdict import SEVERITIES, verdicts
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "page_map.js", "page_about.js")
-_DIGEST = 8  # findings that stand open
+_DIGEST = 8  # findings that are open at first
 
 
 def main(arguments: Sequence[str]) -> int:

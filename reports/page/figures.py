@@ -17,7 +17,7 @@ from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
-# Where the marks of a kernel stand in a row of height 1: the two sums of l apart.
+# Places of a kernel's marks in a row of height 1: the two sums of l apart.
 _SUMS = {"l from P̄ before its cast": 0.17, "l from rounded P̄": -0.17, "the device's or a user's own": 0.0}
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 

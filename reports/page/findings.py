@@ -10,15 +10,15 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.verdict import FAILING, FAIR, TIED, Verdict, verdicts
 
 _NAMED = 6  # names of a list that are said; the map has them all
-_ALONE = 3  # kernels of one severity that have a sentence of their own
+_ALONE = 3  # kernels of one severity that have a separate sentence
 
 _Judged = tuple[int, Verdict]  # with the number of the platform
 
 
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    """Yield the findings of runs, the most urgent first; names stand between backticks.
+    """Yield the findings of runs, the most urgent first, with names between backticks.
 
-    In order: runs that were interrupted; of runs of kernels of one's own, all that their verdicts say below the first
+    In order: runs that were interrupted; of runs of users' kernels, all that their verdicts say below the first
     line; of others, the kernels, the worst first; what differs between the platforms; what did not run where it was to.
     """
     for run, label in zip(runs, labels, strict=True):
@@ -28,7 +28,7 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
             yield f"The run on {_name(label)} was interrupted{more}."
     judged = [(number, verdict) for number, run in enumerate(runs, 1) for verdict in verdicts(run)]
     if all(run.own for run in runs):
-        yield from _by_platform(_own(judged), len(runs))
+        yield from _by_platform(_of_users(judged), len(runs))
     else:
         yield from _kernels(judged, kernel_places(runs), len(runs))
     if len(runs) > 1:
@@ -39,7 +39,7 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     yield from (f"The backend {_name(name)} did not run: {why}." for name, why in missing.items())
 
 
-def _own(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
+def _of_users(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
     """Yield the findings of every verdict; of several kernels with their names."""
     several = len({(verdict.kernel, verdict.backend) for _, verdict in judged}) > 1
     for number, verdict in judged:

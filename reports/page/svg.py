@@ -27,7 +27,7 @@ class Series:
 
     label: str
     points: tuple[Point, ...]  # of the line; none: marks alone
-    marked: tuple[Point, ...] = ()  # drawn as dots; of marks alone, each series has a shape of its own
+    marked: tuple[Point, ...] = ()  # drawn as dots; of marks alone, each series has its own shape
     dashed: bool = False  # a theory, not a measurement
     bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
 

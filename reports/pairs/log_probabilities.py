@@ -9,7 +9,7 @@ from tiebreak.reports.records.record import FARTHER, MORE, Estimate, MeasureReco
 from tiebreak.reports.tables.grids import Grid, Part
 
 A, B = SIDES = ("A", "B")  # the two kernels of a pair
-# What two readings are beside each other: the two kernels; one and exact attention; what trains and what samples; one
+# What is compared in two readings: the two kernels; one and exact attention; what trains and what samples; one
 # kernel twice, called in two ways or with other random bits.
 PAIR, EXACT, WAYS, FLOOR = "pair", "exact", "ways", "floor"
 ROLES = (PAIR, EXACT, WAYS, FLOOR)

@@ -160,7 +160,7 @@ def headlined(calls: Sequence[CallRecord]) -> CallRecord:
     return max(worst, key=lambda call: (call.wrong, call.slips != (), _certain(call), call.rms or 0.0))
 
 
-def _whose(call: CallRecord) -> str:
+def _bias_of_each(call: CallRecord) -> str:
     """Return how far each is from the exact answer, where a bias between them leaves open which one has it."""
     if call.wrong or call.verdict != BIASED or None in call.biases:
         return ""
@@ -179,7 +179,7 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     inputs, severity = counted(len(severities), "input"), str(named.severity)
     if severity in (APART, NOT_TOLD):
         worst = severities.count(severity)
-        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
+        return severity, f"{severity.upper()} on {worst} of {inputs} ({named.case}: {named.why}{_bias_of_each(named)})"
     pairs = [each.pair for each in model.formats] if model else []
     if any(each.difference is not None and each.difference.rms is None for each in pairs):
         return NOT_TOLD, f"NOT TOLD: {severity} on {inputs}, and through the model what is NaN or Inf"

@@ -42,7 +42,7 @@ VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the wors
 SHRUNK, NO_NUMBER = "shrunk", "none"
 REPLACED = frozenset({NONFINITE, SHRUNK, NO_NUMBER})
 
-# Of a kernel that declares no plan: one has its bits; it has random bits of its own and the bias of one; several have
+# Of a kernel that declares no plan: one has its bits; it has other random bits and the bias of one; several have
 # its bits and can't be told apart; none has.
 FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED = "follows", "behaves_like", "ambiguous", "unexplained"
 STATES = (FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED)
@@ -106,7 +106,7 @@ class Shown(Data, frozen=True):
 
     kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
     number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
-    unit: str = ""  # that stands behind it; empty: the table's legend says it
+    unit: str = ""  # after the number; empty: the table's legend says it
     verdict: VerdictName | None = None  # on a bias
     spec: Spec = "+.2f"  # how the number is written, as Python's format takes it
 
@@ -199,7 +199,7 @@ class SeriesFigure(Data, frozen=True):
     series: str  # its name in the evidence
     title: str  # of the figure
     note: str  # what to see in it
-    y_label: str  # what stands at the vertical axis
+    y_label: str  # the label of the vertical axis
     summed: bool = False  # whether readings are added up from step to step
 
 
@@ -212,9 +212,9 @@ class CaseRecord(Data, frozen=True):
     headline: str | None = None  # the measure that tables show
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: str | None = None  # what varies between cases that belong together
-    at: Number | None = None  # where the case stands in its family
+    at: Number | None = None  # the place of the case in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
-    group: str = ""  # what the cases that stand beside it are about; empty: not told
+    group: str = ""  # the heading of its cases; empty: not told
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings
 
@@ -225,7 +225,7 @@ class ExperimentRecord(Data, frozen=True):
     about: str  # one line
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
-    largest: str | None = None  # the measure that comparisons show beside what tables show: the largest error
+    largest: str | None = None  # the measure that comparisons add to what tables show: the largest error
     agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
     carried: str | None = None  # the measure that is how much of a bias of O gradients contain, as a share
     pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across

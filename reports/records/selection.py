@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_match(parser: argparse.ArgumentParser) -> None:
     """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.compare`."""
     parser.add_argument(
-        "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
+        "--match", choices=("kernel",), help="compare one kernel of each file with the others', as old and new"
     )
 
 

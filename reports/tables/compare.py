@@ -205,7 +205,7 @@ def matched(runs: Sequence[Run]) -> list[Run]:
     for number, names in enumerate(alone, start=1):
         if len(names) != 1:
             listed = ", ".join(names) or "none"
-            raise UsageError(f"--match kernel: file {number} has {listed}; expected one kernel of its own in each file")
+            raise UsageError(f"--match kernel: file {number} has {listed}; expected one kernel that only it has")
     common = " -> ".join(name for (name,) in alone)
 
     def renamed(cell: Record) -> Record:

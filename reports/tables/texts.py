@@ -14,13 +14,13 @@ LEGEND = (
     " without\na mark: measured, nothing was asked. !..!: a check was not met, see below; (..): that is excused;"
     " ?..?: too\nfew heads to tell; skip: can't run there, see below."
 )
-EXCUSED = "excused"  # in the place of an outcome
+EXCUSED = "excused"  # instead of an outcome
 RULES_LEGEND = (
     "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
     "\nneeds: it lacks what it takes. Rules see the heads drawn at first. tiebreak: the bias in ulps, B: biased."
 )
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
-_VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # what stands behind a bias
+_VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # the mark after a bias
 _EMPTY = {records.SKIPPED: "skip", records.CRASHED: "crash", records.TIMED_OUT: "time"}  # where there is no result
 _AROUND = {records.HELD: f"{{}} {HELD_MARK}", records.MEASURED: "{}", records.SKIPPED: "{}", EXCUSED: "({})",
            records.INCONCLUSIVE: "?{}?"}  # fmt: skip

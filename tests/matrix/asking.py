@@ -20,7 +20,7 @@ _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Run torch with so many threads; on small tensors, more than one would wait for one another."""
+    """Run torch with `number` threads; on small tensors, more than one would wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -17,7 +17,7 @@ from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bi
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
-#: What a kernel is held to that may have random bits of its own, as reports name it: the mean square of its errors is
+#: What a kernel is held to that may have its own random bits, as reports name it: the mean square of its errors is
 #: two to three times that of a cast to nearest.
 _LOOSEST = "the loosest plan of random bits"
 
@@ -36,11 +36,11 @@ def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
         if fit[settled.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        plans = {name: {**plans, **MATCHED_BY_ERROR_SIZE}[name] for name in _on_others(settled)}
+        plans = {name: {**plans, **MATCHED_BY_ERROR_SIZE}[name] for name in _plans_on_other_inputs(settled)}
     return batch.fits(o, plans) if plans else {}
 
 
-def _on_others(settled: Settled) -> tuple[str, ...]:
+def _plans_on_other_inputs(settled: Settled) -> tuple[str, ...]:
     """Return the plans to which a kernel is held where its bits name none."""
     return settled.candidates if settled.followed is None else (settled.followed,)
 
@@ -61,7 +61,7 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
         return None
     nearest, best = max(bits, key=bits.__getitem__), max(fits, key=lambda name: fits[name].bits)
     refused = best if fits[best].bits >= FOLLOWED > bits[nearest] else None
-    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _on_others(settled)
+    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _plans_on_other_inputs(settled)
     held = [HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], refused) for name in names]
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
@@ -81,7 +81,7 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     explaining: dict[str, float] = {}
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
-        emptied = _blind(slip.inputs) & ~_blind(some.inputs)
+        emptied = _rows_without_keys(slip.inputs) & ~_rows_without_keys(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
             plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
@@ -90,7 +90,7 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     return explaining
 
 
-def _blind(inputs: AttentionInputs) -> Tensor:
+def _rows_without_keys(inputs: AttentionInputs) -> Tensor:
     """Return rows that see no key, broadcastable to O."""
     hidden = inputs.hidden()
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool) if hidden is None else hidden.all(-1, keepdim=True)

@@ -107,7 +107,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
 def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
     """Return the plans among them that shipped kernels, or fixes, follow in these formats without declaring it.
 
-    P in 8 bits beside q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
+    P in 8 bits with q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
     """
     return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
 

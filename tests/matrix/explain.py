@@ -77,7 +77,7 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     of the elements and up to 0.2 % of a cell's, but for `equal_keys`, where O itself is often a tie, with 1.7 %. And
     the 2 % that may differ, each by an ulp, move the bias by 0.02 ulp at most, less than half the margin of a verdict.
 
-    Where its plan was searched for, in a cell of its own, what the search came to is the answer, unless random bits
+    Where its plan was searched for, in a separate cell, the result of the search is the answer, unless random bits
     leave it without one.
 
     By the same measure two plans are not told apart whose shares differ by no more than 0.1 % in any cell. Where tiles,

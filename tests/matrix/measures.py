@@ -125,7 +125,7 @@ def _gain(at: int, sample: Sample) -> Value:
         plain = torch.cat([first, *(more.gains[at] for more in sample.more_gradients)])
         predicted = sample.predicted_gradients
         beside = None if predicted is None else first - predicted.gains[at]
-    # Where it is the kernel's own, what is left beside the known pass is next to nothing.
+    # Where it is the kernel's own, what is left, compared with the known pass, is almost nothing.
     means = [mean for samples in (plain, beside) if samples is not None and (mean := _mean(samples)) is not None]
     return min(means, key=lambda mean: mean.half_width, default=None)
 
@@ -146,12 +146,12 @@ def _of(name: str, about: str, of: Callable[[Sample], Value], unit: str = "", **
     return name, CallMeasure(of, MeasureRecord(about, unit, **more))
 
 
-def _of_errors(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
+def _attribute(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
     """Return a measure that reads the attribute of `Errors` of this name."""
     return _of(name, about, lambda sample: getattr(sample.errors, name), unit, **more)
 
 
-def _of_each(
+def _each_gradient(
     name: str, about: str, of: Callable[[int, Sample], Value], unit: str = "", **more: Any
 ) -> list[tuple[str, CallMeasure]]:
     """Return a measure of each gradient; {} is replaced by how it is written."""
@@ -166,26 +166,26 @@ _BIAS: Mapping[str, Any] = {"worse": FARTHER, "limit": 0.02, "margin": MARGIN_UL
 #: Errors of O against the fp64 reference, in ulps, and of delta.
 OF_O: Mapping[str, CallMeasure] = dict(
     [
-        _of_errors("bias", "mean signed error of O; + is away from zero", "ulp", **_BIAS),
-        _of_errors("rms_ulps", "root mean square error of O", "ulp", worse=MORE, column=True),
-        _of_errors("max_ulps", "largest error of O", "ulp", worse=MORE, limit=1.0, share=0.1, column=True),
-        _of_errors("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse=MORE),
-        _of_errors("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
-        _of_errors(
+        _attribute("bias", "mean signed error of O; + is away from zero", "ulp", **_BIAS),
+        _attribute("rms_ulps", "root mean square error of O", "ulp", worse=MORE, column=True),
+        _attribute("max_ulps", "largest error of O", "ulp", worse=MORE, limit=1.0, share=0.1, column=True),
+        _attribute("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse=MORE),
+        _attribute("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
+        _attribute(
             "delta_bias",
             "mean of delta_lp - delta_hp, relative to mean |delta_hp|; delta is rowsum(dO * O)",
             worse=FARTHER,
             column=True,
         ),
-        _of_errors("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
-        _of_errors(
+        _attribute("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
+        _attribute(
             "nonfinite", "elements of O that are NaN or Inf where the reference is finite", **_FAULT, column=True
         ),
-        _of_errors("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
-        _of_errors("elements", "elements of O"),
+        _attribute("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
+        _attribute("elements", "elements of O"),
     ]
 )
-#: The same beside the plan that a kernel declares, or follows.
+#: The same compared with the plan that a kernel declares, or follows.
 BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
     [
         _of(
@@ -209,13 +209,13 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
             _paired(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), normal=True),
             "ulp",
         ),
-        *_of_each(
+        *_each_gradient(
             "square_ratio",
             "mean squared error of {} over that of the backward pass it is held to, on normal numbers",
             _backward_ratio,
         ),
-        *_of_each("gain_error", "how much too large {} is on the whole, as a share, on normal numbers", _gain),
-        *_of_each(
+        *_each_gradient("gain_error", "how much too large {} is on the whole, as a share, on normal numbers", _gain),
+        *_each_gradient(
             "gain_noise",
             f"half the width of the interval that {_USUAL_HEADS} heads of the known backward pass give the same number",
             _gain_noise,
@@ -225,7 +225,7 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
 #: Errors of the gradients, and how much of them is the error of delta (paper, equations 1 and 2).
 OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
     [
-        *_of_each(
+        *_each_gradient(
             "relative_error",
             "norm of the error of {0} over the norm of {0}",
             lambda at, sample: _relative_error(at, sample) if sample.gradient_errors else None,
@@ -239,7 +239,7 @@ OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
             )
             for at, gradient in enumerate(("dQ", "dW_Q"))
         ),
-        *_of_each(
+        *_each_gradient(
             "ulps",
             "root mean square error of {}, in ulps of the largest element of its row",
             lambda at, sample: _ulps(at, sample) if sample.gradient_errors else None,
@@ -267,7 +267,7 @@ OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
         ),
     ]
 )
-#: What else is measured of O: beside a prediction and the range of V, and what the errors of a row have in common.
+#: Other measures of O: against a prediction and the range of V, and of the common part of a row's errors.
 MORE_OF_O: Mapping[str, CallMeasure] = dict(
     [
         _of(
@@ -295,7 +295,7 @@ MORE_OF_O: Mapping[str, CallMeasure] = dict(
             lambda sample: sample.equal_bits,
             worse=LESS,
         ),
-        _of_errors(
+        _attribute(
             "outside_values",
             "largest distance of O from the range of V, as a share of what the plan's rounding allows",
             worse=MORE,

@@ -33,7 +33,7 @@ def o_off(sample: Sample) -> Off:
         if lost:
             return f"O is {what} in {lost:,} of {errors.elements:,} elements", None
     error, size = (_finite(x).norm().item() for x in (sample.outputs[0].o - exact, exact))
-    return _told("O", error / size if size else math.inf)
+    return _as_off("O", error / size if size else math.inf)
 
 
 def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
@@ -61,12 +61,12 @@ def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
 
     worst = max(faults, key=beyond)
     if errors.faults.over_bound > max(1.0, *map(beyond, faults)):
-        return _told("dSink", share("dSink"))
+        return _as_off("dSink", share("dSink"))
     along = abs(gain(worst)) >= max(_SEEN, (1.0 - _SEEN) * share(worst))  # the error is one factor, by and large
-    return _told(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")
+    return _as_off(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")
 
 
-def _told(output: str, share: float, more: str = "") -> Off:
+def _as_off(output: str, share: float, more: str = "") -> Off:
     if not math.isfinite(share):  # of a reference that is 0
         return f"{output} is not what it should be, 0", None
     return f"{output} is off by {100 * share:{',.0f' if share >= _SEEN else '.2g'}} % of its size{more}", share

@@ -28,7 +28,7 @@ class Option:
     help: str  # one sentence
     choices: tuple[str, ...] | None = None  # the values that it may have; None: it says itself what it takes
     default: str | None = None  # its value where it is not given
-    repeats: bool = False  # whether it may stand several times, each adding to the others
+    repeats: bool = False  # whether it may be given several times, each adding to the others
     needs: str | None = None  # the option without which it means nothing
     narrows: tuple[str, ...] = ()  # fields of a record by which it leaves cells out of a run
     form: tuple[str, str] = ("(?s).*", "")  # what its value matches, and that in words
@@ -77,7 +77,7 @@ OPTIONS = {option.name: option for option in (
            "with --backend interpreter or ptx, compute as this one would, such as sm_80 or gfx942; nothing runs on it"
            " (docs/triton.md)"),
     Option("kernels", "NAMES",
-           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",
+           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: in addition to it",
            narrows=("kernel",)),
     Option("kernel", "TARGET",
            "add your own kernel: FILE.py:FUNCTION, package.module:function or an adapter; a"

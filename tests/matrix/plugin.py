@@ -70,7 +70,7 @@ def _settings(config: pytest.Config) -> Settings:
         as_rounded=config.getoption("no_worse_than") == "rounded",
         rules=bool(config.getoption("rules")),
         cell_timeout=None if cell_timeout is None else float(cell_timeout),
-        matrix=_where(config),
+        matrix=_cells_path(config),
     )
 
 
@@ -83,8 +83,8 @@ def _budget(config: pytest.Config) -> Budget:
     return Budget.of(seconds)
 
 
-def _where(config: pytest.Config) -> tuple[str, ...]:
-    """Return how pytest finds the cells: by folder in a clone, whose pyproject.toml loads this plug-in; else by name.
+def _cells_path(config: pytest.Config) -> tuple[str, ...]:
+    """Return the path by which pytest finds the cells: in a clone, whose pyproject.toml loads this plug-in, or a name.
 
     A clone that lies elsewhere would put its place on this machine into every record, and so into a user's baseline.
     """

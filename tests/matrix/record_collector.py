@@ -81,7 +81,7 @@ class RecordFile:
     def line(self) -> str:
         """Where the records are, in one line."""
         removed = ", written anew: while the run went on, something removed what was there" if self.removed else ""
-        taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
+        taken = f", for another run has written {self.taken} meanwhile; --save names another file"
         return f"records: {self.path}{taken if self.taken else removed}"
 
 

@@ -54,7 +54,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         super().__init__(config, log)
         self.another_try = another_try  # whether what a worker ran as it died is run again
         self.retried: set[str] = set()  # tests that run again: each alone in a process, behind all others
-        self.rank = rank  # where a cell comes, in the place of the order by length: the least first
+        self.rank = rank  # where a cell comes, instead of the order by length: the least first
         self.cells = cells  # by id
         self.together: frozenset[str] = frozenset()  # files of tests that share what takes long to make
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
@@ -176,9 +176,9 @@ class Pace:
     known: float = 1.0  # that they were known to take
 
     def add(self, usual: float, took: float) -> None:
-        """Add a cell that took so many seconds."""
+        """Add a cell, its usual time and the time that it took, in seconds."""
         self.known, self.took = self.known + usual, self.took + took
 
     def of(self, usual: float) -> float:
-        """Return about how many seconds a cell takes that is known to take so many."""
+        """Return about how many seconds a cell will take that usually takes `usual`."""
         return usual * self.took / self.known

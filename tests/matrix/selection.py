@@ -1,4 +1,4 @@
-"""Which cells a run has: the names on the command line, checked, and what they stand for."""
+"""The cells of a run: the names on the command line, checked and looked up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -97,7 +97,7 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
 
 
 def cells_of(experiments: Iterable[Experiment], context: SelectionContext) -> list[Cell]:
-    """Return the cells of experiments: each with kernels of its own kind and those of none."""
+    """Return the cells of experiments: each with kernels of its kind and those of none."""
     owners: dict[tuple[str, str], set[str]] = {}
     for kind, backend in product(kinds(), context.backends):
         for name in kinds()[kind].kernels(backend):

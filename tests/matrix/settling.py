@@ -35,13 +35,13 @@ from tiebreak.reports.tables.run import counted
 #: Share of a designed input's bits that may be missed, 1.5 %: another order of fp32 sums, and the exponential's last
 #: bit, cost a sound kernel up to 1.2 % (normal numbers, d = 128), and kernels of no known plan missed 4 % and more.
 DESIGNED_MISSED = 0.015
-#: Share of equal bits up to which a kernel of which no plan has more may cast O with random bits of its own.
+#: Share of equal bits up to which a kernel of which no plan has more may cast O with its own random bits.
 RANDOM = 0.9
 _LEAST = 4  # designed inputs that a kernel has to take
 _LOST = 1e-3  # share of a designed input's bits below which a miss hardly counts
 NORMAL = tuple(case for case in SCRIPTED if case.normal)[:3]
 _ASKED = (*NORMAL, next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]"))  # where random shifts show most
-#: Share of equal rows that differ in a bit, from which on a kernel has random bits of its own: with random shifts 9 in
+#: Share of equal rows that differ in a bit, from which on a kernel has its own random bits: with random shifts 9 in
 #: 10 do (4 % of elements), where fp32 sums come in another order 1 in 8 (0.2 %).
 _OTHER_ROWS = 0.5
 HEADS = 32  # of normal numbers: on as many, attribution tells the candidates of a cell apart
@@ -59,12 +59,12 @@ def settled(cell: Cell, bench: Workbench) -> Settled:
         return Settled("what it declares", kernel.declaration.label)
     key = backend.name, kernel.name, cell.fmt.name
     if key not in bench.settled:
-        probed = asking(cell, bench)
+        probed = probe_of(cell, bench)
         bench.settled[key] = _once(bench.shared, "-".join(key), lambda: _settle(probed, bench.settings.seed))
     return bench.settled[key]
 
 
-def asking(cell: Cell, bench: Workbench) -> ProbedKernel:
+def probe_of(cell: Cell, bench: Workbench) -> ProbedKernel:
     """Return a cell's kernel with its outputs in this process."""
     key = cell.backend.name, cell.kernel.name, cell.fmt.name
     probed: ProbedKernel = bench.asked.setdefault(key, ProbedKernel(cell.backend, cell.kernel, cell.fmt))
@@ -194,12 +194,12 @@ def explaining(probed: ProbedKernel, answers: Sequence[DesignedOutput]) -> str |
 
 def on_normal_numbers(probed: ProbedKernel, seed: int) -> tuple[str, ...]:
     """Return the accepted plan with the most bits; if O may have random bits, all that have; none without an output."""
-    plans, answers = accepted(on_device(probed.backend), Formats.of(probed.fmt)), _on(probed, len(NORMAL), seed)
+    plans, answers = accepted(on_device(probed.backend), Formats.of(probed.fmt)), _outputs_on(probed, len(NORMAL), seed)
     total = {name: sum(equal_bits(o, batch.predicted(plan)) for o, batch in answers) for name, plan in plans.items()}
     best = max(total, key=total.__getitem__)
-    if answers and total[best] < FOLLOWED * len(answers) and _random(probed, answers[0][1].inputs):
+    if answers and total[best] < FOLLOWED * len(answers) and _has_random_bits(probed, answers[0][1].inputs):
         law = {name: plan for name, plan in plans.items() if is_random(plan)} | MATCHED_BY_ERROR_SIZE
-        return (_of_its_law(probed.fmt, law, _on(probed, len(_ASKED), seed)),)
+        return (_by_error_size(probed.fmt, law, _outputs_on(probed, len(_ASKED), seed)),)
     if not answers or total[best] >= RANDOM * len(answers):
         return (best,) if answers else ()
     return tuple(name for name in total if plans[name].plan.stochastic)
@@ -210,8 +210,8 @@ def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
     return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
 
 
-def _on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
-    """Return the outputs on so many inputs, without those that it can't run."""
+def _outputs_on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
+    """Return the outputs on `number` inputs, without those that it can't run."""
     answers = []
     for at in range(number):
         emulated = _emulated(at, probed.fmt, seed)
@@ -226,10 +226,10 @@ def _on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emul
     return answers
 
 
-def _random(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
+def _has_random_bits(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
     """Return whether equal rows differ, of one head or of equal heads, or equal calls do.
 
-    O of one row may lie far from where its bits turn. So every head has a row of its own first.
+    O of one row may lie far from where its bits turn. So every head has a separate row first.
     """
     q = inputs.q[:, :, :1].expand_as(inputs.q).contiguous()
     rows = replace(inputs, q=q, causal=False)
@@ -240,7 +240,7 @@ def _random(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
     return any((o != like).any(-1).double().mean().item() > _OTHER_ROWS for o, like in pairs)
 
 
-def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:
+def _by_error_size(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:
     """Return the plan with random bits whose errors are as large as the kernel's, input by input."""
     apart = dict.fromkeys(plans, 0.0)
     for o, emulated in answers:

@@ -23,7 +23,7 @@ from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.scheduling import Pace, beyond, expected
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
-_LATE = "late.json"  # beside the words of the workers
+_LATE = "late.json"  # next to the words of the workers
 _FILE, _DEADLINE = "tiebreak_watch", "tiebreak_deadline"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
@@ -57,7 +57,7 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float) -> "Budget":
-        """Return what is left of so much time for the whole run, which begins."""
+        """Return a budget of `seconds` for the whole run, which begins."""
         return cls(now() + _SHARE * seconds)
 
     @classmethod

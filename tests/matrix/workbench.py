@@ -323,7 +323,7 @@ class Workbench:
     settings: Settings
     shared: Path | None = None  # a folder of this run that all workers write to; None: this is the only process
     settled: dict[Named, Settled] = field(default_factory=dict)
-    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.asking`
+    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.probe_of`
     _held: CaseBench | None = None
 
     def case(self, case: Case, fmt: Format) -> CaseBench:

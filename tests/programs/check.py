@@ -1,4 +1,4 @@
-"""`tiebreak check TARGET...`: a kernel of one's own through the matrix, from any folder; the verdict comes first."""
+"""`tiebreak check TARGET...`: a user's kernel through the matrix, from any folder; the verdict comes first."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from tiebreak.matrix.plugin import WATCH
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import Progress, now
-from tiebreak.programs.configurations import Configurations, Looks, looked_at
+from tiebreak.programs.configurations import Configurations, Looks, outputs_of_calls
 from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
@@ -30,7 +30,7 @@ from tiebreak.reports.verdict import Verdict, as_json, verdicts
 _AUTO = "auto"
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
-# Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
+# Of the user's pytest nothing is wanted here: neither its configuration nor what is installed with it.
 _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
@@ -77,7 +77,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
         epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",
-        allow_abbrev=False,  # so that an option that stands twice is seen
+        allow_abbrev=False,  # so that an option that is given twice is seen
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     for option in FORWARDED.values():
@@ -113,7 +113,7 @@ def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
         if collected.collector is None:
             raise UsageError(_refusal(printed))
         follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
-        return looked_at(collected.collector.expected.values(), collected.collector.settings.seed)
+        return outputs_of_calls(collected.collector.expected.values(), collected.collector.settings.seed)
 
     if options.targets[1:]:
         raise UsageError(f"--configs: {len(options.targets)} targets; name one")

@@ -75,7 +75,7 @@ class Configurations:
         return [replace(ranked[0], findings=(*findings, *ranked[0].findings)), *ranked[1:]]
 
 
-def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
+def outputs_of_calls(cells: Iterable[Cell], seed: int) -> Looks:
     """Return the outputs of the calls among some cells, on a few heads."""
     looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
     for cell in cells:

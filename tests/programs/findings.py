@@ -1,6 +1,6 @@
 """`tiebreak findings`: which of the known findings in other people's software the packages that are installed have.
 
-Each is asked by the small script of its report, in a process of its own.
+Each is tested by the small script of its report, in a separate process.
 """
 
 import os
@@ -62,7 +62,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Told:
+class ScriptAnswer:
     """The answer of a finding's script for the installed packages."""
 
     finding: KnownFinding  # that was asked for
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="tiebreak findings",
         description="Known findings in other people's software: which of them the installed packages have. Each is"
-        " asked by its report's script, in a process of its own.",
+        " tested by its report's script, in a separate process.",
         epilog="exit codes: 0, 1 a finding of --fail-if-present is present or can't be told, 2 bad usage",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="those to ask for; globs are allowed (default: all)")
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     answers = []
     for name in dict.fromkeys((*chosen, *failing_ids)):
         terminal.say(name)
-        answers.append(asked_for(by_id[name]))
+        answers.append(answer_of(by_id[name]))
     terminal.show("\n".join(_lines(answers, len(rows) - len(by_id))))
     bad = [each.finding.id for each in answers if each.state in (State.PRESENT, State.NOT_TOLD)]
     if fell := [name for name in failing_ids if name in bad]:
@@ -111,23 +111,23 @@ def main(arguments: Sequence[str]) -> int:
     return FELL if fell else HELD
 
 
-def asked_for(finding: KnownFinding) -> Told:
+def answer_of(finding: KnownFinding) -> ScriptAnswer:
     """Run a finding's script, and return what it tells."""
     if finding.machine not in ("", platform.machine()):
-        return Told(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
+        return ScriptAnswer(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
     root, version = next(installed(finding.package), ("", ""))
     if not version:
-        return Told(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
+        return ScriptAnswer(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
     with as_file(files("tiebreak.reports.known").joinpath(finding.script)) as script:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             done = finished([sys.executable, str(script)], {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
         except UsageError as error:
-            return Told(finding, State.NOT_TOLD, version, str(error))
+            return ScriptAnswer(finding, State.NOT_TOLD, version, str(error))
     failed = done.returncode not in (HELD, FELL) or done.stderr.startswith("Traceback")
     state = State.NOT_TOLD if failed else State.PRESENT if done.returncode else State.ABSENT
     last = (done.stderr if failed else done.stdout).strip().splitlines()[-1:]
-    return Told(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
+    return ScriptAnswer(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
 
 
 def installed(package: str) -> Iterator[tuple[str, str]]:
@@ -139,7 +139,7 @@ def installed(package: str) -> Iterator[tuple[str, str]]:
             yield root, distribution.version.partition("+")[0]
 
 
-def _lines(answers: Sequence[Told], unchecked: int) -> Iterator[str]:
+def _lines(answers: Sequence[ScriptAnswer], unchecked: int) -> Iterator[str]:
     """Yield a line for each, the worst first, and below it why, or what its script printed last."""
     package = max(len(each.package) for each in answers)
     for each in sorted(answers, key=lambda each: list(State).index(each.state)):

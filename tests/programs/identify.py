@@ -1,4 +1,4 @@
-"""`tiebreak identify TARGET...`: the rounding plan of a kernel of one's own, from its outputs alone."""
+"""`tiebreak identify TARGET...`: the rounding plan of a user's kernel, from its outputs alone."""
 
 import argparse
 import json

@@ -50,7 +50,7 @@ def cases(arguments: Sequence[str]) -> int:
 
 def backends(arguments: Sequence[str]) -> int:
     """Print the backends."""
-    about = "Where kernels run: what --backend takes, beside path/to/file.py:NAME."
+    about = "Where kernels run: what --backend takes, or path/to/file.py:NAME."
     Parser(prog="tiebreak list backends", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
     for name, backend in BACKENDS.usable().items():

@@ -37,7 +37,7 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-_GPT2, _NONE = "gpt2", "none"  # in the place of a model of the user's
+_GPT2, _NONE = "gpt2", "none"  # instead of a user's model
 _HEADS = 64  # of a case at first
 _NAMED = 3  # inputs that a plan does not explain
 Target = str | Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Processes beside this one: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
+"""Other processes: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
 
 import multiprocessing
 import signal
@@ -51,7 +51,7 @@ def finished(
 
 
 def in_processes(run: Callable[[_Task], _Result], left: Sequence[_Task], workers: int) -> Iterator[_Result]:
-    """Run what is left in so many processes, and yield each result as it ends; a stop ends them."""
+    """Run what is left in `workers` processes, and yield each result as it ends; a stop ends them."""
     context = multiprocessing.get_context("spawn")
     # Ctrl-C goes to all processes of a terminal; this one says what became of it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:

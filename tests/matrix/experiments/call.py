@@ -153,7 +153,7 @@ class OneCall(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_drawn(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
+        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
         measures, held_to, errors = measured(sample), sample.held_to, sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
@@ -181,7 +181,7 @@ class OneCall(Experiment):
         )
 
 
-def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
     """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
     A look draws as many heads as all before it did, and takes as long. What the kernel follows is known from the first.
@@ -201,7 +201,7 @@ def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled
         exhausted = not bench.has(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.settled and _told(ACCURACY, sample)):
+        if exhausted or out_of_time or (sample.settled and _is_settled(ACCURACY, sample)):
             break
     return sample, plan
 
@@ -250,7 +250,7 @@ def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
     return None if uncut else case.claim_about(tiled, cell.fmt)
 
 
-def _told(check: str, sample: Sample) -> bool:
+def _is_settled(check: str, sample: Sample) -> bool:
     """Return whether each interval that a check limits is on one side of its limit: more heads change nothing."""
     limits = checks()[check].described.limits
     numbers = recorded(
@@ -268,9 +268,9 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
     if cell.kernel.external:
         shown = plan.backward if held_to.plan == plan.followed else None
         backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
-        sample = _beside(sample, backward, first.gradients, first.o, bench.batch(0))
+        sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, sample):
+        if sample.out_of_time or not bench.has(batches_of(look).start) or _is_settled(GRADIENTS, sample):
             break
         for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
@@ -279,11 +279,11 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
             more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
             sample = replace(sample, more_gradients=more)
             if backward is not None:
-                sample = _beside(sample, backward, output.gradients, output.o, batch)
+                sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
     return sample, backward
 
 
-def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+def _add_gradients(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
     """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}

@@ -1,4 +1,4 @@
-"""The contract of a call: the same bits each time, and nothing left behind, over shapes with paths of their own.
+"""The contract of a call: the same bits each time, and nothing left behind, over shapes that take different paths.
 
 A kernel may keep what it likes of its first calls: what it has compiled, tuned or looked up. It leaks if each of
 `CALLS` calls of the same input in a row leaves more memory, threads or open files behind. Memory counts as left behind
@@ -165,7 +165,7 @@ def _resources() -> Mapping[str, int]:
 
 
 def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
-    """Make a call of a kernel that returns so many bytes; if it leaves something behind, see whether it always does.
+    """Call a kernel that returns `returned` bytes; if it leaves something behind, see whether it always does.
 
     What the first call returned, which must hold no tensor; and what each of `CALLS` left behind, in words, or None.
     """

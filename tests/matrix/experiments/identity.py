@@ -1,4 +1,4 @@
-"""Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on inputs of its own."""
+"""Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on separate inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.settling import UnidentifiedError, asking, settled
+from tiebreak.matrix.settling import UnidentifiedError, probe_of, settled
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -33,7 +33,7 @@ class Identification(Experiment):
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
             settled(cell, bench)  # first: if it ends the process, the other cells know
-            identity = identify(asking(cell, bench), bench.settings.seed, beyond_known=False)
+            identity = identify(probe_of(cell, bench), bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
         share = identity.share or 0.0

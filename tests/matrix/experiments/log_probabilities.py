@@ -1,4 +1,4 @@
-"""A kernel in the place of all attention of a small language model: what becomes of its tokens' log-probabilities."""
+"""A kernel as all attention of a small language model: the change of its tokens' log-probabilities."""
 
 import hashlib
 import math
@@ -58,7 +58,7 @@ _ABOUT = "log-probabilities through a small GPT-2, less those with exact attenti
 KIND = Kind(
     LogProbabilities.kind,
     records.ExperimentRecord(
-        "a small language model with the kernel in the place of all attention",
+        "a small language model with the kernel as all its attention",
         "rms error of its tokens' log-probabilities in nats.",
     ),
     experiments=(LogProbabilities(),),

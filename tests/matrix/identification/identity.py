@@ -358,7 +358,7 @@ class Rivals:
 
 
 def _is_more_than_chance(ours: int, theirs: int) -> bool:
-    """Return whether so many rows against so few is more than chance: where bits are open, each side is as likely."""
+    """Return whether `ours` rows against `theirs` is no chance: where bits are open, each side is as likely."""
     ahead = ours - theirs
     return (not theirs and ours >= _ALL) or (ahead > 0 and ahead**2 >= _DEVIATIONS**2 * (ours + theirs))
 

@@ -72,7 +72,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
         dead |= {"offset"} if wide else set()  # a power of two is divided out
     dead |= set() if plan.exponential.base_two else {"log2_e"}
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
-    block, split = _told(declaration), algorithm is SPLIT_ATTENTION
+    block, split = _effective_block(declaration), algorithm is SPLIT_ATTENTION
     for field in ("o_bar", "row_sum"):
         if block.whole or not algorithm.tiled or (split and (field == "o_bar" or not block.splits)):  # one step is all
             plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
@@ -86,7 +86,7 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
 
 
-def _told(declaration: Declaration) -> Block:
+def _effective_block(declaration: Declaration) -> Block:
     """Return a declaration's block without what its algorithm, or a row of one tile, ignores."""
     algorithm, block = declaration.algorithm, declaration.block
     if not algorithm.tiled:
@@ -99,7 +99,7 @@ def _told(declaration: Declaration) -> Block:
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
     """Return a plan that casts O once where no step separates O-bar's cast from O's, and O-bar is normalised."""
-    one_tile = _told(declaration).whole
+    one_tile = _effective_block(declaration).whole
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
@@ -146,7 +146,7 @@ def changes(
     """Yield every declaration that differs from a `forward_alone` one in one point of these keys, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
-        for value, other in _with_another(key, declaration, inputs) if key in keys else ():
+        for value, other in _alternatives(key, declaration, inputs) if key in keys else ():
             plain = forward_alone(other, inputs)
             if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
                 seen.add(plain)
@@ -163,11 +163,11 @@ def _has_text(declaration: Declaration) -> bool:
     return True
 
 
-def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
+def _alternatives(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
     """Yield the declaration with every value at one point."""
     plan, algorithm = declaration.plan, declaration.algorithm
     if key == ALGORITHM:
-        yield from _with_another_algorithm(declaration)
+        yield from _other_algorithms(declaration)
     elif key in _OF_BLOCKS:
         for value in _OF_BLOCKS[key]:
             with suppress(ValueError):  # its algorithm makes nothing of it
@@ -188,7 +188,7 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
                 yield value, changed(declaration, key, value)
 
 
-def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
+def _other_algorithms(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
     """Yield every algorithm, in every tile where there was none; a rule that lags only together with its algorithm."""
     others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
     if declaration.algorithm is not FLASH_ATTENTION:
@@ -235,7 +235,7 @@ def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaratio
 
 def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange, Declaration]]:
     """Yield changes of two points at once, where one alone leads nowhere, or both may look like the plan."""
-    for casts in _moved(declaration, inputs):
+    for casts in _joint_changes(declaration, inputs):
         if declaration.algorithm.unused & casts.keys():
             continue
         with suppress(ValueError):  # two points exclude one another
@@ -246,7 +246,7 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange
                 yield PlanChange(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
 
 
-def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
+def _joint_changes(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
     """Yield changes that go together, as new values by field."""
     plan, rounded = declaration.plan, SumOf.ROUNDED
     if not plan.exponential.base_two:

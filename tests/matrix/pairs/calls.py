@@ -60,7 +60,7 @@ class PairedCall:
                     self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
                 if self._verdict()[0] != NOT_TOLD:
                     break
-            return self._told()
+            return self._settled()
         except _LeftOutError as left:
             severity, why = left.args
             return CallRecord(self.bench.case.name, severity, why)
@@ -135,7 +135,7 @@ class PairedCall:
     def _drawn(self) -> int:
         return sum(a.shape[0] * a.shape[1] for a, _ in self.outputs)
 
-    def _told(self) -> CallRecord:
+    def _settled(self) -> CallRecord:
         batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
         errors = [
             merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
@@ -172,7 +172,7 @@ class PairedCall:
 
     def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
         """Return the usual mistakes that explain errors beyond the bounds; several may have the bits of one input."""
-        if _over_bound(errors) <= 1.0:
+        if _share_of_bounds(errors) <= 1.0:
             return ()
         batch = self.bench.batch(0)
         mistakes = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
@@ -208,13 +208,13 @@ class PairedCall:
         return records, faults
 
 
-def _over_bound(errors: Errors) -> float:
+def _share_of_bounds(errors: Errors) -> float:
     return max(errors.error_over_bound, errors.outside_values)
 
 
 def _fault(letter: str, errors: Errors, slips: Sequence[str]) -> str | None:
     """Return why a side is another function; None: it is none."""
-    if (share := _over_bound(errors)) > 1.0:
+    if (share := _share_of_bounds(errors)) > 1.0:
         named = " or ".join(slips) or f"its largest error is {share:.3g} times its bound"
         return f"{letter} is another function: {named}"
     lost = errors.nonfinite + errors.missed

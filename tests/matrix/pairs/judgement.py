@@ -1,4 +1,4 @@
-"""The verdict on a pair: its calls, what separates its plans, what one alone withstands, and a model."""
+"""The verdict on a pair: its calls, what separates its plans, what changes no bits of either, and a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

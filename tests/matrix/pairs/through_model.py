@@ -27,7 +27,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs import log_probabilities as records
 from tiebreak.reports.records.record import Estimate, finite
 
-_EXACT, _PLAN_OF = "exact", "plan of "  # what stands beside A and B: exact attention, and a side's plan, emulated
+_EXACT, _PLAN_OF = "exact", "plan of "  # in addition to A and B: exact attention, and a side's plan, emulated
 _SEED = 1  # of what a kernel draws
 
 

@@ -4,7 +4,7 @@ Answers that must be one are equal to the bit, or have errors of the same size: 
 a view of, a sound kernel may take another path and add up in another order. Its bits differ then, and its errors
 against fp64 hardly do. What is compared is the mean squared error of the worst head, as a share of the reference's mean
 square: on normal numbers heads are alike, so that one wrong head shows. Over that of the plain call it came, where two
-sound kernels stand for the two paths, to at most 1.33 if both round alike (FlashAttention in tiles of 32 and 64, split,
+sound kernels represent the two paths, to at most 1.33 if both round alike (FlashAttention in tiles of 32 and 64, split,
 PyTorch's fused kernel), and to 3.7 if the plain one computes in fp32 all through and the other casts P (seeds 1 to 40,
 bf16 and fp16). `WORSE` lies above both. A limit of 2 blamed none of nine sound kernels in 18,000 cells; what reads
 wrong numbers comes to a hundred and more.

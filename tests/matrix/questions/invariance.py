@@ -113,7 +113,7 @@ def batch(session: Session, results: WithoutBias) -> None:
         results.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
         results.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
         results.compare(f"beside other numbers, {material}", together, others, inputs, Cut(slice(0, -1)))
-        changes = {f"beside one of {keys} keys": _beside(inputs, keys) for keys in _NEIGHBOURS}
+        changes = {f"beside one of {keys} keys": _with_neighbour(inputs, keys) for keys in _NEIGHBOURS}
         for queries in _ROWS:
             longer = _with_more(inputs, "q do", queries - rows, session)
             changes[f"padded to a neighbour's {queries} queries"] = longer
@@ -141,7 +141,7 @@ def _packed(inputs: AttentionInputs, queries: Tensor) -> AttentionInputs:
     return replace(inputs, **packed, lengths=lengths)
 
 
-def _beside(inputs: AttentionInputs, keys: int) -> AttentionInputs:
+def _with_neighbour(inputs: AttentionInputs, keys: int) -> AttentionInputs:
     """Add one more sequence, a copy of the first in another length: all are padded to the longest."""
     keys_before = inputs.k.shape[2]
     longest = max(keys, keys_before)
@@ -174,7 +174,7 @@ def _long_enough(session: Session, results: WithoutBias, in_splits: Callable[[in
 
 
 def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
-    """Return a function that makes the kernel split keys into so many parts; None if nothing says how."""
+    """Return a function that makes the kernel split keys into a number of parts; None if nothing says how."""
     if isinstance(kernel, UserKernel):
         keyword = kernel.caller.convention.splits
         if keyword is None:
@@ -191,7 +191,7 @@ def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
 def padding(session: Session, results: WithoutBias) -> None:
     """Compare with more keys at the end, hidden by a mask, and with more queries.
 
-    Controls: the padded keys seen, which have a P and a V of their own; other rows behind the end, by their own O.
+    Controls: the padded keys seen, which have their own P and V; other rows behind the end, by their own O.
     """
     for keys, more in _PADDED:
         for material, inputs in _drawn(session, Shape(keys=keys)):

@@ -351,7 +351,7 @@ def defaults(session: Session, results: WithinError) -> None:
 QUESTIONS = (
     Question("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
     Question("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
-    Question("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
+    Question("many_heads", "300 heads in one call, against the last of them in a separate call", many_heads),
     Question("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
     Question("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
     Question("other_mask", "another mask of the same shape hides other keys", other_mask),
@@ -359,12 +359,10 @@ QUESTIONS = (
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
     Question("other_parameters", "calls of one shape with another window, table or sink", other_parameters, version=2),
     Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
-    Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
+    Question("sizes", "1 to 257 rows and keys, around the sizes of tiles", sizes),
     Question("long_keys", "9,001 and 40,009 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
-    Question(
-        "log_sum_exp", "the log-sum-exp that a kernel returns beside O, and its gradients", log_sum_exp, version=2
-    ),
+    Question("log_sum_exp", "the log-sum-exp that a kernel returns with O, and its gradients", log_sum_exp, version=2),
     Question("scaled_do", "dO times a power of two", scaled_do),
     Question("defaults", "without scale, causal flag and mask, as far as there are defaults", defaults),
 )

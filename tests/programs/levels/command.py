@@ -1,6 +1,6 @@
 """`tiebreak levels`: the matrix once on each instruction-set level of this CPU, or of an emulated one, compared.
 
-A process has one level (see `tiebreak.backends.levels`), so every run is a process of its own.
+A process has one level (see `tiebreak.backends.levels`), so every run is a separate process.
 """
 
 import os
@@ -66,8 +66,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tiebreak levels",
         usage="%(prog)s [--arch ARCH] [--level NAMES] [--sysroot DIR] [--out DIR] [--list] [PYTEST_ARGUMENT ...]",
-        description="The matrix once per instruction-set level of this CPU, or of an emulated one, each in a process "
-        "of its own that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
+        description="The matrix once per instruction-set level of this CPU or an emulated one, each in its own process "
+        "that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
         "--kernels, --heads, -n. Example: tiebreak levels --arch aarch64 --cases 'tied*' --heads 64",
         epilog="--arch takes QEMU's user mode, Debian's packages and PyPI's wheels: 600 MB in the user's cache, once. "
         "Exit codes: 0 all held, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",

@@ -147,7 +147,7 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
     assert spec.origin is not None
     init, release = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
     version = release[1] if release else "of unknown version"
-    modules = sorted(init.parent.glob("*.py"))  # the package itself, beside its rooms
+    modules = sorted(init.parent.glob("*.py"))  # the package itself, without its rooms
     folder = home / f"suite-{hashlib.sha256(f'{modules} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
     script = folder / "python"
     if script.exists():

@@ -131,7 +131,7 @@ def _complete(records: Sequence[Judged], runs: Sequence[Run], profile: Profile) 
 def _problems(
     folder: Path, statement: Statement, profile: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Return what is wrong with a statement; if nothing is, what was checked and what nobody can check."""
+    """Return what is wrong with a statement; if nothing is, what was checked and what can't be."""
     if statement.profile != profile.name:
         return [f"{FILE}: of profile {statement.profile}, not of {profile.name}"], []
     if statement.profile_hash != profile.hash:
@@ -193,7 +193,7 @@ def problems_of_records(
 
 
 def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile: Profile) -> Iterator[str]:
-    """Yield what was checked of a correct statement, and what nobody can check without its device."""
+    """Yield what was checked of a correct statement, and what can't be checked without its device."""
     able, own = sum(each.recomputable for each in records), sum(each.cell.backend.predicts for each in chosen)
     yield (
         f"verified: profile {profile.name}, {counted(len(records), 'cell')}: digests, cells, commands, verdicts,"

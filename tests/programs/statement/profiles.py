@@ -24,7 +24,7 @@ def _absent(*_: object) -> NoReturn:
     raise NotImplementedError("a kernel that is not here")
 
 
-ABSENT = Kernel("", _absent, None)  # stands in for a user's, or another machine's
+ABSENT = Kernel("", _absent, None)  # replaces a user's, or another machine's
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     record, fmt = judged.record, judged.cell.fmt
     needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
-    drawn = [_at_once(case, judged.settings) << look for look in range(LOOKS)]
+    drawn = [_heads_at_once(case, judged.settings) << look for look in range(LOOKS)]
     if record.heads not in drawn:
         yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
     elif record.number("elements") != record.heads * _elements(case, fmt):
@@ -230,7 +230,7 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
         yield "measures: bias less predicted_bias is not prediction_difference"
 
 
-def _at_once(case: Case, settings: Settings) -> int:
+def _heads_at_once(case: Case, settings: Settings) -> int:
     """Return how many heads a cell draws at once."""
     return settings.heads if case.most_heads is None else min(settings.heads, case.most_heads)
 
@@ -364,7 +364,7 @@ def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
     call, declared = judged.cell.experiment, judged.cell.kernel.declaration
     assert isinstance(call, OneCall)
     assert declared is not None
-    batches = judged.record.heads // _at_once(call.case, bench.settings)
+    batches = judged.record.heads // _heads_at_once(call.case, bench.settings)
     case = bench.case(call.case, judged.cell.fmt)
     bias = merge([case.emulated(index, declared)[1] for index in range(batches)]).bias
     return Estimate.of(bias.mean, bias.half_width)
