@@ -25,7 +25,7 @@ import_module("triton.compiler.code_generator")
 def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterator[None]:
     """Let Triton see one device with one stream, whose tensors are the CPU's; with more parts of a driver, if given.
 
-    Of an autotuned kernel one configuration is taken.
+    An autotuned kernel takes one configuration.
     """
     answers = {
         "get_current_target": target,

@@ -122,7 +122,7 @@ class Ascend(TorchDevice):
 def _missing(root: Path) -> str | None:
     """Return None, or what is missing: package, fitting torch, driver, CANN, NPU, in this order.
 
-    torch_npu, which changes torch in many places as it is imported, is left alone where there is no driver.
+    torch_npu, which changes torch in many places when imported, is not imported where there is no driver.
     """
     return _package_missing() or _driver_missing(root) or _import_failure() or _none_visible()
 

@@ -69,7 +69,7 @@ class Backend:
     def worker_environment(self, worker: int) -> Mapping[str, str]:
         """Return additions to a worker's environment, by which it sees one of several devices.
 
-        Workers' numbers are from 0 on; one that replaces another has a new number.
+        Workers are numbered from 0; one that replaces another has a new number.
         """
         del worker
         return {}

@@ -41,7 +41,7 @@ QEMU = "TIEBREAK_QEMU"  # QEMU's version, told to what runs under it, which can'
 def describe(root: Path = Path("/")) -> dict[str, Any]:
     """Return properties of the machine and of this process's software that can change bits of a result.
 
-    What a system does not tell is empty or None, never an exception. `root` is the file system's.
+    Facts that a system does not report are empty or None, never an exception. `root` is the file system's.
     """
     # Not at the top of the module: the level list and the worker count answer without loading torch.
     import numpy as np
@@ -88,7 +88,8 @@ def cpu_name(root: Path = Path("/")) -> str:
 def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     """Return the instruction sets of the first processor that change numerics, by Linux's names, sorted.
 
-    Empty where there is no `/proc/cpuinfo`. An emulated processor's are in the auxiliary vector: never the host's.
+    Empty where there is no `/proc/cpuinfo`. For an emulated processor they come from the auxiliary vector, since the
+    file is the host's.
     """
     if emulated(root):
         vector = root / "proc/self/auxv"  # pairs of 64 bits
@@ -102,8 +103,8 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
 def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> int:
     """Return how many test processes this machine carries at a time.
 
-    The lesser of the usable cores and of the workers that the available memory holds, within the limits of the control
-    group (of version 1 or 2) that a container or a batch system sets; at least 1.
+    It is the lesser of the usable cores and of the workers that the available memory holds, within the limits of the
+    control group (version 1 or 2) that a container or a batch system sets; at least 1.
     """
     cores = min([float(_affinity()), *_cpu_quotas(root)])
     free = min([_memory(root)[1], *(limit - used for limit, used in _memory_limits(root))])
@@ -152,8 +153,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the control groups that this process is in, from the innermost outwards.
 
-    A limit may sit on any of them. In a container the path may name folders that are only visible outside it; what is
-    mounted is then the container's own group, the last folder yielded.
+    Any of them may have a limit. In a container the path may name folders that are visible only outside it; the mounted
+    folder, which is yielded last, is then the container's own group.
     """
     for line in read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)

@@ -77,8 +77,8 @@ def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
 def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, ...]:
     """Return the accumulators whose emulation has all bits of a device's products of bf16.
 
-    Masks tell the order of terms; tails next to a tie of bf16, or next to 1 and -1, the width and the rounding of sums;
-    numbers at the edge of the normal ones what is flushed.
+    Masks show the order of terms; tails next to a tie of bf16, or next to 1 and -1, show the width and rounding of
+    sums; numbers at the edge of the normal range show flushing.
 
     Returns:
         Several where these products don't tell them apart; none where no accumulator is known that does so, or the
@@ -117,8 +117,8 @@ def _sums() -> Mapping[float, Tensor]:
 def _masks(terms: int) -> Tensor:
     """Return rows, (terms - 1, terms) of fewer than 67 terms, whose sums show the order in which terms are added.
 
-    A large number in place 0 and its negative in place j, from 1 on, swallow every one that joins either of them before
-    they meet: what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of
+    A large number in place 0 and its negative in place j, from 1 on, absorb every term added to either before they
+    meet, so the sum shows how many terms had been added by then (Xie et al., "FPRev: revealing the order of
     floating-point summation", 2024, arXiv 2411.00442).
     """
     rows = torch.ones(terms - 1, terms)
@@ -130,8 +130,9 @@ def _masks(terms: int) -> Tensor:
 def _tails(neighbour: float) -> Tensor:
     """Return 1, `neighbour` and a tail at random places among other numbers, for every size of a tail.
 
-    A tail is kept, lost, cut off, rounded down or leaves a mark in the last bit, depending on what it meets first (as
-    in Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second, which tips their ties.
+    A tail is kept, lost, truncated, rounded down or leaves a sticky bit, depending on what it is added to first (as in
+    Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second tail, which breaks their
+    ties.
     """
     draw = np.random.Generator(np.random.Philox(1))
     rows = np.zeros((len(_WINDOWS) * len(_TAILS), _SIZE), np.float32)
@@ -180,8 +181,8 @@ def _mode_of_products(arithmetic: Arithmetic, device: str) -> Rounding | None:
 def _rounds_after(arithmetic: Arithmetic, device: str, *, heads: int, rows: int, columns: int) -> int:
     """Return how many terms a long product adds before it rounds their sum; 0: all.
 
-    Of a large term and two of half its ulp the sum is in the format. Rounded between the two, each alone is a tie. The
-    second lies elsewhere in every row.
+    The sum of a large term and two of half its ulp is in the format. If it is rounded between the two, each alone is a
+    tie. The second is in another place in every row.
     """
     large, apart = 2.0 ** (BF16.mantissa_bits + 1), _LONG // (heads * rows)
     a = torch.zeros(heads * rows, _LONG)
@@ -262,9 +263,9 @@ def _kept(value: Tensor) -> str:
 def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
     """Return how a kernel casts P-bar to bf16 where it is halfway between two neighbours.
 
-    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and no bias of
-    O shows it. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an even last
-    bit, in the other half above an odd one.
+    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and does not
+    show in the bias of O. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an
+    even last bit, in the other half above an odd one.
 
     Returns:
         `even`, `away` or `zero`; `not seen` where its exponential misses the ties; `none known` else.

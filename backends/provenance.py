@@ -14,8 +14,8 @@ PACKAGE = "tiebreak"
 def commit(checkout: Path = CHECKOUT) -> str | None:
     """Return the git commit of a checkout's top folder: 40 digits, and "-dirty" if tracked files differ from it.
 
-    None without git, without a commit, or if the folder merely lies inside someone else's repository (an installed copy
-    in a virtual environment).
+    None without git, without a commit, or if the folder is merely inside another repository (an installed copy in a
+    virtual environment).
     """
     # In a hook, git points these at the repository that the hook belongs to.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -37,8 +37,8 @@ def commit(checkout: Path = CHECKOUT) -> str | None:
 def wheel(package: str = PACKAGE, module: Path = Path(__file__)) -> str | None:
     """Return the installed wheel that this code, of which `module` is a file, runs from; None if it runs from none.
 
-    That is its version and, behind "sha256:", a digest of its files' names and contents, with "-dirty" appended if one
-    is not as the wheel had it.
+    It is named by its version and, after "sha256:", a digest of its files' names and contents, with "-dirty" appended
+    if a file differs from the wheel's.
     """
     try:
         installed = metadata.distribution(package)

@@ -107,8 +107,8 @@ class TorchDevice(Backend):
     def poisoned(self) -> bool:
         """Return whether waiting for the device fails twice.
 
-        An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
-        pending, or a lack of memory, does not.
+        After an error within a kernel, such as an illegal memory access, every call fails. A pending error, or a lack
+        of memory, is raised once.
         """
         if not getattr(self.module(), "is_initialized", lambda: True)():
             return False

@@ -32,7 +32,8 @@ class Batch:
     def size_units(self) -> Tensor | None:
         """The units of errors of O relative to the mean of |V| that its row sees; None: V has one sign, as `units`.
 
-        Where O cancels, an ulp of it says by how much: the mean of squares in such units has no finite variance.
+        Where O cancels, an error in its ulps shows by how much, and the mean square of such errors has no finite
+        variance.
         """
         v = self.inputs.v
         return units_of(self.ref.magnitude, self.inputs.formats.output) if (v > 0).any() and (v < 0).any() else None
@@ -73,8 +74,8 @@ class Batch:
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
         """Return how far O is outside the range of V that its row sees: 0 inside, 1 at the plan's rounding error.
 
-        O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are another check's: elements of V or O
-        with one count as 0; NaN where O has nothing else.
+        O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are left to another check: elements of V
+        or O with one count as 0; NaN where O has nothing else.
         """
         if has_no_number(o, self.ref):
             return math.nan
@@ -106,7 +107,7 @@ class Trace:
 def error_trace(p_bar: Tensor, v: Tensor, fmt: Format) -> Tensor:
     """Return equation 5: partial sums in fp32, each rounded to O-bar's format, less the same in fp64; fp64, (keys,).
 
-    Of one row of P-bar as the product gets it, and one column of V, (keys,) each.
+    The arguments are one row of P-bar as the product gets it, and one column of V, (keys,) each.
     """
     partial = torch.cumsum(p_bar.float() * v.float(), 0)
     return partial.to(TORCH_DTYPES[fmt]).double() - torch.cumsum(p_bar.double() * v.double(), 0)

@@ -86,7 +86,7 @@ def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
 def _raised(declaration: Declaration) -> float:
     """Return how much an absolute error of P-bar or O-bar may grow in P or O: 1/l where one key is seen.
 
-    Of a rule that scales the maximum it says nothing: that P-bar underflows there is its harm.
+    It does not cover a rule that scales the maximum: P-bar underflows there, which is the harm to be found.
     """
     rule = declaration.shift_rule
     return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0)) * 2.0**-declaration.plan.offset
@@ -109,8 +109,8 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
     """Return how far O may be outside the range of V, relative to the largest |V|.
 
     O = (sum of rounded P-bar times V / sum of rounded P-bar) * (sum of rounded P-bar / l): the first factor is a mean
-    of V, the second is 1 but for the casts of P-bar, for what of it is lost below the subnormals, and for the roundings
-    of O-bar, l and O. That holds where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
+    of V, the second is 1 up to the casts of P-bar, its loss below the subnormals, and the roundings of O-bar, l and O.
+    This is true where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
     steps = _roundings(inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
@@ -212,7 +212,7 @@ class ErrorBounds:
     def of_sink(self, declaration: Declaration) -> Tensor | float:
         """Return a bound on the error of P of a learned sink, (batch, heads, queries, 1); 0 without one.
 
-        Its own score is exact; the maximum's, which it is shifted by, is not.
+        The sink's score is exact; the maximum's, by which it is shifted, is not.
         """
         if self.inputs.sink is None:
             return 0.0

@@ -80,10 +80,10 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
 def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
     """Return the measures with errors in ulps only of elements of O that have not cancelled.
 
-    V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
-    in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds. So the bias,
-    the squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
-    left out. All else, the bound among it, is still over all elements.
+    V of a real model has both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
+    proportional, and an error in ulps of O shows how much cancelled, not how the kernel rounds. So the bias, the
+    squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
+    left out. All other measures, the bound included, are over all elements.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
     error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
@@ -197,8 +197,8 @@ def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tu
 def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> tuple[int, int, int]:
     """Return heads, rows and keys that stay within `_SCORES`.
 
-    The first rows: under a causal mask these see the first keys alone and are what they were in the full call. The last
-    rows would need all keys, and kernels do not agree on what a causal mask means for fewer queries than keys.
+    They are the first rows: under a causal mask these see only the first keys, so they are the same as in the full
+    call. The last rows would need all keys, and kernels disagree about a causal mask for fewer queries than keys.
     """
 
     def visible(rows: int) -> int:

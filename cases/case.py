@@ -236,7 +236,7 @@ def normal_numbers(
 ) -> AttentionInputs:
     """Draw normally distributed q, k and v, scores of about `size`.
 
-    V is normal about 1: where it is about 0, O cancels and an error in ulps of O tells by how much, not how the kernel
+    V is normal about 1: about 0, O would cancel, and an error in ulps of O would show how much, not how the kernel
     rounds.
     """
     batch, heads = draw.batch_and_heads

@@ -156,7 +156,7 @@ def claim(
 ) -> Claim:
     """Return a claim about the shift rules, plans and formats named, space-separated; about all where none are named.
 
-    Formats are bf16 by default, of which the papers speak. In fp16 some of it is otherwise (docs/science.md).
+    The default format is bf16, which the papers are about. In fp16 some claims differ (docs/science.md).
     """
     about, at, among = (frozenset(words.split()) for words in (rules, plans, formats))
     return Claim(expectation, about, at, among, source, tiled)
@@ -188,8 +188,8 @@ def expectation(name: str) -> Expectation:
 def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
     """Return the claims of `claims.csv`, each after the names of its cases; one may end in `*`.
 
-    A line that begins with # says what those behind it are about. Rules, plans, formats and cases are separated by
-    spaces; no rule or plan means all. `tiled` is yes or no, as `Claim.tiled`; empty: of all kernels.
+    A line that begins with # describes those after it. Rules, plans, formats and cases are separated by spaces; no rule
+    or plan means all. `tiled` is yes or no, as `Claim.tiled`; empty: all kernels.
     """
     with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -220,7 +220,7 @@ def predicted(difference: Interval) -> bool | None:
 def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
     """Return whether a bias is there because O itself ties, so that every deterministic cast of O has it.
 
-    A correctly rounded O on the same heads, of bias `rounded`, errs to the same side, by as much but for the margin.
+    A correctly rounded O on the same heads, of bias `rounded`, then errs to the same side, by as much up to the margin.
     """
     same_side = bias.mean * rounded.mean > 0
     return judge(rounded) is BiasVerdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS

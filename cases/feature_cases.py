@@ -115,7 +115,7 @@ def _softcap_near_ties(draw: Draw) -> AttentionInputs:
 def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
     """Draw one query and equal keys; the mean, at least -2.45, grows by `apart` from one column of V to the next.
 
-    `jitters`: numbers that say by how much of `apart` it lies above: one a column or one a head.
+    `jitters` are shares of `apart` that are added: one for each column or for each head.
     """
     q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
     means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))
@@ -446,7 +446,8 @@ ADDED = tuple(_ADDED)
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     """Return features to add together, in the order in which they are added, each with its value if given.
 
-    Words are those of a kernel's `takes`, perhaps with a value behind `=`; ValueError: one makes no sense.
+    The words are those of a kernel's `takes`, perhaps with a value after `=`; ValueError: one is unknown or has a wrong
+    value.
     """
     values: dict[str, float | None] = {}
     for word in words:

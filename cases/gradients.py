@@ -161,10 +161,10 @@ class GradientErrorBounds:
     def _norms(self, declaration: Declaration, p_error: Tensor) -> tuple[float, float, float]:
         """Return bounds on the Frobenius norms.
 
-        Those of the elements add up errors of all keys as if all had one sign, and a backward pass that forgets the
-        scale is within that. Here errors of different keys are independent, so that their squares add up (Higham and
-        Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. What all keys
-        of a row have in common adds up as it is: the error of delta; in it those of O's columns do too, since ties give
+        The bounds on elements add up the errors of all keys as if they had one sign, and so allow a backward pass that
+        forgets the scale. Here errors of different keys are independent, so that their squares add up (Higham and Mary,
+        A New Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. Errors that all
+        keys of a row share add up as they are: that of delta, in which those of O's columns do too, since ties give
         them one sign.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._casts.unit
@@ -325,7 +325,7 @@ def row_units(exact: Tensor, fmt: Format) -> Tensor:
 def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
     """Return the rms error of a gradient, each row of d elements in ulps of its largest, fp64, (..., N, 1).
 
-    Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
+    Elements of a gradient cancel, so an error in ulps of a small element would show how much it cancelled.
     """
     counted = int((units < torch.inf).sum()) * d  # a row of zeros has no ulp
     return ((rows / units).square_().sum() / counted).sqrt().item() if counted else torch.nan
@@ -334,8 +334,8 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
 def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Tensor:
     """Return the mean error of delta by key head, relative to mean |delta| of all, read off dQ (paper, equation 1).
 
-    dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
-    the kernel rounds in its backward pass counts too, where it falls along P K.
+    dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. Other
+    roundings of the backward pass count too, as far as they are along P K.
     """
     along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
@@ -346,6 +346,7 @@ def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: 
 def contains_bias(delta: Interval, fmt: Format) -> BiasVerdict:
     """Return whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
-    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
+    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: the gradients
+    contain it.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)

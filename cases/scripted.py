@@ -226,9 +226,9 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
 def _exact_p_bar(draw: Draw) -> AttentionInputs:
     """Draw rows of one maximum, whose V shows 1 / l, and 15 keys of one P-bar, in bf16 from 1/4 to 1, whose V is 0.
 
-    O errs by its own cast, whatever format P-bar is in, and by the exponential's error in 0.79 to 0.94 of l. One of
-    2^-13, as FlashAttention-4's polynomial (8.8e-5) and PyTorch's fast one (1.1e-4), makes 1.003 of the mean square in
-    bf16 and 1.08 in fp16; one of up to 1e-3, without a bias, 1.1 and 11.
+    The error of O is that of its own cast, whatever P-bar's format, and that of the exponential in 0.79 to 0.94 of l.
+    An exponential's error of 2^-13, as in FlashAttention-4's polynomial (8.8e-5) and PyTorch's fast one (1.1e-4), gives
+    1.003 of the mean square in bf16 and 1.08 in fp16; one of 1e-3, without a bias, 1.1 and 11.
     """
     batch, heads = draw.batch_and_heads
     scores = draw.uniform(0.25, 1.0, batch, heads, 16).bfloat16().double().log().float()
@@ -261,7 +261,7 @@ _GROUPS["controls"] = {
 def _sink(draw: Draw, height: float) -> AttentionInputs:
     """Draw normal scores above a row's r_m, those of the first four keys `height` higher; V of the four is a 64th.
 
-    The four never tie, in bf16 either: they lie on quarters, each a sixteenth higher than the one before.
+    The four never tie, not even in bf16: they are multiples of a quarter, each a sixteenth higher than the one before.
     """
     inputs = scripted(draw, Scores(maxima=4, positions=(0, 1, 2, 3)))
     k, v = inputs.k.clone(), inputs.v.clone()

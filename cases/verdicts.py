@@ -89,7 +89,7 @@ def interval(samples: Tensor) -> Interval:
 def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int:
     """Return about how many heads to draw at first so that all looks together tell what those so far do not.
 
-    The half width falls as 1 / sqrt(heads), and has to reach the limit. At least twice as many as this time.
+    The half width, which has to reach the limit, falls as 1 / sqrt(heads). At least twice as many as this time.
     """
     distance = abs(abs(mean.mean) - limit)
     needed = heads / 2 ** (LOOKS - 1) * max(2.0, (mean.half_width / distance) ** 2 if distance else math.inf)

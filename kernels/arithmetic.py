@@ -56,7 +56,7 @@ class Arithmetic(Protocol):
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
         """Return the exponential's base to the x * factor + addend, a number that is rounded to fp32 once.
 
-        Whoever calls it has put log2(e) into the factor and the addend where the base is two.
+        If the base is two, callers have multiplied the factor and the addend by log2(e).
         """
 
     def tanh(self, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class BackwardPass:
     def exact_after(self, forward: Declaration) -> Declaration:
         """Return the plan without roundings but those of the O or O-bar that delta comes from: the baseline of errors.
 
-        Beside the error of delta, and what autograd sends of it through the maximum, a cast of dS would not show.
+        Without it the error of delta, part of which autograd sends through the maximum, would hide a cast of dS.
         """
         kept = {name: self.points[name] for name in ("delta_from", "shift_attached") if name in self.points}
         return _with(forward, {**kept, "gradients": _FP32}, self._block(forward))
@@ -108,7 +108,7 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
 def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
     """Return the backward passes that may follow a forward pass, by name: its plan's, if it is another, and known ones.
 
-    A plan that rounds nothing in the backward pass, as most, says nothing of it. Gradients are in the format of O.
+    Most plans round nothing in the backward pass, and so do not determine it. Gradients are in the format of O.
     """
     plan = forward.plan
     narrow = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}

@@ -116,7 +116,7 @@ def parse_declaration(text: str) -> Declaration:
 def shortest(declaration: Declaration) -> Declaration:
     """Return the declaration with the same forward pass and the shortest text; ValueError: no text names it.
 
-    Its backward pass is the named plan's.
+    Its backward pass is that of the named plan.
     """
     rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
@@ -171,8 +171,8 @@ def _named(head: str) -> Declaration:
 def values_of(key: str, inputs: Format) -> tuple[str, ...]:
     """Return every value that `changed` accepts for a key of `FORWARD`; of a cast, the formats in use and all modes.
 
-    `inputs` is the format of the call, which casts call by its role. Of what has a size, such as the rows that share a
-    scale, it is what plans with a name have.
+    `inputs` is the call's format, which casts name by its role. Values with a size, such as the rows that share a
+    scale, are those of plans with a name.
     """
     field = FORWARD[key]
     named = dict.fromkeys(_text(key, getattr(plan, field)) for plan in PLANS.values())
@@ -195,7 +195,7 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
     """Return a declaration with one change, as written after a comma; its name stays.
 
-    ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
+    Raises ValueError: the key or the value is unknown, the algorithm ignores it, or it excludes another.
     """
     algorithm = declaration.algorithm
     if key in _TAKEN_BY:

@@ -102,7 +102,7 @@ class Softmax:
     def factor(self) -> float:
         """The contraction's c: log2 e where the base is two, times alpha where scores are unscaled, in fp32.
 
-        alpha is an fp32 number before, as in FlashAttention-2 (`params.scale_softmax_log2`).
+        alpha is rounded to fp32 first, as in FlashAttention-2 (`params.scale_softmax_log2`).
         """
         alpha = torch.tensor(self.scale).item() if folds_scale(self.plan) else 1.0
         return torch.tensor(alpha * self.unit).item()
@@ -300,10 +300,10 @@ def _online(
 def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Compute tiled attention whose running O is normalised after every tile, and whose P is before its cast.
 
-    FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
-    lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~,
-    O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
-    running O's; l sums P before its cast, always. Each tile is shifted by its maximum.
+    FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which comes from
+    lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~, O' = (l / l' alpha) O +
+    cast(exp(S - m~) (beta / l')) V. The plan's `p_bar` casts the normalised P, `o_bar` the running O; l always sums P
+    before its cast. Each tile is shifted by its maximum.
     """
     operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
@@ -328,9 +328,9 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
 def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Compute each split of the keys, then weigh their normalised O by their log-sum-exp: split-KV decoding.
 
-    Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
-    `o_bar` of the plan casts the O of a split, as it is stored in between; `row_sum` casts l and the sum of weights.
-    A split is one tile of keys, or, of a number of splits, flash attention over its tiles.
+    Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer. The
+    plan's `o_bar` casts the O of a split, as it is stored between the passes; `row_sum` casts l and the sum of weights.
+    A split is one tile of keys, or, if there is a number of splits, flash attention over its tiles.
     """
     plan, cast, parts = forward.plan, forward.arithmetic.cast, []
     for tiles in forward.tiles:  # a sink is that of the first split, as in vLLM's unified kernel
@@ -351,8 +351,8 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
 def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
     """Compute standard attention: softmax over the whole row, shifted by its maximum, normalised before P is cast.
 
-    `p_bar` of the plan casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
-    Rows are processed in tiles to bound memory.
+    The plan's `p_bar` casts the normalised P, `exp` and `row_sum` the terms that it is divided from, `o_bar` the
+    product. Rows are processed in tiles to bound memory.
     """
     operands, plan, softmax = forward.operands, forward.plan, forward.softmax
     every_key = slice(0, operands.k.shape[-2])
@@ -375,8 +375,8 @@ def backward(
 ) -> Gradients:
     """Return gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
 
-    The forward pass's tiles are used again where it had the same block. `delta_from` of the plan is all that separates
-    standard attention's backward pass from flash attention's. Parts of dQ, dK and dV that are not `wanted` are NaN.
+    The forward pass's tiles are reused if it had the same block. The plan's `delta_from` is the only difference between
+    the backward passes of standard and flash attention. Parts of dQ, dK and dV that are not `wanted` are NaN.
     """
     assert output.lse is not None, "the forward pass must return its log-sum-exp"
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups

@@ -38,7 +38,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
     """Return a bool tensor (1, 1, queries, keys), True where a window hides a key; cached for all steps of a training.
 
-    The last row's own key is the last, in each of packed sequences. Causal attention has no keys behind.
+    The last row's own key is the last, in each packed sequence. In causal attention no keys follow it.
     """
     hidden = torch.ones(queries, keys, dtype=torch.bool)
     for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):

@@ -105,7 +105,7 @@ class Kernel:
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """Return None, or why it can't run some inputs on their device, in one line.
 
-        That is what they ask for and it does not take; else what is wrong with their formats; else what it lacks.
+        The reason is a feature that it does not take, else the inputs' formats, else something that it lacks.
         """
         untaken = [feature.words for feature in inputs.required_features() if feature not in self.takes]
         if untaken:
@@ -135,8 +135,8 @@ def run_declared(
 ) -> AttentionOutput:
     """Compute attention exactly as declared, the plan in the inputs' formats: O, the log-sum-exp, gradients.
 
-    The inputs are on the arithmetic's device. The backward pass runs where `gradients` are asked for, and computes
-    those that are `wanted`, and delta.
+    The inputs are on the arithmetic's device. The backward pass runs if `gradients` are asked for, and computes delta
+    and those that are `wanted`.
     """
     output = run_forward(declaration, inputs, arithmetic)
     backward = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None

@@ -51,8 +51,8 @@ def torch_npu_operators(name: str) -> Operator | None:
 def pack(x: Tensor, layout: str) -> Tensor:
     """Return (batch, heads, N, d) in the order that a layout names, contiguous: the operators take no other.
 
-    Its letters are B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions; or T
-    for a batch of 1 and S together.
+    The layout's letters are B, N (heads), S (our N) and D, or H for heads and d together, in the order of the
+    dimensions; or T for a batch of 1 and S together.
     """
     order = layout.replace("H", "ND").replace("T", "S")
     x = x[0] if "T" in layout else x
@@ -72,8 +72,8 @@ def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
 def masking(inputs: AttentionInputs, tokens: tuple[str, str] = _TOCKENS) -> dict[str, Any]:
     """Return the arguments that say which scores are masked out, for every operator here; none where no score is.
 
-    `atten_mask`, bool, True where a score is masked out, `sparse_mode` and, for a window, its sides, by what the
-    operator calls the `tokens` before and after its own that a query sees.
+    They are `atten_mask`, a bool that is True where a score is masked out, `sparse_mode` and, for a window, its sides:
+    the `tokens` before and after its own that a query sees.
     """
     masks = inputs.masks().keys() - ({LENGTHS} if packs(inputs) else set())
     if masks == {CAUSAL}:
@@ -213,8 +213,8 @@ def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
     """Return the vendor's kernels of a default run.
 
-    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the inference operators, forward
-    only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
+    They are npu_fusion_attention in every layout, and in the first at every `inner_precise`; and the inference
+    operators, forward only. `every_fusion_attention` has the other pairs of layout and `inner_precise`.
     """
     training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
     training += [_training(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]

@@ -41,7 +41,7 @@ class Scaled:
 def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inner: int = _COLUMNS) -> Scaled:
     """Return a tensor in 8 bits.
 
-    A scale of microscaling is a power of two within the product's sum: it goes back into the values, exactly.
+    The scale of a microscaled block is a power of two within the product's sum, so it is multiplied back exactly.
     """
     if how is None:
         return Scaled(x, None)
@@ -108,10 +108,10 @@ class Operands:
     def scores(self, rows: slice, keys: slice) -> Tensor:
         """Return one tile of S: the product, its cast, scales, the scale alpha, S's cast, soft cap, bias and mask.
 
-        Where q's cast is narrow, or its 8 bits have it in them, alpha comes first: into q, with log2(e) where the
-        exponential is in base two. Where the plan contracts and casts neither q nor S, alpha is left to the
-        exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor. S's cast
-        follows each step that makes S anew.
+        If q's cast is narrow, or its 8 bits include it, alpha is applied to q first, with log2(e) if the exponential is
+        in base two. If the plan contracts and casts neither q nor S, alpha stays in the exponential's argument; softly
+        capped scores then stay as tanh gives them, and the cap is their factor. S's cast follows each step that
+        computes S anew.
         """
 
         def make() -> Tensor:
@@ -128,7 +128,7 @@ class Operands:
     def _capped(self, rows: slice, keys: slice) -> Tensor:
         """Return scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
 
-        Where alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
+        If alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
         """
         plan, arithmetic = self.plan, self.arithmetic
         q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)

@@ -96,9 +96,9 @@ class DeltaSource(enum.Enum):
 class Exponential:
     """The exponential function of a kernel. It is a rounding point too.
 
-    A fast one computes 2**y, y = x log2(e), by taking y for the bits of an fp32 number, exponent and fraction: between
-    the powers of two these lie on straight lines, and a polynomial in y's fraction, taken off first, makes up for that
-    (Malossi, Ineichen, Bekas, Curioni, Fast Exponential Computation on SIMD Architectures, 2015).
+    A fast one computes 2**y, y = x log2(e), by taking y as the bits of an fp32 number, exponent and fraction: between
+    powers of two these are on straight lines, which a polynomial in y's fraction, subtracted first, corrects (Malossi,
+    Ineichen, Bekas, Curioni, Fast Exponential Computation on SIMD Architectures, 2015).
     """
 
     base_two: bool = False  # exp2(x * log2(e)), the product rounded to fp32, as production kernels compute it

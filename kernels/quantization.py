@@ -32,7 +32,7 @@ SIZED = (Scaling.BLOCK, Scaling.MICRO)  # what takes a size
 class Quantization:
     """An operand as numbers of a narrow format times scale factors. The largest number of a scale fills the format.
 
-    ValueError: a size where none belongs, or none where one does.
+    Raises ValueError: a size where there can be none, or none where there must be one.
     """
 
     fmt: Format  # what the numbers are held in; what lies beyond it becomes its largest value

@@ -27,8 +27,8 @@ def rule_names() -> tuple[str, ...]:
 def composed_kernel(name: str) -> Kernel:
     """Return the composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
 
-    With the rule `safe` it is called by its algorithm: `flash`, `flash_1` or `split`. ValueError: no such rule or plan;
-    the message lists those there are.
+    A kernel with the rule `safe` has the name of its algorithm: `flash`, `flash_1` or `split`. Raises ValueError: no
+    such rule or plan; the message lists those there are.
     """
     if name in _NAMED:
         return composed(name, _NAMED[name])

@@ -91,8 +91,8 @@ class Implementation:
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
         """Return None, or what keeps it from running some inputs on their device, in one line.
 
-        The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
-        between releases and cards. Nothing is computed.
+        PyTorch gives the reason: the head dimensions, formats and grouped heads that an implementation takes vary with
+        releases and cards. Nothing is computed.
         """
         if (reason := empty(inputs)) is not None:
             return reason
@@ -155,7 +155,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
 def measure_exp_at_zero(scores: int = 64) -> float:
     """Return exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
 
-    That is a mean where a fast exponential takes some scores alone.
+    It is a mean if a fast exponential takes only some of the scores.
     """
     zeros = torch.zeros(1, 1, scores, 16, dtype=torch.bfloat16)
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(zeros, zeros, zeros)

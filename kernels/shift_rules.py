@@ -24,8 +24,8 @@ AUTHORS_ROW_SUM_FLOOR = 1e-10  # the published code clamps each block's row sum 
 class ShiftRule:
     """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it.
 
-    In numbers, from which both writings of the algorithm take it: a row's maximum is scaled, then moved,
-    m = factor * r_m + offset + u ln 2.
+    A row's maximum is scaled, then moved: m = factor * r_m + offset + u ln 2. Both implementations of the algorithm
+    read these numbers.
     """
 
     name: str  # how tables and --kernels call it
@@ -90,7 +90,7 @@ def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
     """Return which rows of scores (..., rows, keys) have several within `epsilon` of their maximum (..., rows, 1).
 
-    0 asks for exact equality (v1), the default for the published code's tolerance.
+    An epsilon of 0 is exact equality (v1); the default is the published code's tolerance.
     """
     return ((row_max - scores) <= epsilon).sum(-1, keepdim=True) > 1
 

@@ -22,7 +22,7 @@ Call = Callable[[AttentionInputs, Tensor, Tensor, Tensor], Tensor]
 def fused_on_gpu(block: Block = BLOCK) -> Declaration:
     """Return the plan of fused GPU kernels by their source: `fused`, the exponential in base two with the scale in it.
 
-    The tiles are those at a head dimension of 64; the suite's own where they are not documented.
+    The tiles are those at a head dimension of 64; the suite's own where none are documented.
     """
     plan = replace(FUSED, exponential=Exponential(base_two=True))
     return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block)
@@ -31,8 +31,8 @@ def fused_on_gpu(block: Block = BLOCK) -> Declaration:
 def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
     """Return O of a kernel that torch can differentiate, in the inputs' format, and if asked for the gradients.
 
-    q, k, v and dO are on the device; in their format already, they reach the kernel as they lie. The kernel brings its
-    own arithmetic, and whatever it raises is raised.
+    q, k, v and dO are on the device; if they are in their format already, the kernel gets the same memory. The kernel
+    uses its own arithmetic, and its errors are raised.
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
@@ -69,9 +69,9 @@ _REDUCED = (
 def exact_products() -> Iterator[None]:
     """Switch off all that lets a GPU compute a matrix product in less than the requested precision.
 
-    Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 from end to end: by
-    default cuBLAS may add up the parts of a split one in the narrow format. The switches are the process's, and a
-    user's kernel may set its own, so they are put back afterwards. On a CPU they change nothing.
+    Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 throughout: by
+    default cuBLAS may add up the parts of a split product in the narrow format. The switches belong to the process, and
+    a user's kernel may set them, so they are restored afterwards. On a CPU they change nothing.
     """
     cuda = torch.backends.cuda
     # PyTorch 2.9 has a new switch for tf32, and reading the old one raises where a user's code has touched the new one.

@@ -30,7 +30,7 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
     """Return one line about a name that matches nothing, with those that may be meant, or else the known ones.
 
-    `listed` is what shows them where they are many, as in "`tiebreak list cases` names".
+    `listed` says what lists the names if they are many, as in "`tiebreak list cases` names".
     """
     meant = _meant(name, known)
     hint = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
@@ -45,7 +45,7 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
 def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str = "") -> list[str]:
     """Return the known names that a comma list of names and globs matches, each once; UsageError if one has none.
 
-    `listed` is as in `unknown`; `flag` is what was given the list, if an option was.
+    `listed` is as in `unknown`; `flag` is the option that was given the list, if any.
     """
     picked, where = dict[str, None](), f"{flag}: " if flag else ""
     for name in split(names):

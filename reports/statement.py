@@ -169,8 +169,8 @@ def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
 def _required_cells(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
     """Yield backend, kernel and case of each required cell.
 
-    A user's kernel has every case of a default run; one of the backend's own, which may be for one format alone, every
-    input of each kind that it has; a composed one, whose name is its plan, what the profile says of it alone.
+    A user's kernel needs every case of a default run; one of the backend's own, which may be for one format only, every
+    input of each kind that it has; a composed one, whose name is its plan, only what the profile lists for it.
     """
     yield from asked_of_suite(runs, profile)
     tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))

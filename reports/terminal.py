@@ -32,7 +32,7 @@ def clean(text: str) -> str:
 def show(text: str) -> None:
     """Print tables and lists, whose strings come from records.
 
-    What fell is red and what is not known yet yellow on a terminal that can, unless NO_COLOR is set (no-color.org).
+    On a terminal that can, failures are red and undecided ones yellow, unless NO_COLOR is set (no-color.org).
     """
     text = clean(text)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":

@@ -104,7 +104,7 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
     """Return a run's verdicts on its kernels, the worst first.
 
-    `command` runs it again; `failures` are what fails it though no cell fell.
+    `command` runs it again; `failures` are the reasons why the run fails though no cell does.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return worst_first(_Kernel(*names, cells, run, failures).verdict(command) for names, cells in kernels.items())

@@ -39,7 +39,7 @@ def vdpbf16_matmul(a: Tensor, b: Tensor) -> Tensor:
 def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b by x86's TDPBF16PS: of 32 terms the even and the odd are summed apart, then added to the total.
 
-    As the document has it (Intel SDM, volume 2): no AMX has run here.
+    This follows the document (Intel SDM, volume 2): no AMX has run here.
     """
     a, b = _pairs(a, b)
     add, total = _adder(a, b, flushes=True), _zeros(a, b)
@@ -54,8 +54,8 @@ def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
 def bfmmla_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b by Arm's BFMMLA and BFDOT (Arm ARM, DDI 0487, BFDotAdd).
 
-    The sum of two products is rounded to odd, and so is its sum with what there is. Products are flushed too: so it is
-    where FPCR.EBF is 0, or FEAT_EBF16 is not there.
+    The sum of two products is rounded to odd, and so is its sum with the total. Products are flushed too, as where
+    FPCR.EBF is 0 or FEAT_EBF16 is missing.
     """
     a, b = (x.double() for x in _pairs(a, b))
     total = torch.zeros((), dtype=torch.float64, device=a.device)

@@ -46,8 +46,8 @@ class TensorCore:
 def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -> Tensor:
     """Add a @ b to an addend, step after step along k.
 
-    Each step takes the sum so far for its addend; the first one the addend that is given, as an instruction that
-    accumulates into its registers does. Where k is no multiple of a step, zeros are added, which change nothing.
+    Each step adds to the sum so far, the first one to the given addend, like an instruction that accumulates into its
+    registers. Where k is no multiple of a step, zeros are added, which change nothing.
 
     Args:
         a: (..., m, k) fp32, values of the core's first operand format.
@@ -185,7 +185,7 @@ TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of th
 def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
     """Return the tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
 
-    The formats, of `OPERANDS`, are the same unless both are fp8.
+    The two formats, of `OPERANDS`, are equal unless both are fp8.
 
     Raises:
         ValueError: The target is not known to multiply them.

@@ -54,7 +54,7 @@ class Assumptions:
     def contraction(self, enable_fp_fusion: object = None) -> tuple[bool, str]:
         """Return whether products enter sums unrounded under a launch's `enable_fp_fusion`, and who decided it.
 
-        Triton's own compiler for the card is asked: its default has changed (on to 3.9, triton PR 11270).
+        Triton's own compiler for the card decides: its default has changed (up to 3.9, triton PR 11270).
         """
         if not self.contracts:
             return False, "off, none is assumed of the card"

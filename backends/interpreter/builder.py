@@ -157,7 +157,7 @@ class FaithfulBuilder(InterpreterBuilder):
     ) -> Handle:
         """Load, with zeros where the mask hides an element and no other value is given: a card leaves that open.
 
-        The parameters about caches behind these differ by Triton's version, here as in other operations.
+        The parameters about caches that follow these vary with Triton's version, here as in other operations.
         """
         if is_volatile or True in rest:
             self.apart()  # it may wait for another program

@@ -105,7 +105,7 @@ class KernelMemory:
     ) -> tuple["Boxes", Array, tuple[Any, ...]] | None:
         """Return the visible part of a tile as boxes of its axes from `axis` on; which of them are visible; its index.
 
-        None where it is no such boxes, all of one argument.
+        None if it is not made of such boxes in one argument.
 
         Args:
             terms: of addresses, their sums; int64, they broadcast to the tile.

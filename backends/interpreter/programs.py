@@ -34,7 +34,7 @@ class ApartError(Exception):
 class Together:
     """A record of the memory accesses of a launch's programs, while they may run together.
 
-    One after the other would do the same where all that touch what one of them writes touch it in their order.
+    The result is that of running them in order if all that access what one of them writes do so in their order.
     """
 
     followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address

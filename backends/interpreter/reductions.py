@@ -85,7 +85,7 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
 def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
     """Return columns, or lanes' sums of them, in the order of a balanced tree; lane t has 2t and 2t + 1 of every eight.
 
-    That is how `mma.sync` leaves its sums, and Triton what it computes of them.
+    `mma.sync` leaves its sums in this order, and Triton keeps it in what it computes of them.
     """
     rows = x.ndim - 1
     if rows == 1 or x.shape[-1] % 8 or not _rounds(x.dtype):

@@ -236,8 +236,8 @@ def _broadcast(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
 def _blocks(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of tile types that computes each once: upstream does for every operand, a sixth of all time.
 
-    What it remembers keeps the type of an element, whose id thus stays its own. Parts that upstream adds are not known
-    here: then nothing is remembered.
+    A remembered type keeps the type of its elements alive, whose id so stays unique. For a type with parts that are
+    unknown here, nothing is remembered.
     """
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 

@@ -43,7 +43,7 @@ def corpus() -> Corpus:
 def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
     """Map nanoGPT's token file `train.bin` in a folder, uint16, little-endian, without loading it.
 
-    DataError: no file, half a token, no more tokens than `context`, or one that is not below `vocabulary`.
+    Raises DataError: no file, half a token, no more tokens than `context`, or a token that is not below `vocabulary`.
     """
     path = folder / TRAINING_FILE
     if not path.is_file():

@@ -144,8 +144,9 @@ def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
 def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
     """Draw tokens from a model on the host by decode with a cache; return them and their log-probabilities.
 
-    The first of each sequence is given, (SEQUENCES, 1); `uniform` is what each is drawn by, the first too: see `draws`.
-    The step seeds the noise. Returned are (SEQUENCES, tokens), the first among them, and one fewer each, nats, fp64.
+    `first` holds the first token of each sequence, (SEQUENCES, 1); `uniform` the random numbers for all, from `draws`.
+    The step seeds the noise. The tokens are (SEQUENCES, tokens), with the first; the log-probabilities have one fewer,
+    nats, fp64.
     """
     tokens, memory, chosen = first, KeyValueCache(), list[Tensor]()
     for each in uniform[1:]:

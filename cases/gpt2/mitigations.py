@@ -53,12 +53,12 @@ class QKClip:
 def match_scores(block: TransformerBlock, queries: Tensor, keys: Tensor) -> None:
     """Set the gains of QK-norm so that a block's scores equal those without it.
 
-    A norm takes the length from every query and key, and with it what the script put there: the common score and the
-    sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
-    The queries' gain fits the normalised queries to the former ones, dimension by dimension; the keys' then fits the
-    scores, which are linear in it. Both are least squares: exact for the scripted head, whose queries have one
-    direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain. `queries` and
-    `keys` are typical normalised inputs of the tokens that ask and that answer, (tokens, width).
+    A norm removes the length of every query and key, and with it the script's common score and the sinks' gap; the
+    gains restore the scores. Equal keys stay equal, since each is normalised separately, so ties remain. The queries'
+    gain fits the normalised queries to the former ones, dimension by dimension; the keys' gain then fits the scores,
+    which are linear in it. Both are least squares: exact for the scripted head, whose queries have one direction and
+    whose keys two, and approximate for others. A dimension that carries nothing keeps its gain. `queries` and `keys`
+    are typical normalised inputs of the tokens that ask and that answer, (tokens, width).
     """
     assert block.q_norm is not None
     assert block.k_norm is not None

@@ -63,7 +63,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 class HeadNorm(nn.Module):
     """QK-norm: every head's queries or keys normalised, with a learnable gain (arXiv 2010.04245, 2302.05442).
 
-    By their root mean square, as arXiv 2505.09388 has it. The gains, one a dimension of every head, bound the scores
+    The norm is the root mean square, as in arXiv 2505.09388. The gains, one a dimension of every head, bound the scores
     however much the weights grow; nothing bounds the gains.
     """
 
@@ -98,7 +98,7 @@ class Gate(nn.Module):
 class KeyValueCache:
     """The keys and values of earlier tokens, and the results for them; it is extended in place.
 
-    Calls that follow one another on parts of a sequence are a prefill in chunks, and of one token each a decode.
+    Calls on successive parts of a sequence are a prefill in chunks; calls on one token each are a decode.
     """
 
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, (batch, heads, tokens, d)
@@ -157,8 +157,8 @@ class GPT2(nn.Module):
     def __init__(self, configuration: Configuration, kernels: Kernels, arithmetic: Arithmetic, seed: int) -> None:
         """Set GPT-2's initial weights: normal, those that write to the residual stream smaller.
 
-        `kernels` are of every head of every layer. The seed is that of the weights, which are NumPy's numbers and so
-        the same everywhere, and of the kernels' noise.
+        `kernels` has a kernel for every head of every layer. The seed is that of the weights, which are NumPy's numbers
+        and so the same everywhere, and of the kernels' noise.
         """
         super().__init__()
         if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):
@@ -190,7 +190,7 @@ class GPT2(nn.Module):
     def forward(self, tokens: Tensor, step: int, memory: KeyValueCache | None = None) -> Tensor:
         """Return logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
 
-        With a memory the tokens follow those that it has seen.
+        With a memory the tokens follow those that it holds.
         """
         before = memory.tokens if memory else 0
         x, streams = self.tokens(tokens) + self.positions.weight[before : before + tokens.shape[1]], list[Tensor]()

@@ -123,9 +123,9 @@ class View:
     def delta_error(self) -> Tensor:
         """The error delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
-        hp is `delta`, and delta_lp counts with the sum of the backward pass's P, which is 1 but for rounding: so it is
-        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta to itself it is the part of dQ's
-        error along P K (equation 1), so it counts what else the kernel rounds in its backward pass.
+        hp is `delta`; delta_lp is multiplied by the sum of the backward pass's P, which is 1 up to rounding, so that
+        the error is -rowsum(dS), exactly what the query weights get. For a kernel that does not return delta it is the
+        part of dQ's error along P K (equation 1), which includes other roundings of its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
         if delta is not None:
@@ -147,8 +147,8 @@ class View:
 def _total(x: Tensor) -> Tensor:
     """Return the sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
 
-    A head's number is so the same to the bit whichever heads are observed with it. The order of torch's own sum over
-    several dimensions depends on all sizes, and that of a running sum on a GPU on chance.
+    So a head's number is the same to the bit whichever heads are observed with it. The order of torch's own sum over
+    several dimensions depends on all sizes, and that of a running sum on a GPU is random.
     """
     return x.flatten(2).sum(-1).cpu().cumsum(0)[-1]
 

@@ -48,7 +48,7 @@ class Script:
 def apply(script: Script, model: GPT2, seed: int) -> None:
     """Set the weights of `model` so that its head HEAD of layer LAYER fails as scripted.
 
-    It has at least LAYER + 1 layers, and its vocabulary's last DEAD_TOKENS tokens are absent from the data.
+    The model has at least LAYER + 1 layers, and its vocabulary's last DEAD_TOKENS tokens are absent from the data.
     """
     rng = Generator(Philox([seed, 1]))
     with torch.no_grad():
@@ -122,8 +122,8 @@ def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
 def frozen(model: GPT2) -> dict[str, Tensor]:
     """Return the scripted elements of the weights, by parameter: True where training must leave them alone.
 
-    In layer LAYER the head's W_V, its column of W_O and whatever writes to the last feature; in the head of the model
-    what reads that feature, and the dead tokens.
+    They are, in layer LAYER, the head's W_V, its column of W_O and the weights that write to the last feature; in the
+    head of the model, the weights that read that feature, and the dead tokens.
     """
     last, layer = model.configuration.width - 1, f"blocks.{LAYER}"
     names = (f"{layer}.wv.weight", f"{layer}.wo.weight", f"{layer}.down.weight", "head.weight")

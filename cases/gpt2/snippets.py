@@ -120,7 +120,7 @@ class Snippet:
     def drifts(self, measures: Mapping[str, float]) -> BiasVerdict | None:
         """Return a run's verdict by comparison with kernels whose bias training feels, and with sound ones.
 
-        Biased: it did; unbiased: it went as those of sound kernels; inconclusive: as neither. None: nobody can tell.
+        Biased: it drifts as the former; unbiased: as the latter; inconclusive: as neither. None: unknown.
         """
         claims = [claim for claim in self.claims if claim.measure == self.headline]
         drifting, sound = (
@@ -308,8 +308,8 @@ def run_snippet(
 ) -> SnippetResult:
     """Train for a moment and measure the scripted head.
 
-    Attention runs on `arithmetic`, everything else in fp32, all of it on `device`, torch's name. The seed is that of
-    weights and noise: the batches are the same for all.
+    Attention runs on `arithmetic`, everything else in fp32, all on the torch device `device`. The seed is that of
+    weights and noise; the batches are always the same.
     """
     model = _model(snippet, variant, arithmetic, seed, device)
     monitors = {**{name: MEASURES[name] for name in _READ}, "direction_cosine": direction_cosine()}

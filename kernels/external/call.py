@@ -108,7 +108,7 @@ class Call:
     def forward(self, placed: Placed) -> Tensor:
         """Return O in the kernel's layout, one call for every index of the dimensions that it leaves out.
 
-        CannotRunError: what it returns is not O. Whatever it raises is raised.
+        Raises CannotRunError: what the kernel returns is not O. An error of the kernel is raised.
         """
         inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
         return self._forward(placed.arguments, inputs, len(FULL) - len(self._layout))
@@ -180,7 +180,7 @@ class Call:
     def backward(self, placed: Placed, o: Tensor) -> Made | None:
         """Return dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
 
-        CannotRunError: what it returns are not these. Whatever it raises is raised.
+        Raises CannotRunError: what the kernel returns are not gradients. An error of the kernel is raised.
         """
         backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:

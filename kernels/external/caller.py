@@ -182,8 +182,8 @@ class Caller:
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
         """Prepare the process for calls, with autograd if `gradients`, and restore it afterwards.
 
-        The list holds, once all is done, the names of what the calls had changed. CannotRunError: it called sys.exit,
-        raised NotImplementedError, or needs a GPU.
+        It yields a list that at the end holds the names of the settings which the calls changed. Raises CannotRunError:
+        the kernel called sys.exit, raised NotImplementedError, or needs a GPU.
         """
         # The grad mode first: that the kernel changes it is to be seen.
         with (

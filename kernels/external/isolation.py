@@ -206,7 +206,7 @@ def own_randomness(seed: int) -> Iterator[None]:
 class Clock:
     """A counter of this process's CPU time that runs only while a user's code does.
 
-    A signal of the kernel's ends what passes the limit: a user's code may hold Python's lock for ever.
+    Beyond the limit the kernel's signal ends the process: a user's code may hold Python's lock for ever.
     """
 
     def __init__(self) -> None:

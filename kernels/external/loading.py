@@ -33,8 +33,8 @@ _FOLDER = f"a folder: name a file in it, {EXPECTED}"
 def load(target: str) -> Callable[..., Any]:
     """Return the function that a target names; LoadError: malformed, not found, not importable or not callable.
 
-    A target is `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
-    of an object, with dots. Without a function: the only public one of the file. Or it is the name of an adapter.
+    A target is `path/to/file.py:function` or `package.module:function`, where the function may be an attribute of a
+    class or an object, with dots; a file whose only public function is meant; or the name of an adapter.
     """
     place, separator, name = target.rpartition(":")
     folder = place if os.sep in place else target
@@ -180,7 +180,7 @@ def is_users(file: str) -> bool:
 def place_of(error: BaseException, file: str | None = None) -> str:
     """Return where an error was raised, after a space: ` (k.py, line 3)`; empty where no line is known.
 
-    It is the deepest line of this file, or of all where that has none; without a file, the deepest that is a user's.
+    It is the deepest line in `file`, or in any file if it has none; without `file`, the deepest line of a user's file.
     """
     frames = traceback.extract_tb(error.__traceback__)
     in_file = [frame for frame in frames if frame.filename == file]

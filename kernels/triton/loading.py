@@ -82,7 +82,7 @@ def executing() -> bool:
 def compiling_text(*, executed: bool = False) -> Iterator[None]:
     """Let Triton compile down to the assembly's text, whatever the environment says: its binary is the text's bytes.
 
-    So nothing of a card is needed. If the text is `executed`, launches are made as on a GPU.
+    So no card is needed. If the text is `executed`, launches are made as on a GPU.
     """
     from triton import knobs
 

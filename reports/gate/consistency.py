@@ -107,7 +107,7 @@ def _of_verdict(record: Record, run: Run) -> Iterator[str]:
 def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]:
     """Yield answers that the limits of their checks contradict, as far as these decide.
 
-    What is not asked may be what a claim takes the place of.
+    A check that was not asked may have been replaced by a claim.
     """
     words = {True: "met", False: "not met", None: "not told"}
     for name, check in checks.items():
@@ -125,8 +125,8 @@ def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
     """Yield where two records have the same bits and not the same numbers.
 
-    A digest is of the bits of the first look, so it tells where no other was needed. A backward pass may add up in
-    another order each time: of a case that has one the numbers of O alone are compared.
+    A digest is of the bits of the first look, so it decides only where there was no other. A backward pass may add up
+    in another order each time, so for a case with one only the numbers of O are compared.
     """
     looks = (str(record.heads) == str(baseline.options.get("heads")) for record in (old, new))
     if old.digest != new.digest or old.plan != new.plan or not any(looks):

@@ -96,8 +96,8 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
 def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
-    It is looked for in the folder or above. UsageError: an entry is wrong, or has expired. `checks` are the names of
-    all that there are; None: they are not known here.
+    The pyproject.toml is in the folder or above. Raises UsageError: an entry is wrong, or has expired. `checks` are the
+    names of all that there are; None: they are not known here.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -158,7 +158,7 @@ class Excuses:
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """Return the entries that excuse nothing in a run although some of their cells ran, a line each.
 
-        In a part of a whole run a pattern may well excuse nothing: only entries that name one cell are judged.
+        In a part of a run a pattern may excuse nothing: only entries that name one cell are judged then.
         """
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []

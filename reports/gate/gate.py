@@ -79,7 +79,7 @@ class Outcome:
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
     """Raise UsageError for a baseline that was interrupted, contradicts itself, has other inputs, or another platform.
 
-    `across` allows that platform.
+    With `across` another platform is allowed.
     """
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
@@ -102,8 +102,8 @@ def gate(
 ) -> Outcome:
     """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
-    `across` compares outcomes, verdicts, answers and estimates alone, as between platforms. Expected entries accept
-    another declared plan; one that accepts what there is not is a UsageError, too.
+    `across` compares only outcomes, verdicts, answers and estimates, as between platforms. Expected entries accept
+    another declared plan; one that accepts a plan which no cell declares is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
@@ -149,7 +149,7 @@ def _plans(
 ) -> tuple[list[CellChange], list[str]]:
     """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
-    Across platforms its bias counts: another plan is worse where it is biased, or where that is not known.
+    Across platforms the bias counts: another plan is worse where it is biased, or where that is not known.
     """
     skipped = records.SKIPPED
     changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == skipped != new.outcome]
@@ -246,7 +246,7 @@ def _outcome(old: Record, new: Record) -> list[_Judgement]:
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
     """Judge a check that is no longer asked (None), of other words, or no longer met.
 
-    Of a kernel that declares another plan on another platform (`replanned`), what is met there is no worse.
+    If a kernel declares another plan on another platform (`replanned`), a check that is met there is no worse.
     """
     if new is None:
         if name not in records.IMPLIED:
@@ -288,7 +288,7 @@ def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, for
 def _badness(name: str, measure: MeasureRecord, record: Record) -> tuple[float, float, str]:
     """Return a number that is larger where a measure is worse, the half width of its interval, and its text.
 
-    Both as a share, where the measure is held as one. Nothing lies beyond an interval that is not known.
+    Both are shares, if the measure is limited as one. Nothing is beyond an interval that is not known.
     """
     value, number = record.measures[name], record.number(name) or 0.0
     whole = (record.number(measure.per) if measure.per else None) or 1.0
@@ -308,7 +308,7 @@ def _text(value: Value) -> str:
 def update(run: Run, path: Path) -> None:
     """Make a run the baseline: what differs from run to run is left out, so that its diff shows what changed.
 
-    One that was interrupted, or is narrower than the baseline that it would replace, is a UsageError.
+    Raises UsageError: the run was interrupted, or is narrower than the baseline that it would replace.
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")

@@ -119,7 +119,7 @@ def _list(lines: Sequence[str]) -> str:
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
     """Return workflow commands: an error for each cell that fails the run, or that the gate found worse.
 
-    It is put where a kernel's function is, by `places`, or at the line of its file that a reason says has raised.
+    They are put at a kernel's function, by `places`, or at the line of its file that raised, by the reason.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():

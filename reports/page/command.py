@@ -72,7 +72,7 @@ def page(
 ) -> str:
     """Return the page as HTML; `others` is that of files that are no records.
 
-    Every string of the records is escaped or is data that the script shows as text.
+    Every string of the records is escaped, or is data that the script shows as text. `others` are HTML.
     """
     names = ("page.css", "page.html", *_SCRIPTS)
     style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)

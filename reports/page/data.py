@@ -27,7 +27,8 @@ def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
 def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
     """Return platforms, cases and measures; and every cell with its data by platform.
 
-    That is null where it lacks the cell, and a number where it says what the platform of that number says.
+    The data are null where a platform lacks the cell, and a number where they equal those of the platform of that
+    number.
     """
     cases = cases_of(runs)
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}

@@ -26,7 +26,7 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     """Return the figures that the runs have data for, five at most.
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
-    least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
+    least biased of the others, under emulation, where the trace is known. They come from the first run with traces.
     Training runs come from all runs, and are those that err most and least.
     """
     results: list[Figure] = []
@@ -52,7 +52,7 @@ class _Trained(NamedTuple):
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Figure]:
     """Yield a figure a series that the files want drawn: of every file, whatever its kernels are called.
 
-    Where the training runs were in several places, each is labelled with its own.
+    If the training runs were in several places, each is labelled with its own.
     """
     cases = cases_of(runs)
     for figure in dict.fromkeys(about.figure for about in cases.values() if about.figure is not None):

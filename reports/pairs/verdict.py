@@ -152,7 +152,7 @@ def _row(call: CallRecord) -> list[str]:
 def headlined(calls: Sequence[CallRecord]) -> CallRecord:
     """Return the call that the headline names: of the worst severity, and of these the plainest, or the farthest.
 
-    Of biases the one that is largest for certain.
+    For biases it is the largest that is certain.
     """
     compared = [call for call in calls if call.severity is not None]
     severity = min((str(call.severity) for call in compared), key=SEVERITIES.index)

@@ -160,7 +160,7 @@ class LimitRecord(Data, frozen=True):
     def kept(self, measures: Mapping[str, Value]) -> bool | None:
         """Return whether measures keep to it; None: their interval does not tell. A NaN does not.
 
-        An interval is beyond a limit where all of it is, and keeps to it where all of it does.
+        An interval is beyond a limit if all of it is, and keeps to it if all of it does.
         """
         if any(name not in measures for name in self.where):
             return True
@@ -395,7 +395,7 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
     """Return the verdict that the interval of a record's bias comes to; see `tiebreak.cases.verdicts.judge`.
 
-    The bias is the measure that has a margin; None: there is no such one.
+    The bias is the measure that has a margin; None if no measure has one.
     """
     if record.number(NONFINITE):
         return NONFINITE

@@ -39,6 +39,6 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
     """Return the names that a flag's comma list of names and globs selects; UsageError says which may be meant.
 
-    `listed` is what shows the known names where they are many; None: the command without the flag.
+    `listed` says what lists the known names if they are many; None: the command without the flag.
     """
     return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see", f"--{flag}"))

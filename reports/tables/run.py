@@ -48,7 +48,7 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
 def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
     """Return an entry for every cell that does not pass: what failed, why, and how to rerun it; then what is excused.
 
-    `command` makes of a record's command what the reader is told to run.
+    `command` turns a record's command into the one that the reader is told to run.
     """
     entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():

@@ -41,7 +41,7 @@ def plain_text(record: Record) -> str:
 def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
     """Return a result in words, as tables show it: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
 
-    `spec` is how the number is written, if not as it says itself; `half_width` is of its interval, if that is told too.
+    `spec` is the number's format, if not its own; `half_width` is that of its interval, if it is shown too.
     """
     if shown.kind == records.NONFINITE:
         return "NaN"

@@ -25,8 +25,8 @@ _LOOSEST = "the loosest plan of random bits"
 def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     """Return how known plans fit the output of a kernel that declares none.
 
-    The plan that it follows alone where that has the bits here too, else all. Nothing where its plan is declared, or
-    bits tell nothing.
+    If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where the
+    kernel declares its plan, or bits show nothing.
     """
     if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
         return {}
@@ -48,9 +48,9 @@ def _plans_on_other_inputs(settled: Settled) -> tuple[str, ...]:
 def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> HeldTo | None:
     """Return the plan that a kernel declares, follows here, or follows on other inputs.
 
-    A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
-    logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
-    that plan there. None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    A kernel that follows a plan on most inputs and none on others (it clamps its logits, say) is compared with its own
+    plan on the others. If it follows another plan at another shape, it is compared with that one there. None where the
+    emulation shows nothing: it is the kernel itself, or the case is chaotic or cancels.
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration)
@@ -69,9 +69,9 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
 def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
     """Return the mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
-    A mistake explains it where its errors against the mistake's exact result are within the rounding-error bound of the
-    loosest plan, and its errors against attention are not: rounding alone takes no output from one to the other. Where
-    the mistake makes scores large that bound is wide, so a plan has to have the bits, as of a kernel that follows it.
+    A mistake explains an output whose errors against the mistake's exact result are within the rounding-error bound of
+    the loosest plan, while its errors against attention are not: rounding alone cannot do both. A mistake that makes
+    scores large has a wide bound, so there a plan must also have the bits, as for a kernel that follows it.
     """
     some = batch.first_entries
     entries, heads = some.inputs.q.shape[:2]

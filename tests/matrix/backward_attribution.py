@@ -53,8 +53,8 @@ class BackwardHeldTo:
     def worst(self, errors: _OfHeads, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
         """Return the largest ratio, over heads, of the mean squared error to that of the pass that errs most there.
 
-        What one pass errs by in one head is a single draw, and may be near 0. So a head in which the kernel errs
-        `WORSE` times as much is held against all passes that compute delta alike.
+        The error of one pass in one head is a single draw, and may be near 0. So a head in which the kernel errs
+        `WORSE` times as much is compared with all passes that compute delta alike.
         """
         ratios = torch.stack([each.square / each.their_square / self._ways(name) for name, each in errors.items()])
         ratios = ratios.nan_to_num(nan=0.0, posinf=0.0).amax(0)  # NaN and Inf are told elsewhere
@@ -90,9 +90,9 @@ def backward_held_to(
 ) -> BackwardHeldTo:
     """Return the known backward pass that gradients are compared with: the one they come from, or the nearest.
 
-    Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
-    known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
-    The forward plan is the one that O is held to, whose S the backward pass computes anew.
+    Each pass is emulated from the kernel's own O, so that the forward pass does not matter. A pass that the kernel
+    follows on normal numbers is tried first, and alone if it has as many of the gradients' bits here. The forward plan,
+    whose S the backward pass recomputes, is the one that O is compared with.
     """
     passes = passes_after(forward)
     few = _Emulation(batch.first_heads, forward, o)
@@ -140,7 +140,7 @@ class _Comparison:
     def nearness(self, backward: BackwardPass, forward: Declaration) -> tuple[int, bool, float]:
         """Return a key for sorting: gradients with its bits, whether it fits the forward pass, then its errors.
 
-        Bits alone would mislead: of passes that are all another than the kernel's, the one that rounds least has most.
+        Bits alone would mislead: if no pass is the kernel's, the one that rounds least has most bits.
         """
         return self.agreeing, self.agreeing > 0 and backward.source is forward.plan.delta_from, self.size
 
@@ -162,11 +162,11 @@ def _chosen(
 ) -> tuple[str, Mapping[str, str], BackwardPass]:
     """Return the pass that has the bits of two gradients, else the nearest of flash attention's, else the loosest.
 
-    Autograd's are as many as there are ways to write attention: only those of flash attention are all known. Where that
-    pass errs less than the kernel, one that errs as much in all three takes its place: the first of those that compute
-    delta alike, FlashAttention-2's, or one that has the bits of a gradient. dS in fp16 has two of fp32's gradients.
-    The name for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients,
-    without a rounding, errors are measured from.
+    Only flash attention's passes are all known: autograd has as many as there are ways to write attention. If the
+    chosen pass errs less than the kernel, it is replaced by one that errs as much in all three gradients: the first of
+    those that compute delta alike, FlashAttention-2's, or one that has the bits of a gradient (dS in fp16 has two of
+    fp32's gradients). Returned are the name for reports, the passes for dQ, dK and dV, and the pass whose gradients
+    without rounding are the reference of errors.
     """
 
     def nearest(names: Iterable[str]) -> str:
@@ -188,8 +188,8 @@ def _chosen(
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
     """Return the usual mistakes that explain wrong gradients: the remaining error is as small as a sound pass's.
 
-    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass, and
-    no gain error beyond `GAIN`.
+    An error is sound if, relative to a gradient's size, it is at most `WORSE` times that of the loosest known pass,
+    with a gain error of at most `GAIN`.
     """
     exact = dict(zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True))
     loosest = {name: max(each.strays[name] for each in tried.values()) for name in GRADIENT_NAMES}

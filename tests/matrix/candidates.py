@@ -73,8 +73,8 @@ def on_device(backend: Backend) -> Mapping[str, Declaration]:
 def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
     """Return the plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
-    The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs. What the
-    products of a device do in 16 bits is as `tiebreak.backends.probes.plan_changes` has it.
+    The plainest come first. Plans with O in fp32 are left out, since a kernel returns O in the format of its inputs.
+    `products` are the changes that a device's 16-bit products need, from `tiebreak.backends.probes.plan_changes`.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_LOOPS, *_SPLIT, *more))
@@ -107,7 +107,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
 def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
     """Return the plans among them that shipped kernels, or fixes, follow in these formats without declaring it.
 
-    P in 8 bits with q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
+    P in 8 bits with q, K and V in 16 is not accepted: it loses 4 bits of O, and kernels that do so declare it.
     """
     return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
 

@@ -113,7 +113,7 @@ def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_
 def _limit(name: str, about: str, requirement: str, *limited: _Limited, always_of_users: bool = False) -> Check:
     """Return a check of some measures' numbers; a result without the first one is not asked.
 
-    A user's kernel must `always` meet it though a claim waives it.
+    If `always_of_users`, a user's kernel must meet it even where a claim waives it.
     """
     first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 

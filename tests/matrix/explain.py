@@ -47,7 +47,7 @@ class Standing:
     def behaves(self) -> bool:
         """True if it casts at random, with the kernel's bias in every cell, as far as one batch's heads show.
 
-        Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
+        The biases of two random streams differ by up to 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
         """
         return is_random(parse_declaration(self.plan)) and all(
             fit.mean is not None
@@ -71,18 +71,18 @@ class Standing:
 def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     """Return the best plan of every kernel whose records carry fits, by backend-kernel: the one with most equal bits.
 
-    A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. What a plan
-    leaves open costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention, FlexAttention and
-    a loop like flash attention 1, all on a CPU, fp32's order of summation and the exponential's last bit flip 0.02 %
-    of the elements and up to 0.2 % of a cell's, but for `equal_keys`, where O itself is often a tie, with 1.7 %. And
-    the 2 % that may differ, each by an ulp, move the bias by 0.02 ulp at most, less than half the margin of a verdict.
+    A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. Arithmetic
+    that no plan specifies costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention,
+    FlexAttention and a loop like flash attention 1, all on a CPU, the order of fp32 sums and the exponential's last bit
+    flip 0.02 % of the elements, and up to 0.2 % of a cell's, but 1.7 % of `equal_keys`, where O itself is often a tie.
+    The 2 % that may differ, each by an ulp, move the bias by at most 0.02 ulp, less than half the margin of a verdict.
 
-    Where its plan was searched for, in a separate cell, the result of the search is the answer, unless random bits
-    leave it without one.
+    If its plan was searched for, in a separate cell, the result of the search is the answer, unless random bits leave
+    it without one.
 
-    By the same measure two plans are not told apart whose shares differ by no more than 0.1 % in any cell. Where tiles,
-    the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
-    base alone moves two elements in a million.
+    Two plans are not distinguished if their shares differ by at most 0.1 % in every cell. If plans differ only in
+    tiles, the exponential's base or a device's products, the plainest represents all: the base alone moves two elements
+    in a million.
     """
     records_that_tell = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
     kernels = grouped(records_that_tell, lambda record: f"{record.backend}-{record.kernel}")
@@ -141,7 +141,7 @@ def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
 def _family(plan: str) -> Declaration:
     """Return a plan in one tile, in base e, with exact products.
 
-    In one tile a shift has nothing to lag behind, and a split none to be merged with; one product is O's own cast.
+    In one tile no shift lags behind an earlier tile and no split is merged; one product is O's own cast.
     """
     declaration = nameless(parse_declaration(plan))
     exponential = replace(declaration.plan.exponential, base_two=False)

@@ -50,7 +50,7 @@ def _mean(samples: Tensor) -> Interval | None:
 def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval | None:
     """Return the ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
-    NaN and Inf are left out in pairs; None of fewer than two. The denominator counts as at least `floor`.
+    NaN and Inf are left out in pairs; None of fewer than two pairs. The denominator is at least `floor`.
     """
     both = isfinite(ours) & isfinite(theirs)
     if int(both.sum()) < 2:

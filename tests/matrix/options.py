@@ -212,7 +212,7 @@ def _given(value_of: Values) -> list[Option]:
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
     """Return by which fields of a record options leave cells out, pytest's own included, and which values stay in.
 
-    The cells are those that the matrix' options leave in, and `collected` those of them that pytest has left; empty:
+    `cells` are those that the matrix' options leave, and `collected` those of them that pytest's own leave; empty if
     that is not known yet.
     """
     cells = list(cells)

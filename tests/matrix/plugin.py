@@ -86,7 +86,7 @@ def _budget(config: pytest.Config) -> Budget:
 def _cells_path(config: pytest.Config) -> tuple[str, ...]:
     """Return the path by which pytest finds the cells: in a clone, whose pyproject.toml loads this plug-in, or a name.
 
-    A clone that lies elsewhere would put its place on this machine into every record, and so into a user's baseline.
+    The path of a clone elsewhere would put this machine's folders into every record, and so into a user's baseline.
     """
     here, stands = Path(__file__).resolve().parent, config.invocation_params.dir.resolve()
     clone = here.parents[1]

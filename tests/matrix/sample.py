@@ -37,7 +37,7 @@ class HeldTo:
 class HeadErrors:
     """The errors of a gradient and of the known backward pass that it is held to, by key head, (heads,) each.
 
-    Errors are measured from the gradient of that pass without a rounding: those that come of O are left out.
+    The reference is the gradient of that pass without rounding, so that errors from O are left out.
     """
 
     square: Tensor  # mean squared error over mean square
@@ -70,7 +70,7 @@ class OnTheWhole:
 class Sample:
     """A cell's outputs for all heads drawn so far, and the judgements that follow from them.
 
-    A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one was met.
+    A chaotic or cancelling case predicts nothing: its records say that no prediction was made, not that one was met.
     """
 
     cell: Cell

@@ -39,8 +39,8 @@ def cell_id(nodeid: str) -> str:
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """A scheduler that groups cells by what they share, other tests by file if it shares, else each alone.
 
-    The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
-    But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
+    The longest groups come first: one that starts last would keep its worker busy while the others are idle. A few
+    short groups of users' kernels come before them: a kernel that hangs is noticed before its long cells run.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def remove_node(self, node: Any) -> str | None:
         """Return the test that killed a worker and has no other try; the others get the rest of its work.
 
-        xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
+        xdist 3.8 would queue that test again, and finished groups too, whose completion it then awaits forever.
         """
         workload = self.assigned_work.pop(node)
         left = [(scope, test) for scope, unit in workload.items() for test, done in unit.items() if not done]
@@ -114,7 +114,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _reschedule(self, node: Any) -> None:
         """Keep a worker busy: it runs its last test only when it knows the next or that there is none.
 
-        xdist 3.8 hands out one group a time, after which a replacement with a group of one waits forever.
+        xdist 3.8 hands out one group at a time, after which a replacement with a group of one test waits forever.
         """
         if node.shutting_down or node not in self.registered_collections:
             return

@@ -45,7 +45,7 @@ class Selection:
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     """Return the cells of a run, case by case, and the backends that can't run, with their reasons.
 
-    A `UsageError` where a name is unknown, or no cell is left: a run of nothing would pass.
+    Raises a `UsageError` if a name is unknown, or no cell is left: a run of nothing would pass.
     """
     chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}

@@ -74,7 +74,7 @@ def probe_of(cell: Cell, bench: Workbench) -> ProbedKernel:
 def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settled:
     """Make what all processes of a run share in one of them; the others wait for it.
 
-    What leaves the device beyond use is raised in the process that asked, and no other asks again.
+    An error that makes the device unusable is raised in the process that made the call, and no other tries again.
     """
     if folder is None:
         return make()
@@ -229,7 +229,7 @@ def _outputs_on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tens
 def _has_random_bits(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
     """Return whether equal rows differ, of one head or of equal heads, or equal calls do.
 
-    O of one row may lie far from where its bits turn. So every head has a separate row first.
+    The O of one row may be far from a rounding boundary, so rows differ between heads.
     """
     q = inputs.q[:, :, :1].expand_as(inputs.q).contiguous()
     rows = replace(inputs, q=q, causal=False)

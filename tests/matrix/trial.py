@@ -24,7 +24,7 @@ def raised(error: Exception, kernel: Kernel) -> str:
 def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
     """Return None, or why a kernel can't run inputs that are on the host.
 
-    What it says that it takes decides, and what it fails on that it never said it takes.
+    It can't if it does not declare a feature, or if it fails on one that it never declared.
     """
     return kernel.refusal(to_device(inputs, backend.device)) or failed_trial(backend, kernel, inputs)
 
@@ -32,8 +32,9 @@ def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
     """Try a kernel once on inputs on the host that it does not declare, such as grouped heads or a head dimension.
 
-    None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be tried;
-    else what it was tried with and how it failed: a reason to skip the cell. What left its device beyond use is raised.
+    Return None where it computes anything, where the call itself will show what is wrong, or where nothing has to be
+    tried; else what was tried and how it failed: a reason to skip the cell. An error that makes the device unusable is
+    raised.
     """
     undeclared = kernel.undeclared(inputs)
     if undeclared is None:

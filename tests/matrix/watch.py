@@ -127,7 +127,7 @@ class Watchdog:
     def over(self, cell: Cell) -> Iterator[None]:
         """End the process if a cell's kernel takes too much CPU time, or the cell ten times as long by the clock.
 
-        By a signal, and a thread in C: a kernel may hold Python's lock for ever.
+        A signal, or a thread in C, ends it: a kernel may hold Python's lock for ever.
 
         Raises:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.

@@ -42,8 +42,8 @@ _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 class SharedEmulation(EmulatedArithmetic):
     """The emulation's arithmetic for some inputs, with results kept.
 
-    What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
-    argument, which every kernel makes anew, by its values.
+    Results of inputs and of earlier results, such as Q K^T, are found by the place of their operands in memory; an
+    exponential, whose argument every kernel makes anew, by the argument's values.
     """
 
     def __init__(self, inputs: AttentionInputs) -> None:
@@ -90,7 +90,7 @@ class SharedEmulation(EmulatedArithmetic):
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the result of operands, if they are known, else make it.
 
-        What is known is kept alive: where a tensor has been given up, another may lie.
+        Known operands are kept alive: in the place of a freed tensor there may be another one.
         """
         if not self._knows(operands):
             return make()
@@ -224,8 +224,8 @@ class SharedBatch(Batch, Emulated):
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
         """Return how each candidate fits an output.
 
-        All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the
-        bit, on all of them. Of one that is out of reach the fit is what some heads say.
+        All candidates are tried on some heads. Those near the best, and those with random bits, which agree with
+        nothing to the bit, are tried on all heads; for the others the result on some heads stays.
         """
         work = {name: nameless(self.clipped(declaration)) for name, declaration in candidates.items()}
         some = self.first_heads

@@ -75,7 +75,7 @@ def flash_attn_cute(
 ) -> Any:
     """Call FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums.
 
-    Its learned sink is not given: whether gradients go through it, nothing here has shown.
+    Its learned sink is not used: nothing here has shown whether gradients go through it.
     """
     sides = tuple(None if side < 0 else side for side in window_size)
     options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": sides, "softcap": softcap}
@@ -87,7 +87,7 @@ def flash_attn_cute(
 def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
     """Call memory_efficient_attention by CUTLASS, in both passes: given an operator, it takes no other but raises.
 
-    Grouped heads are left out: they are for its forward pass alone.
+    Grouped heads are left out: they work in its forward pass only.
     """
     mask = XFORMERS_MASK() if causal else None
     return XFORMERS(q, k, v, attn_bias=mask, scale=scale, op=XFORMERS_OP.function)
@@ -98,7 +98,7 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float, logits_soft_cap: float = 0.0) -> Any:
     """Call single_prefill_with_kv_cache, a sequence at a time, by FlashInfer's own FlashAttention-2.
 
-    Its mask is aligned at the lower right; its window has a left side alone, and is not given.
+    Its mask is aligned at the lower right; its window has a left side only, and is not used.
     """
     options = {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
     return FLASHINFER(q, k, v, kv_layout="NHD", backend="fa2", **options)
@@ -109,8 +109,8 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float
 def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale: float) -> Any:
     """Call sageattn, Q K^T in int8. It chooses its kernel by the GPU, and does not report which.
 
-    To have one for certain, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa
-    --declare backward=none`. The mask is for as many queries as keys.
+    To choose a kernel, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa --declare
+    backward=none`. The mask is for as many queries as keys.
     """
     return SAGEATTENTION(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=sm_scale)
 
@@ -152,7 +152,7 @@ def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax
 def flag_gems(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
     """Call FlagGems' scaled_dot_product_attention in Triton, by name and not through PyTorch's.
 
-    It is given no bool mask: True hides a key there, and in PyTorch's shows it.
+    It gets no bool mask: True hides a key there, and shows it in PyTorch's.
     """
     return FLAG_GEMS(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 

@@ -60,7 +60,7 @@ def x_transformers(
 ) -> Any:
     """Call lucidrains' Attend, without PyTorch's SDPA.
 
-    Its query head h goes with the key head h % key heads, so the heads change their places before and after.
+    Its query head h uses the key head h % key heads, so the heads are reordered before and after.
     """
     places = torch.arange(q.shape[1], device=q.device).view(k.shape[1], -1).T.flatten()
     attend = X_TRANSFORMERS(causal=is_causal, scale=scale, flash=False)

@@ -184,7 +184,7 @@ class OneCall(Experiment):
 def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
     """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
-    A look draws as many heads as all before it did, and takes as long. What the kernel follows is known from the first.
+    A look draws as many heads as all looks before it, and takes as long. The kernel's plan is known from the first.
     """
     began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
     output = _output(cell, bench, 0)
@@ -224,7 +224,7 @@ def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, d
 def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Declaration:
     """Return the declaration whose bounds a kernel is held to: a user's with the tiles that it works in.
 
-    A bound grows with the number of tiles: a kernel that declares nothing may work in the smallest.
+    A bound grows with the number of tiles, and a kernel that declares nothing may work in the smallest.
     """
     declaration = cell.kernel.declaration or UNDECLARED
     if not cell.kernel.external:
@@ -361,7 +361,8 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
     """Return what tables show of a call: the bias in ulps with its verdict, or what there is instead.
 
-    That is NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|, that is too small.
+    Instead of a bias there may be NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|,
+    that is too small.
     """
     if nonfinite:
         return records.Shown(records.NONFINITE)

@@ -124,8 +124,8 @@ class TrainingRun(Experiment):
     def _roster(self, backend: Backend) -> list[Kernel]:
         """Return the kernels of a default run: a device trains with its own and the snippet's.
 
-        Not where a snippet asks for a format that it lacks. The interpreter takes minutes for a run: its kernels train
-        where they are named.
+        Empty where a device lacks the snippet's format. The interpreter takes minutes for a run, so its kernels train
+        only where they are named.
         """
         if not backend.composed or (self.snippet.amplified and not backend.predicts):
             return []

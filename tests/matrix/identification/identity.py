@@ -218,7 +218,7 @@ def _points_settled(probed: ProbedKernel, designed: Sequence[DesignedOutput], pl
 def _held_out(probed: ProbedKernel, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
     """Return, by case, the share of bits that the plan predicts; or else the tiles that explain the case.
 
-    Kernels choose their tiles by the head dimension: other tiles at another dimension make no other plan.
+    Kernels choose their tiles by the head dimension: other tiles at another dimension are the same plan.
     """
     shares, elsewhere = {}, {}
     for case in _HELD_OUT:
@@ -272,7 +272,8 @@ class Rivals:
     def better(self, plan: Declaration) -> Declaration | None:
         """Return a change of the plan that has more of the kernel's bits where the two differ; None if there is none.
 
-        A device's sums have all bits where products are asked for: elsewhere the order of fp32 sums may look like them.
+        A device's sums must have all bits on inputs about products: on others, fp32 sums in some order may look like
+        them.
         """
         if plan.plan.accumulator is not Accumulator.EXACT and not self._explains_sums(plan):
             return replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))
@@ -295,7 +296,7 @@ class Rivals:
     def alike(self, plan: Declaration) -> dict[PlanChange, Declaration]:
         """Return the changes that no input tells apart from the plan, and those between which the bits do not decide.
 
-        Two at once where they are like the plan together, and not each by itself.
+        Two changes at once count if only together they are like the plan.
         """
         alike = self._alike(plan, self._changes(plan))
         alone = {point for rival in alike.values() for point in _apart(plan, rival)}
@@ -329,7 +330,7 @@ class Rivals:
     def _on(self, answer: DesignedOutput, plan: Declaration, rival: Declaration) -> tuple[int, int]:
         """Return the rows of one input that favour the plan, and those that favour its rival.
 
-        A row is one event: its elements come of one P and one l, and chance that gives a plan one gives it others.
+        A row is one event: its elements share one P and one l, so chance that favours a plan in one favours it in all.
         """
         if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
             return answer.miss(rival).rows, 0

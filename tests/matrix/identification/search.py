@@ -40,12 +40,12 @@ class Search:
     def cost(self, declaration: Declaration, least: float = math.inf, than: Declaration | None = None) -> float:
         """Return how far a plan is from explaining all bits, 0 if it does; stop adding up at `least`.
 
-        The sum over inputs of the logarithm of what it misses: an input that a plan explains wholly outweighs one that
-        it explains better, so that points are found one by one, by the inputs that show them. And of how far it is from
-        what it misses: where one point hides another, that one shows nothing but nearness.
+        The cost is a sum over inputs of the logarithm of the share of missed bits: to explain one input completely
+        outweighs explaining several better, so that points are found one by one, by the inputs that show them. The
+        distance from the missed bits is added: where one point hides another, only nearness shows the other.
 
-        From `least` on it does not matter how much more it is. After a few inputs it must be ahead of the plan `than`,
-        and clearly so where nothing shows.
+        The sum stops at `least`, beyond which it does not matter. After a few inputs the plan must be ahead of the plan
+        `than`, clearly so where nothing shows.
         """
         if declaration in self.costs:
             return self.costs[declaration]
@@ -109,10 +109,11 @@ class Search:
     def _improves(self) -> bool:
         """Look for a better plan near the best one, or near the next best; return whether a group of changes had one.
 
-        One change; how devices add up; what together alone shows, where nothing shows; two changes at once, of which
-        the first takes a point off, changes nothing, or gives it another shift rule or algorithm.
+        The groups, in order: one change; how devices add up; changes that show only together, if nothing shows; two
+        changes at once, of which the first removes a point, changes nothing, or sets another shift rule or algorithm.
 
-        Of a plan with a device's sums the points are those of a plan without them, which takes a tenth of the time.
+        For a plan with a device's sums the points are those of the same plan without them, which takes a tenth of the
+        time.
         """
         if self._expands(1):
             return True

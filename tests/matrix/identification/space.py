@@ -205,7 +205,7 @@ def combined(
 ) -> Iterator[Declaration]:
     """Yield plans with up to one change of each stage, whose keys are points that show only together.
 
-    Usual ones have no new cast to other formats than fp32 and the inputs'.
+    With `usual`, no new cast to a format other than fp32 and the inputs'.
     """
     if not stages:
         yield from (forward_alone(declaration, inputs) for declaration in declarations)

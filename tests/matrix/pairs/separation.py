@@ -24,9 +24,9 @@ def separation(
 ) -> tuple[PointRecord, ...]:
     """Return the points in which two plans differ, without those that change no bit, with their shares.
 
-    On the way from A's plan to B's the point comes next that takes most of what is left of the difference. Its share is
-    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, in ulps, emulated. So the
-    first has what it does alone, and all of them add up to 1.
+    The points are ordered greedily on the way from A's plan to B's: each is the one that removes most of the remaining
+    difference. The share of a point is the decrease of ms(O of the plan so far - O of B) / ms(O of A - O of B), in
+    ulps, emulated. The shares add up to 1.
     """
     one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
     between = _Between(_filled(one, other), _filled(other, one))

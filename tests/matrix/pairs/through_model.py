@@ -128,7 +128,7 @@ def through_model(
 ) -> records.ModelRecord:
     """Read a model with each of two kernels as all its attention: the suite's model, or a user's (`own_model`).
 
-    `tell` is called with a line of progress. A model in 16 bits is read in its own format alone.
+    `tell` is called with a line of progress. A model in 16 bits is read in its own format only.
 
     Raises:
         UsageError: a user's model makes no call that is seen, or one that no kernel takes, or returns no logits.

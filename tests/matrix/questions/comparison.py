@@ -110,8 +110,8 @@ def exact(inputs: AttentionInputs, part: str) -> Tensor:
 def units(inputs: AttentionInputs, part: str) -> Tensor:
     """Return the factor that turns an error into ulps, + away from zero; NaN or 0 where the answer is 0.
 
-    An ulp of O is its own. The elements of a gradient cancel: theirs are of what they are the sum of, added up without
-    signs, dP and delta apart, since these cancel too.
+    For O the unit is the ulp of the element. The elements of a gradient cancel, so the unit there is an ulp of the sum
+    of the terms' magnitudes, with dP and delta counted separately, since these cancel too.
     """
     ref, fmt, truth = _reference(inputs), inputs.formats.output, exact(inputs, part)
     if part == O:
@@ -142,7 +142,7 @@ class OutputDifference:
     ) -> "OutputDifference":
         """Measure the differences; `exact` is in fp64, `level` how much of the plain call's mean squared error counts.
 
-        No side is held to less than what one rounding may err by.
+        Neither side's error counts as less than that of one rounding.
         """
         wide = plain.double()
         size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
@@ -194,8 +194,8 @@ class WithinError:
     ) -> None:
         """Add a comparison with a plain call on these inputs; `words` name the change that must not matter.
 
-        Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
-        atomics, two calls agree by chance. `levels`: how much of the plain call's mean squared error counts.
+        If plain calls have the `same` O, `other` must have its bits. Gradients need not: atomics add them up in any
+        order, so two calls agree by chance. `levels`: how much of the plain call's mean squared error counts, by part.
         """
         for part, ours, theirs in cut.pairs(plain, other):
             failure = self.requirements.setdefault(words, "")

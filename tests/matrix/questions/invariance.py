@@ -53,8 +53,8 @@ def _tied(draw: Draw, shape: Shape, apart: bool = True, values: Values = ONE_SIG
 def _cancelling(draw: Draw, shape: Shape) -> AttentionInputs:
     """Draw two equal maxima in different halves whose V cancels.
 
-    What is left of O is about 2^-16 of either: its bf16 bits are the last bits of fp32 sums, and whatever adds these up
-    in another order, or divides a part of them, changes most of them, in any plan.
+    O is then about 2^-16 of either maximum's V: its bf16 bits are the last bits of fp32 sums, which any other order of
+    summation, or division of a part, mostly changes, in any plan.
     """
     inputs = _tied(draw, shape, gap=_NEAR)
     inputs.v[:, :, -1] = -inputs.v[:, :, shape.keys // 4]
@@ -99,7 +99,7 @@ def _with_more(inputs: AttentionInputs, names: str, more: int, session: Session)
 def batch(session: Session, results: WithoutBias) -> None:
     """Compare a sequence alone with the same among others, and next to one of another length: all get padded to it.
 
-    Control: V of a neighbour negated, of which the neighbour's own O is a mean.
+    Control: the V of a neighbour negated, which changes the neighbour's O, a mean of it.
     """
     if isinstance(session.kernel, UserKernel) and "b" not in session.options.layout:
         raise CannotRunError("is called once for every sequence: it sees no batch")
@@ -191,7 +191,7 @@ def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
 def padding(session: Session, results: WithoutBias) -> None:
     """Compare with more keys at the end, hidden by a mask, and with more queries.
 
-    Controls: the padded keys seen, which have their own P and V; other rows behind the end, by their own O.
+    Controls: the padded keys made visible, which have their own P and V; and other rows after the end, by their O.
     """
     for keys, more in _PADDED:
         for material, inputs in _drawn(session, Shape(keys=keys)):
@@ -215,7 +215,7 @@ def padding(session: Session, results: WithoutBias) -> None:
 def memory(session: Session, results: WithoutBias) -> None:
     """Compare with other strides, and with a start that is not aligned.
 
-    Controls: the same storage read in other strides, whose numbers are in another order; of dO alone, by dQ.
+    Controls: the same storage read in other strides, which reorders the numbers; for dO alone, by dQ.
     """
     if session.options.contiguous:
         raise CannotRunError("declares contiguous=true: it is given no views")

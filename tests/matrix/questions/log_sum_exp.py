@@ -41,8 +41,9 @@ def _hold_gradients(
 ) -> None:
     """Record whether gradients through the log-sum-exp are right, alone and together with those through O.
 
-    dS = P (dP - delta + dlse): with dO = 0 dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP shows next to it.
-    P = exp(S - lse) of a log-sum-exp in few bits is off by a factor, in every row by as much as its roundoff at most.
+    dS = P (dP - delta + dlse): with dO = 0, dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP is visible in
+    the sum. If the log-sum-exp has few bits, P = exp(S - lse) is off by a factor, in every row by at most its unit
+    roundoff.
     """
     dlse = session.inputs(1).do.sum(-1, keepdim=True)
     factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
@@ -85,7 +86,7 @@ def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answer
 def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results: WithinError) -> str | None:
     """Record whether the kernel's second output is a log-sum-exp, in the base that it declares or in either.
 
-    A kernel that declares none, and returns nothing that looks like one, can't be asked.
+    Nothing is recorded for a kernel that declares none, and returns nothing that looks like one.
 
     Returns:
         The base, if it is right.

@@ -264,8 +264,8 @@ class Session:
     def levels(self) -> Mapping[str, float]:
         """How much of an emulation's mean squared error counts, by part: what the kernel had of it in its first call.
 
-        By part. O is held to no more than all of it. Gradients are held to `WAYS` times as much, or more: autograd's,
-        with P in 16 bits, had 5.3 times what FlashAttention-2's have where scores are large, another parameter's 1,000.
+        For O it is at most 1. For gradients it is at least `WAYS`: autograd's, with P in 16 bits, had 5.3 times the
+        error of FlashAttention-2's where scores are large, those for another parameter 1,000 times.
         """
         inputs, ours = self.inputs(), self.plain
         theirs, levels = self.emulated(inputs, gradients=len(ours) > 1), {}

@@ -95,8 +95,8 @@ def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
 def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut]]:
     """Yield calls with keys hidden by a mask that the kernel takes: in words, where, and what they must not change.
 
-    The last key of a causal mask is seen by the last row alone, whose dO is 0: it adds 0 to all gradients. Windows of
-    half as many rows as keys leave the first keys out.
+    Under a causal mask only the last row sees the last key, and its dO is 0, so the key adds 0 to all gradients.
+    Windows of half as many rows as keys hide the first keys.
     """
     shape = _square(session)
     keys, unseen, before = shape.keys, shape.keys // 4, slice(0, shape.keys - 1)
@@ -123,7 +123,7 @@ def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> Atte
 def hidden_keys(session: Session, results: WithinError) -> None:
     """Change K and V where a mask hides them: to large numbers where no row sees them, else to their negatives.
 
-    A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
+    A key that is hidden from one causal row is visible to another, and a kernel in 8 bits may share a scale with it.
     """
     large = torch.tensor(_LARGE if session.cell.fmt.largest > _LARGE**2 else _LARGE_FP16)
     for words, inputs, at, cut in _masked(session):
@@ -263,7 +263,7 @@ def _hold(session: Session, results: WithinError, words: str, inputs: AttentionI
 def _emulate(session: Session, results: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
     """Compare an answer with an emulation of the kernel's declared plan; of the least accurate plan if there is none.
 
-    It says how errors grow with the size, and the kernel's first call how large they are (`Session.levels`).
+    The emulation shows how errors grow with the size, the kernel's first call how large they are (`Session.levels`).
     """
     emulated = session.emulated(inputs, gradients=DQ in answer)
     results.compare(words, emulated, answer, inputs, levels=session.levels)
@@ -317,7 +317,7 @@ def _answers(session: Session, call: Call, gradients: bool) -> Answers:
 def defaults(session: Session, results: WithinError) -> None:
     """Leave out the arguments of a call, one more each time, except those whose defaults mean something else.
 
-    At two head dimensions, if the kernel takes two: a number may be 1/sqrt(d) of one.
+    Two head dimensions are used if the kernel takes two: a default may be 1/sqrt(d) of one.
     """
     plain_call, options = session.call(session.draw_small(SHAPES[0])), session.options
     given, has = plain_call.keywords(plain_call.inputs), plain_call.convention.parameters

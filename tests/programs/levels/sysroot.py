@@ -55,8 +55,8 @@ def pins(architecture: str) -> list[Pin]:
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
     """Return a script that runs Python of another architecture under QEMU, with PyTorch and this suite, like `python`.
 
-    What it lacks is downloaded first, and `tell` told. `sysroot`: an installed system of that architecture with Python
-    3.11, instead of Debian's packages. QEMU_CPU names the processor.
+    Missing files are downloaded first, with a line of progress through `tell`. `sysroot`: an installed system of that
+    architecture with Python 3.11, instead of Debian's packages. QEMU_CPU names the processor.
 
     Raises:
         UsageError: QEMU or a tool is missing, no room, a registry does not answer, a broken download.
@@ -96,7 +96,7 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
 def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
     """Unpack by an apt-get with separate lists and cache, which know nothing of this machine's packages.
 
-    Debian signs its index, and apt-get holds index and package to it.
+    Debian signs its index, and apt-get checks index and package against it.
     """
     if shutil.which("apt-get") is None or not _KEYS.exists():
         raise UsageError(f"no apt-get with {_KEYS} here: give --sysroot, the root of a system that has Python 3.11")

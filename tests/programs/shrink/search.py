@@ -175,7 +175,7 @@ class Shrinker:
     def bias(self, sign: float) -> None:
         """Shrink a bias: its mean while heads are many, then one element rounded the wrong way, if possible a tie.
 
-        Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
+        If there is no such element, as where all exact ties are rounded one way, the mean of the fewest heads is kept.
         """
 
         def badness(seen: Seen) -> Tensor:

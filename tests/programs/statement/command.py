@@ -177,7 +177,7 @@ def problems_of_records(
 ) -> tuple[list[str], list[str]]:
     """Return what is wrong with a statement's records; if nothing is, what was checked and what can't be.
 
-    Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
+    The emulation recomputes the numbers of `size` records, or of as many as the profile asks for, chosen by `seed`.
     """
     records, faults = _judged(runs, profile, waivers)
     fallen = [record for record in statements.waived(runs.values(), waivers) if record.fails]

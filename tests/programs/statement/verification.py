@@ -337,7 +337,7 @@ def sample(cells: Iterable[Judged], size: int, seed: int) -> list[Judged]:
 def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
     """Run the cell of a `recomputable` record again on the emulation; yield where the result differs.
 
-    Of a device's cell it comes to what the plan predicts; where all bits are equal, to all that was measured of O.
+    For a device's cell this gives the plan's prediction; where all bits are equal, all measures of O.
     """
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:
