@@ -38,7 +38,7 @@ from tiebreak.kernels.triton.roster import triton_kernels
 GUIDE = "docs/devices.md"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DETERMINISTIC = "HCCL_DETERMINISTIC"
-# What the driver brings; all other libraries come with CANN.
+# The driver's libraries; all others come with CANN.
 _DRIVER_LIBRARIES = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
 _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
 _DRIVER = "usr/local/Ascend/driver/version.info"

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 PROCESSOR = "QEMU_CPU"
 #: In which format oneDNN may multiply numbers of fp32: BF16, as guides to Graviton have it set. The former name.
 FPMATH = "DNNL_DEFAULT_FPMATH_MODE"
-#: What decides the level. oneDNN still reads what begins with DNNL, its former name.
+#: The variables that decide the level. oneDNN still reads what begins with DNNL, its former name.
 VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", FPMATH, PROCESSOR),

@@ -23,7 +23,7 @@ _X86 = (
 _ARM = "neon asimd asimdhp bf16 sve sve2 svebf16 sme"
 NUMERIC_FEATURES = frozenset(f"{_X86} {_ARM}".split())
 
-# Of the auxiliary vector, where an emulator says what the processor that it plays has: word and bit of each feature
+# In the auxiliary vector an emulator describes the emulated processor: word and bit of each feature
 # (Linux, arch/arm64/include/uapi/asm/hwcap.h).
 _HWCAP, _HWCAP2 = 16, 26
 _BITS = {

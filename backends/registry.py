@@ -9,7 +9,7 @@ from tiebreak.plugins import Door, PluginError
 
 __all__ = ["BACKENDS", "COMMONLY", "resolved", "target_of"]
 
-#: What people also call a backend.
+#: Other names that people use for a backend.
 COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
             "triton": "interpreter", "emulator": "emulation",
             PREFIX + "cpu": "cpu", PREFIX + "cuda": "cuda", PREFIX + "npu": "ascend"}  # fmt: skip

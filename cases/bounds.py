@@ -39,7 +39,7 @@ from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
-#: What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
+#: The points that determine the errors of P and O: plans that are equal in these share their bounds.
 IN_P = ("scale", "divisor", "log2_e", "q", "k", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
 _IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 

@@ -281,14 +281,14 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
     BIAS: lambda inputs, draw: replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2]))),
-    # That scores of about 1 feel, and their gradients more.
+    # Large enough to show in scores of about 1, and more in their gradients.
     SOFTCAP: lambda inputs, draw: replace(inputs, softcap=2.0 / (1 + draw.batch % 2)),
     # A logit of every head's own, about as large as a row's log-sum-exp.
     SINK: lambda inputs, draw: replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float()),
     PAGES: _other_pages,
     HIDDEN_NAN: lambda inputs, _: replace(inputs, poison=torch.nan),  # where no key lies
 }
-#: What kernels in service take together, those with gradients and those that read a cache.
+#: Features that kernels in service combine: those with gradients, and those that read a cache.
 _TRAINED = (
     *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window.sink", "window.softcap", "window.lengths"),
     *("window.gqa", "window.bias", "sink.softcap", "sink.lengths", "sink.gqa", "softcap.lengths", "softcap.bias"),
@@ -420,7 +420,7 @@ class _Added:
     claims_stay: bool = True  # whether tied maxima tie, and break, as they did
 
 
-#: By the word that `takes` has for them, in the order in which they are added.
+#: By their word in `takes`, in the order in which they are added.
 _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (

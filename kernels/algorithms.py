@@ -28,5 +28,5 @@ FLASH_ATTENTION_1 = Algorithm("flash_1", flash_1, tiled=True, takes=_TAKES, clai
 SPLIT_ATTENTION = Algorithm("split", split, tiled=True, takes=_TAKES, claimed_as="split", unused=frozenset({"sink"}))
 # l sums what `exp` leaves.
 STANDARD_ATTENTION = Algorithm("standard", standard, tiled=False, takes=_TAKES, claimed_as="standard", unused=_OF_FLASH)
-#: Those that a plan of flash attention goes with, by the text before its @.
+#: Those that can have a plan of flash attention, by the text before its @.
 TILED = {algorithm.name: algorithm for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION)}

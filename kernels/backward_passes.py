@@ -98,7 +98,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
     },
     "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW},
 }
-#: By name, as reports have it.
+#: By their name in reports.
 BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     name: BackwardPass(points, _PYTORCH_TILES if name.startswith(_PYTORCH) else ONE_TILE)
     for name, points in _TABLE.items()

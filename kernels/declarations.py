@@ -53,7 +53,7 @@ _CASTS = (
 )
 _QUANTIZED = ("q8", "k8", "v8", "p8")
 _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "smooth_k", "sink", "accumulator")
-# Of fields that go by another name.
+# Fields that have another name in a text.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
 _KNOWN = f"known are {', '.join((*_FIELDS, *_TAKEN_BY))}"

@@ -289,7 +289,7 @@ def _online(
             o_bar = forward.running(o_bar_cast, alpha * o_bar, pv)
         m = new_m
     if sink is not None and entry in (SinkEntry.MAXIMUM, SinkEntry.LAST):
-        # Of a row without a visible key the sink is all there is.
+        # A row without a visible key has only the sink.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
         l = cast(l + softmax.p_of_sink(sink, m), plan.row_sum)
     o = operands.unscaled(o_bar / l)
@@ -388,7 +388,7 @@ def backward(
     )
     if plan.group_sums.narrows:
         dk, dv = (x[:, ::groups] for x in (dk, dv))
-    # What dS is multiplied by, and what is left of the scale.
+    # The factor of dS, and the rest of the scale.
     left = 1.0 if plan.scaled_ds.narrows or plan.scaled_q.narrows else operands.scale
     q = arithmetic.cast(operands.q * operands.scale, plan.scaled_q) if plan.scaled_q.narrows else operands.q
     k, left_of_dq = (tape.scaled_k, _LN_2) if plan.scaled_k.narrows else (operands.k, left)

@@ -18,7 +18,7 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 # Formats that torch devices compute in.
 TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
 
-# What the first dimensions of a call's tensors are: b batch, h heads, g key heads. One that is 1 applies to all.
+# The first dimensions of a call's tensors: b batch, h heads, g key heads. One that is 1 applies to all.
 _DIMENSIONS: Mapping[str, str] = {
     **dict.fromkeys(("q", "do", "dlse", "bias", "block_mask"), "bh"),
     **dict.fromkeys(("k", "v", "k_descale", "v_descale"), "bg"),

@@ -33,7 +33,7 @@ _PACKED = "TND"  # the layout of packed sequences
 _SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
 _TAKES = COMMON | MASKS | {SINK}
 _TRAINING = ("npu_fusion_attention", "npu_fusion_attention_grad")
-# What the first returns, as the second calls it: O in the layout; a row's maximum and sum of exp(S - maximum), fp32,
+# The outputs of the first, by the second's names: O in the layout; a row's maximum and sum of exp(S - maximum), fp32,
 # (batch, heads, N, 8), one number eight times; what is not used; and a dropout's state, which is off.
 _RETURNED = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
 _NEWER = "install a newer {} (docs/devices.md)"

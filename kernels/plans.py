@@ -244,9 +244,9 @@ FUSED_FP8 = _plan("fused_fp8", FUSED, p_bar=Cast(FP8_E4M3, saturates=True))
 FUSED_FP8_OFFSET = _plan("fused_fp8_offset", FUSED_FP8, offset=8)
 # Where FlashAttention-4's running maximum is behind by up to 4 in base two (rule `lazy_4`), 2^4 of it is all that fits.
 FUSED_FP8_OFFSET_4 = _plan("fused_fp8_offset_4", FUSED_FP8, offset=4)
-# What l counts is what P V gets where both are clamped.
+# Where both are clamped, l counts what P V gets.
 FUSED_FP8_CLAMPED = _plan("fused_fp8_clamped", FUSED_FP8_OFFSET, row_sum_of=SumOf.CLAMPED)
-# What fairness takes in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
+# Conditions of fairness in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
 FUSED_FP8_FAIR = _plan("fused_fp8_fair", FUSED_FP8_OFFSET, row_sum_of=SumOf.ROUNDED, o=FUSED_STOCHASTIC.o)
 FUSED_E5M2_OFFSET = _plan("fused_e5m2_offset", FUSED_FP8_OFFSET, p_bar=Cast(FP8_E5M2, saturates=True))
 

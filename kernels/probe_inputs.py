@@ -29,7 +29,7 @@ def tied_p_bar(rng: Generator, odd: Tensor, noise_seed: int = 0) -> AttentionInp
     ties = (below.double() + 0.5) / _GRID
     q = torch.zeros(batch, heads, 2, _D)
     q[..., :3] = 1.0
-    # What no query looks at is random, so that P K is not degenerate.
+    # Columns that no query uses are random, so that P K is not degenerate.
     k = torch.from_numpy(rng.standard_normal((batch, heads, _KEYS, _D), dtype=np.float32)).bfloat16().float()
     k[..., :3] = 0.0
     k[:, :, 1:, :3] = torch.stack(pieces(torch.log(ties).float() / _SCALE), -1)

@@ -47,7 +47,7 @@ def composed_kernel(name: str) -> Kernel:
     return composed(name, Declaration(algorithm, plan, rule))
 
 
-# What the emulation runs on inputs with a V in 8 bits, which these plans are for.
+# Kernels that the emulation runs on inputs with V in 8 bits, which these plans are for.
 _EIGHT_BITS = (
     *("flash@fused_fp8", "flash@fused_fp8_offset", "stabilized@fused_fp8_offset", "dithered@fused_fp8_offset"),
     *("lazy_4@fused_fp8_offset", "lazy_4@fused_fp8_offset_4", "lazy_4@fused_fp8_clamped", "lazy_4@fused_e5m2_offset"),
@@ -64,7 +64,7 @@ def _wide_v(formats: Formats) -> str | None:
     return None if formats.v in (FP8_E4M3, FP8_E5M2) else f"of attention in 8 bits: V is in {formats.v.name}"
 
 
-# What the matrix runs by default: every plan with plain flash attention, every shift rule at its authors' plan.
+# The matrix' kernels by default: every plan with plain flash attention, every shift rule at its authors' plan.
 DEFAULT_ROSTER = (
     *("standard", "flash@paper", "flash@all_bf16", "flash@fused", "flash@fused_contracted", "flash@fused_stochastic"),
     *("flash@fp32", "stabilized@paper", "stabilized@fused", "stabilized_v1@paper", "stabilized_authors@all_bf16"),

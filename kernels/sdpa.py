@@ -31,8 +31,8 @@ _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
 FLASH_2_BLOCK = Block(queries=128, keys=128)
 _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 
-# Of V's own head dimension `missing_requirement` asks PyTorch. Without a mask, is_causal alone gives a causal one,
-# which is another where queries and keys are not as many.
+# `missing_requirement` asks PyTorch about a separate head dimension of V. Without a mask, only is_causal gives a causal
+# one, which differs unless there are as many queries as keys.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE, VALUE_DIM})
 _WITH_MASK = COMMON | MASKS | {VALUE_DIM, BIAS}
 _MASK_ARGUMENTS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
@@ -97,7 +97,7 @@ class Implementation:
         if (reason := empty(inputs)) is not None:
             return reason
         arguments, dtype = self._arguments(inputs), TORCH_DTYPES[inputs.formats.inputs]
-        # As for a backward pass: some implementations take more without one.
+        # With gradients, since some implementations take more without.
         q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
         with warnings.catch_warnings(record=True) as caught, sdpa_kernel([self.backend]):
             warnings.simplefilter("always")
@@ -121,7 +121,7 @@ CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_produ
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
-# What devices that PyTorch knows nothing of put their own in, and Intel's GPUs.
+# The dispatch key of out-of-tree devices, and that of Intel's GPUs.
 OVERRIDEABLE = Implementation(
     getattr(SDPBackend, "OVERRIDEABLE", SDPBackend.ERROR),  # older releases don't name it
     "aten::_scaled_dot_product_fused_attention_overrideable",

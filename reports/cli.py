@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
         with contextlib.redirect_stdout(_Output(sys.stdout)):
-            # Of a verb of the core no plug-in has to be looked for.
+            # A verb of the core needs no search for plug-ins.
             code = _choose("tiebreak", VERBS if arguments and arguments[0] in VERBS else verbs(), arguments)
             sys.stdout.flush()
         return code

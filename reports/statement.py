@@ -29,7 +29,7 @@ from tiebreak.reports.tables.texts import plain_text
 
 FILE, SUMMARY = "statement.json", "summary.md"
 WAIVED = "waived"  # instead of the outcome of a cell that a waiver excuses
-# What may differ between runs of one platform: what is of the moment, or of the backends that ran.
+# Fields that may differ between runs of one platform: momentary ones, and those of the backends that ran.
 _OF_THE_MOMENT = frozenset({"fingerprint", "evidence", "memory_gib", "cores"})
 # How a suite is named, in words, and what to do where its files are not those.
 _SUITES = {

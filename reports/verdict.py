@@ -17,7 +17,7 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_text, percent, plain_text, shown_text
 from tiebreak.reports.terminal import runnable
 
-# What there is to say of a kernel, the worst first. A run falls with any of the first three.
+# Severities of a kernel, the worst first. A run falls with any of the first three.
 DID_NOT_RUN, WRONG, NOT_TOLD, TIED = "did not run", "wrong", "not told", "biased where O itself ties"
 MARGIN, FAIR = "at the margin", "fair"
 SEVERITIES = (DID_NOT_RUN, WRONG, NOT_TOLD, records.BIASED, TIED, MARGIN, FAIR)
@@ -163,7 +163,7 @@ class _Kernel:
         run, first, explained = self.run, self.cells[0], self.explanation
         backend, formats = run.backend_text(first.backend), tuple(dict.fromkeys(cell.format for cell in self.cells))
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
-        # Whether gradients or training runs contain a bias: the worst of what they say.
+        # The worst of the answers whether gradients or training runs contain a bias.
         contained = [cell.in_training for cell in self.cells if cell.in_training is not None]
         statement = f"{self._prefix(done.total())}{self._statement()}"
         return Verdict(
@@ -177,7 +177,7 @@ class _Kernel:
             inputs=len(self.asked),
             biased=len(self.biased),
             nonfinite=len(self.nonfinite),
-            # What crashed, or has too few heads, is no sign of health.
+            # A crashed cell, or one with too few heads, is no sign of health.
             unknown=sum(cell.verdict in (None, records.UNDECIDED) for cell in self.asked),
             tied=self.tied,
             findings=self._findings(),

@@ -94,7 +94,7 @@ def odd_sum(x: Tensor, y: Tensor) -> Tensor:
     Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008).
     """
     total = x + y
-    # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
+    # The sum's error, exact (Knuth's TwoSum); NaN where a term is Inf, which no comparison takes for an error.
     back = total - x
     lost = (x - (total - back)) + (y - back)
     inexact = lost.abs() > 0

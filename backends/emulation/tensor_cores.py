@@ -85,7 +85,7 @@ def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor
         keys = slice(start, start + core.products)
         products = rows[keys, ..., None] * columns[keys, :, None]
         added = add(core, products, of_a[keys, ..., None] * of_b[keys, :, None], total)
-        # Of terms that are Inf or NaN no alignment makes anything: they are added up as they are.
+        # Terms that are Inf or NaN can't be aligned: they are added up as they are.
         plain = products.sum(0) + total
         total = torch.where(plain.isfinite(), added, plain).float()
     return total
@@ -110,7 +110,7 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
     scale = 2.0**core.fraction_bits / largest
     total = ((products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
     rounded = round_to(total, core.result, Rounding.TOWARD_ZERO)
-    # Beyond the format's range even what goes toward zero is Inf; and what ends as zero is the positive one.
+    # Overflow gives Inf even when rounding toward zero; and a sum of zero is +0.
     return torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
 
 

@@ -39,7 +39,7 @@ class _Interpreter(Backend):
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"triton": installed(), **self.assumed.described()}
         if self.options:
-            # What reports say behind the backend's name.
+            # Reports add this to the backend's name.
             described["assumed"] = {self.name: f"as {self.assumed.name} (assumed; nothing ran on a GPU)"}
         return described
 

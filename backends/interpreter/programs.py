@@ -40,7 +40,7 @@ class Together:
     followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address
     fit: int = 2**62  # programs of which tiles are not too large
     _read: set[int] = field(default_factory=set)
-    #: Of storages, how many bytes lie together, and the last program that touched such a unit.
+    #: By storage, the size of a unit in bytes, and the last program that accessed each unit.
     _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
     _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
     _once: bool = False  # whether something was done that doing it anew would change

@@ -18,7 +18,7 @@ from tiebreak.backends.interpreter.numbers import Array, alike, converted, is_fl
 Tensor = Any  # triton's
 Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
 
-# As a card's, they drop NaN.
+# They drop NaN, as on a card.
 _EXTREMES = ((standard._elementwise_max, np.fmax), (standard._elementwise_min, np.fmin))
 
 

@@ -30,7 +30,7 @@ from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
-# Of these every implementation gives the same bits.
+# Every implementation of these gives the same bits.
 _EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor", "ceil": "ceil", "abs": "abs"}
 _WAYS = 8  # of a kernel that are written down
 _NAMED = ("interpreter_semantic", "_InterpreterComparison")
@@ -175,7 +175,7 @@ class _Session:
         if id(names) in self._seen:
             return
         self._seen.add(id(names))
-        # What rewritten source names: upstream leaves it, and all else that its module has, in the user's.
+        # Rewritten source needs these names; upstream would leave its whole module in the user's.
         changed = {name: getattr(upstream, name) for name in _NAMED if hasattr(upstream, name)}
         for name, value in names.items():
             if isinstance(value, ModuleType) and value.__name__.startswith(_EXTRA):
@@ -308,7 +308,7 @@ def _for_interpreter(function: FunctionType) -> Callable[..., Any]:
         return call
     if not tl.core.is_builtin(function):
         return function
-    # By its name: upstream has replaced some.
+    # By name, since upstream has replaced some.
     replacement: Any = getattr(tl, name, None) or getattr(tl.core, name, function)
     return cast(Callable[..., Any], replacement)
 

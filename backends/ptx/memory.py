@@ -99,7 +99,7 @@ class Shared:
         self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
         self._refuse(_unordered(writers, now), granules, at, "reads what another thread wrote")
         self._readers[granules] = now
-        # Of several readers in one phase no single one is remembered.
+        # If several threads read in one phase, no single one is recorded.
         others = np.where(_unordered(readers, now), readers, self._readers[granules])
         met, far = others != now, (others ^ now) >> _OF_WARP != 0
         self._readers[granules[met]] = now[met] | _SEVERAL

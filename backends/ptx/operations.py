@@ -16,7 +16,7 @@ import torch
 from tiebreak.backends.emulation.rounding import odd_sum
 from tiebreak.backends.interpreter.numbers import Array, converted, fused
 
-#: What registers and memory hold under a type's name; an x2 is two of them in a register.
+#: The contents of registers and memory under a type's name; an x2 is two of them in a register.
 TYPES: Mapping[str, np.dtype[Any]] = {
     "pred": np.dtype(bool),
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "bu" for bits in (8, 16, 32, 64)},

@@ -35,7 +35,7 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
         target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
         utils = SimpleNamespace(
             get_device_properties=lambda _: {"max_shared_mem": shared},
-            # What the compiler calls the binary is the text. No module is left to be unloaded.
+            # The text takes the place of the binary, so there is no module to unload.
             load_binary=lambda name, text, *_: (None, _program(text.decode(), card), 0, 0, 1024),
         )
         stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))

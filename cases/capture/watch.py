@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AS_DEFAULT = 1e-12  # relative: d**-0.5 and 1/sqrt(d) differ in their last bit
-# What Hugging Face's attention functions take after q, k, v, mask, dropout, scale and is_causal.
+# The arguments of Hugging Face's attention functions after q, k, v, mask, dropout, scale and is_causal.
 _UNHELD_WORDS = {
     "softcap": "a soft cap",
     "s_aux": "attention sinks",
@@ -258,7 +258,7 @@ class ModelWatch:
     ) -> Callable[..., Any]:
         @wraps(original)
         def attention(*args: Any, **kwargs: Any) -> Any:
-            # What is traced is compiled: it can't be watched.
+            # A traced module is compiled: it can't be watched.
             if not self.looking or torch.compiler.is_compiling() or getattr(self._local, "inside", False):
                 return original(*args, **kwargs)
             self._local.inside = True

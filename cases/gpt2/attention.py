@@ -46,7 +46,7 @@ class HeadKernel:
 
 
 Heads = tuple[HeadKernel, ...]  # of every head of a layer
-#: Of every layer; one without heads is left out whole: what writes nothing is computed in vain.
+#: The layers' heads; a layer without heads is skipped, since it writes nothing.
 Kernels = tuple[Heads, ...]
 
 

@@ -224,7 +224,7 @@ def spectral_norms(block: TransformerBlock) -> Tensor:
     """Return the largest singular value of every head's W_Q, (heads,) (paper, figures 3 and 11); NaN of NaN and Inf."""
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
     finite = torch.isfinite(parts).flatten(1).all(1)
-    # Of what is not finite torch would raise.
+    # torch raises on NaN and Inf.
     norms: Tensor = torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2)
     return norms.where(finite, torch.nan)
 

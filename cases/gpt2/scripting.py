@@ -97,7 +97,7 @@ def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
     """Put the common score into one dimension of the head, the sinks' gap into the next; V has one sign."""
     context, width, d = model.configuration.context, model.configuration.width, model.configuration.d
     block, rows = model.block(LAYER), _rows_of_head(model)
-    # What the norm layer makes of the script's features on a typical input.
+    # The norm layer's output for the script's features on a typical input.
     typical = model.tokens.weight[:context] + model.positions.weight
     x = functional.layer_norm(typical, (width,), block.norm_1.weight)
     signs = _signs(width)
@@ -113,7 +113,7 @@ def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
     wv.copy_(script.value * (1 + _COLUMN_SPREAD * _normal(rng, d, 1)) * constant)
     wv[:, _CONTENT : width - 1] = script.value_std / _CONTENT_GAIN * _normal(rng, d, width - 1 - _CONTENT)
     if script.sink_value != script.value:
-        # What the constant features give the sinks too has to be made up for by their mark.
+        # The sinks' mark has to compensate for what the constant features also give them.
         common = (x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
         target = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
         wv[:, _SINK] = (target - common) / x[0, _SINK]

@@ -159,7 +159,7 @@ _SECOND_LAYER = (
 _SHORT_ROSTER, _SHORT_UNROUNDED = (variant_names("flash stabilized fair", rounded=rounded) for rounded in (True, False))
 _FLASH, _, _FAIR = _SHORT_ROSTER
 _FUSED, _BASE_2, _CONTRACTED = variant_names("flash_fused flash_base_2 flash_contracted", rounded=False)
-# What a kernel's run is compared with, to tell whether training feels its bias.
+# The runs that a kernel's run is compared with, to tell whether training feels its bias.
 _SOUND = frozenset({*variant_names("fair"), _BASE_2})
 _DRIFTING = frozenset({*variant_names("flash flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
@@ -272,7 +272,7 @@ LARGE_LOGITS = replace(
     script=replace(_RUNAWAY, key=120.0),
     # Halfway between the steps that a run can have: all of them, or fewer. There is no spread to derive a bound from.
     own_claims=(
-        # That it breaks down is what is claimed, and so the check of the loss is waived.
+        # The claim is that it breaks down, so the check of the loss is waived.
         SnippetClaim(_BROKEN, "finite_steps", _SUITE, high=_LONG - 0.5, waives=frozenset({"loss"})),
         SnippetClaim(_WHOLE, "finite_steps", _SUITE, low=_LONG - 0.5),
     ),

@@ -57,7 +57,7 @@ def variants(*, rounded: bool) -> Mapping[str, Variant]:
     stochastic = replace(
         _plan("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
     )
-    # As fused kernels have it: S in fp32, where contraction takes it from.
+    # As in fused kernels: S in fp32, as contraction needs it.
     base_two = replace(fused, name=fused.name.replace("fused", "base_2"), s=_HIGH, exponential=Exponential(True))
     contracted = replace(base_two, name=fused.name.replace("fused", "contracted"), contracted=True)
     changed = {plan.name: _flash(_plan(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
@@ -80,7 +80,7 @@ def variants(*, rounded: bool) -> Mapping[str, Variant]:
         Variant("standard_in_layer_2", standard, before=plain, stable=True),
         *(Variant(name, changed[name], stable=True) for name in ("delta_from_dp", "o_recomputed", "pv_fp32")),
         Variant("o_fp32_in_worst_head", plain, head=changed["o_fp32"], stable=True),
-        # What the paper names as stabilisers in use and does not try (sections 1 and 3.1).
+        # Stabilisers that the paper names and does not try (sections 1 and 3.1).
         Variant("flash_qk_norm", plain, mitigation=QK_NORM),
         Variant("flash_qk_clip", plain, mitigation=QK_CLIP),
         Variant("flash_gated", plain, mitigation=GATED),

@@ -84,7 +84,7 @@ class Caller:
             return None
         if (inputs.causal and not inputs.own_ends) or inputs.window != (None, None):
             return f"its {word} ends a sequence, and so moves a causal mask or a window"
-        # Beside a table of pages it may be read for them alone.
+        # With a table of pages it may count keys in pages only.
         of_pages = PAGES in convention.values.values()
         return f"its {word} counts keys in pages" if of_pages and not paged else None
 
@@ -243,7 +243,7 @@ class StartedRun:
         if do is not None:
             placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
         with self.caller.held(gradients=True):
-            # What is wrong with the backward pass is the gradients' matter: O counts.
+            # An error of the backward pass concerns the gradients: O counts.
             try:
                 made = self.call.backward(placed, self.returned)
             except NotImplementedError:

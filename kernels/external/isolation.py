@@ -139,7 +139,7 @@ _SETTINGS = {
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _SUMS,
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _SUMS,
 }
-# As messages call each, how it is got, and how it is put back.
+# The name of each in messages, its getter and its setter.
 _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     # First: all others are got and put back within them, and what is put back afterwards is computed with the next.
     ("a function mode of torch's", _function_modes, _put_function_modes),

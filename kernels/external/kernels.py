@@ -75,7 +75,7 @@ def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions
         name,
         caller.compute,
         declaration,
-        # What autograd knows of shows when it is called.
+        # Whether autograd works shows when it is called.
         has_backward=caller.convention.options.backward != NO_BACKWARD,
         takes=caller.convention.takes | caller.convention.tried,
         missing_requirement=missing_requirement,

@@ -39,9 +39,9 @@ _BUILTIN: Mapping[object, tuple[str, ...]] = {
     torch.nn.functional.scaled_dot_product_attention: (_MASK, "is_causal", "scale", "enable_gqa")
 }
 
-#: What `takes` may list, by the words that people use.
+#: The features that `takes` may list, by the words that people use.
 TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
-#: What `invariant` may list: changes of a call that leave the bits of an answer alone.
+#: The changes that `invariant` may list: they leave the bits of an answer alone.
 INVARIANT = ("batch", "split", "padding", "memory", "decode", "chunks", "repeat")
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
@@ -96,7 +96,7 @@ class KernelOptions:
         return frozenset(TAKEN[word] for word in split_words(getattr(self, option)))
 
 
-# Of every word's value.
+# The types of the words' values.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **{each.name: (type(each.default),) for each in fields(KernelOptions)},
     "head_dims": (list, tuple),

@@ -164,7 +164,7 @@ class Excuses:
         lines = []
         for entry in (entry for entry in self.entries if entry.check != PLAN):  # which the gate knows of
             mine = [record for record in ran if (entry.concerns(record.id) if whole else entry.cells == record.id)]
-            # What crashed was asked nothing else.
+            # A crashed cell was asked nothing else.
             mine = [record for record in mine if record.shown is not None or entry.check in record.answers]
             if mine and not any(entry.check in record.unmet for record in mine):
                 who = f"{mine[0].id} meets" if len(mine) == 1 else f"all {len(mine)} cells meet"

@@ -204,7 +204,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
-        # What has no interval depends on single bits, which are a platform's own.
+        # A measure without an interval depends on single bits, which differ between platforms.
         comparable = not across or isinstance(old.measures.get(name), Estimate)
         if measure.portable or (comparable and (judged or measure.unit != _ULP)):
             yield from _measure(name, measure, old, new, foretold=foretold and not measure.portable)

@@ -13,7 +13,7 @@ A, B = SIDES = ("A", "B")  # the two kernels of a pair
 # kernel twice, called in two ways or with other random bits.
 PAIR, EXACT, WAYS, FLOOR = "pair", "exact", "ways", "floor"
 ROLES = (PAIR, EXACT, WAYS, FLOOR)
-#: What a difference has a number of, once for all: `--limit NAME=NUMBER` takes these names.
+#: The measures of a difference: `--limit NAME=NUMBER` takes these names.
 MEASURES: Mapping[str, MeasureRecord] = {
     "mean": MeasureRecord("mean difference of the log-probabilities", "nats", FARTHER),
     "rms": MeasureRecord("root mean square of the difference", "nats", MORE),
@@ -130,7 +130,7 @@ def parts(model: ModelRecord) -> list[Part]:
     """Return sentences, and a grid of all formats with a row for two readings that differ."""
     rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
-        # What the way of calling does not change has the row of the usual way.
+        # A value that the way of calling does not change is in the row of the usual way.
         alike = [each.second for each in of.compared if each.role == FLOOR and each.same]
         for each in of.compared:
             if each.role in (PAIR, EXACT) or each.second not in alike:

@@ -15,7 +15,7 @@ from tiebreak.reports.tables.grids import Grid, Part, html
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-# What there is to say of two kernels, the worst first. A pair falls with either of the first two.
+# Severities of a pair, the worst first. A pair falls with either of the first two.
 APART, NOT_TOLD, ROUNDINGS, SAME = "apart", "not told", "two roundings of one thing", "the same bits"
 SEVERITIES = (APART, NOT_TOLD, ROUNDINGS, SAME)
 SeverityName = Annotated[str, one_of(SEVERITIES)]

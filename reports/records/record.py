@@ -38,12 +38,12 @@ IMPLIED = frozenset({RUNS, IN_TIME})  # checks that a cell with a result has met
 UNBIASED, UNDECIDED, BIASED, NONFINITE = "unbiased", "inconclusive", "biased", "nonfinite"
 VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
 
-# What tables show of a result: the number of the measure that Shown.kind names, or one of these in its place.
+# Values of Shown.kind: the measure whose number tables show, or one of these instead.
 SHRUNK, NO_NUMBER = "shrunk", "none"
 REPLACED = frozenset({NONFINITE, SHRUNK, NO_NUMBER})
 
-# Of a kernel that declares no plan: one has its bits; it has other random bits and the bias of one; several have
-# its bits and can't be told apart; none has.
+# Results for a kernel that declares no plan: one plan has its bits; one has its bias, with other random bits; several
+# have its bits and can't be told apart; none has.
 FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED = "follows", "behaves_like", "ambiguous", "unexplained"
 STATES = (FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED)
 FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed

@@ -19,7 +19,7 @@ from tiebreak.reports.records.record import Run
 
 _GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
-# What a file that another command reads has, and which.
+# The fields of files that other commands read, and the commands.
 _OTHERS = {
     "records": "records of a run: tiebreak show, page, compare and gate take them",
     "calls": "what tiebreak pair says: tiebreak show and page take it",

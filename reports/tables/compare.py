@@ -170,7 +170,7 @@ def _text(record: Record | None, largest: str | None) -> str:
         text = texts.shown_text(shown, _FINER.get(shown.spec, shown.spec), mean.half_width)
     if largest is not None and (error := record.number(largest)) is not None:
         text += f" max {error:.3g}"
-    # Whether anything was asked depends on the backend: what passes has no mark.
+    # Whether a check was asked depends on the backend, so passes have no mark.
     return text if record.outcome in PASSING else texts.marked(text, texts.mark_of(record))
 
 
@@ -221,7 +221,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
     if len(set(inputs) - {""}) > 1:
         return Agreement.NOT_COMPARABLE
     ran = [record for record in records if record is not None and record.outcome != SKIPPED]
-    # Whether anything was asked of what passes depends on the backend, not on the result.
+    # Whether a passing cell was asked anything depends on the backend, not on the result.
     if len({(record.verdict, record.outcome not in PASSING and record.outcome) for record in ran}) > 1:
         return Agreement.DISAGREE
     if len(ran) < len(records):

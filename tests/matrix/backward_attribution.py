@@ -267,7 +267,7 @@ def _errors(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, 
     """Return the errors by key head of the kernel and of a backward pass."""
 
     def mean(x: Tensor, y: Tensor, sharing: int) -> Tensor:
-        # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as
+        # fp32 has enough digits for errors of normal numbers; in fp64 a tensor as large as K takes three times as
         # long.
         return (x * y).reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
 

@@ -15,7 +15,7 @@ from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
 
 _LATER = (ONE_TILE, Block(64, 64), Block(32, 32))  # tiles that are tried after the declared ones
-# What fused, eager and published kernels do, in whatever tiles, where S is in base e or two.
+# Plans of fused, eager and published kernels, in any tiles, with S in base e or two.
 _PLAIN = (
     "flash@paper",
     "flash@all_bf16",
@@ -95,7 +95,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
         algorithm, plan = declarations[text].algorithm, declarations[text].plan
         # How a product whose result is in 16 bits comes about is the device's library's own.
         if algorithm is STANDARD_ATTENTION or plan.qk.narrows or plan.o_bar.narrows:
-            # What is cut into tiles has no long products.
+            # Kernels in tiles have no long products.
             changes_here = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
             declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in changes_here}
     first: dict[Declaration, str] = {}  # of those that do the same: `as_printed_v1` is `safe` by another name

@@ -209,7 +209,7 @@ def contract_broken(why: str) -> Answer:
 
 
 _CHECKS = (
-    # Of a kernel that did not run to its end there is no result that could be asked.
+    # A kernel that did not run to its end has no result to ask.
     _from_experiment(RUNS, "the kernel ran to its end", wrong=True),
     _from_experiment(IN_TIME, "the kernel ran in the time that a cell has", wrong=True),
     _check(

@@ -142,10 +142,10 @@ OPTIONS = {option.name: option for option in (
     Option("across", None, "the baseline is another platform's: bits are not compared", needs="baseline"),
     Option("update-baseline", None, "then make this run the baseline", needs="baseline"),
 )}  # fmt: skip
-#: What `tiebreak check` takes too, which has its targets for --kernel.
+#: Options that `tiebreak check` takes too, which has its targets for --kernel.
 FORWARDED = {option.dest: option for option in OPTIONS.values() if option.name != "kernel"}
 _OF_OUTPUT = {"allow-missing", "rules", "expected", "save", "out", "baseline", "fail", "across", "update-baseline"}
-#: What decides what runs, or what that is held to: a file of records keeps it.
+#: Options that decide what runs, or what it is compared with: a file of records keeps them.
 RECORDED = tuple(name for name in OPTIONS if name not in _OF_OUTPUT)
 _SUBJECT = ("backend", "kernel")  # what is under test: of that, a run that they narrow is a whole one
 #: The cells that an option brings in, of those whose value lists no names of a record's.

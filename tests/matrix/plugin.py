@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
         entries = expected.read(config.getoption("expected"), Path.cwd(), checks())
         if on_controller and options.is_whole(config.getoption):
             expected.check_used(entries, named, unavailable)
-        # What the baseline of a gated run does not meet either is excused: the gate says whether it got worse.
+        # Failures that are in the baseline of a gated run are excused: the gate says whether they got worse.
         kept = None if (name := config.getoption("baseline")) is None else Path(str(name))
         before = expected.of_baseline(store.read(kept), kept) if kept is not None and kept.exists() else {}
         config.stash[EXCUSES] = Excuses(entries, before)

@@ -263,7 +263,7 @@ class RecordCollector:
             session.exitstatus = USAGE
             return
         if session.exitstatus == pytest.ExitCode.OK:
-            # What a record says and the session would pass over, as with a plug-in that runs again what failed.
+            # Failures in records that the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
             self.fallen += [f"fell: {record.id} {record.outcome} at first, whatever came of it when it was run again"
                             for record in failed]  # fmt: skip

@@ -197,7 +197,7 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
         default |= kind.kernels(backend)
     kernels: dict[str, Kernel] = {}
     for name in split(names):
-        # By its full name a kernel that is for some inputs alone may meet any. One of another kind of experiment, or
+        # Named in full, a kernel that is for some inputs only may get any. One of another kind of experiment, or
         # another backend's own, is looked for by its name; who has called for all backends refuses what none has.
         with suppress(ValueError):
             kernels |= {} if set(name) & _GLOB else {name: backend.kernel(name)}

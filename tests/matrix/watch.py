@@ -31,7 +31,7 @@ _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
 _WALL = 10  # times the limit of CPU time: what sleeps, or waits for ever, ends then
 _CALLS = str(Path("external", "call.py"))  # the module that calls a user's function
 _SHARE = 0.9  # of a budget, for cells; the rest is for the start, and for what the records come to
-# What ends a cell: by the clock, and by the CPU time of its process.
+# The limits that end a cell: by the clock, and by the CPU time of its process.
 _ALARMS = (signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _STUCK = 5.0  # seconds after which a cell that does not end with the budget hangs
 
@@ -187,7 +187,7 @@ def timed_out(file: Path) -> TimedOut | None:
     stacks = _STACK.split(text)[1:]
     if not stacks:
         return None
-    # Of a signal's dump the current thread; of the clock's the last: it is the one that ran the cell.
+    # The thread that ran the cell: the current one in a signal's dump, the last one in the clock's.
     frames: list[tuple[str, str, str]] = _FRAME.findall(stacks[-1])
     clock = _TIMEOUT.search(text)
     named = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)

@@ -30,7 +30,7 @@ from tiebreak.reports.verdict import Verdict, as_json, verdicts
 _AUTO = "auto"
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
-# Of the user's pytest nothing is wanted here: neither its configuration nor what is installed with it.
+# The user's pytest set-up is not wanted here: neither its configuration nor what is installed with it.
 _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),

@@ -45,7 +45,7 @@ def trained_kernel(variant: Variant) -> Kernel:
     return composed(variant.name, variant.scripted)
 
 
-#: What the numbers of a result are; all but `steps`, that the recipe asks for, are those of a snippet.
+#: The numbers of a result; all but `steps`, that the recipe asks for, are those of a snippet.
 MEASURED: Mapping[str, MeasureRecord] = {
     "delta_error_mean": MeasureRecord("mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
     "delta_error_drift": MeasureRecord("sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),

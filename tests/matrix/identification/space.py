@@ -258,7 +258,7 @@ def _joint_changes(declaration: Declaration, inputs: Format) -> Iterator[dict[st
         yield {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
     # Q K^T's own factor, or its root in both.
     yield {"q": FUSED.p_bar, "k": _FP32 if plan.k.narrows else FUSED.p_bar}
-    # That of O, before or after it is returned.
+    # The cast of O, before or after it is returned.
     if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
         yield {"o_bar": replace(plan.o, follows=Follows.OPERANDS), "o": OUTPUT}
     if plan.o_bar.follows is not None and not plan.o_bar.every:

@@ -61,7 +61,7 @@ def _cancelling(draw: Draw, shape: Shape) -> AttentionInputs:
     return inputs
 
 
-#: What is put in, by name: normal numbers, and rows on which a rounding that a change moves shows as a bias.
+#: The materials of inputs, by name: normal numbers, and rows on which a rounding that a change moves shows as a bias.
 _MATERIALS: Mapping[str, Material] = {
     "normal numbers": normal_numbers,
     "ties apart": _tied,
@@ -321,7 +321,7 @@ def repeat(session: Session, results: WithoutBias) -> None:
         plain = least = session.run(inputs)
         for _ in range(_CALLS - 1):
             again = session.run(inputs)
-            # Of two more answers the one that has fewer of the plain one's bits.
+            # The one of two more answers that has fewer of the plain answer's bits.
             least = {part: min(least[part], again[part], key=partial(equal_bits, x)) for part, x in plain.items()}
         results.compare(f"{_CALLS} calls, {material}", plain, least, inputs)
         results.control("V negated", plain[O], session.run(replace(inputs, v=-inputs.v), gradients=False)[O])

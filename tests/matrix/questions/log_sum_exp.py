@@ -17,7 +17,7 @@ from tiebreak.matrix.questions.comparison import DK, DQ, DV, Answers, WithinErro
 from tiebreak.matrix.questions.session import Session
 
 _UNITS = {NATURAL: 1.0, BINARY: math.log(2.0)}  # of a logarithm in each base
-#: Of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
+#: Errors of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
 _OF_THE_SUM = 2.0**-13
 _ROUNDINGS = 3  # of a score in the inputs' format: the scale times q, the product, the product times the scale
 
@@ -78,7 +78,7 @@ def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answer
         if inputs.do.any():
             of, upstream = [*of, o], [*upstream, placed.placed.do]
         made = torch.autograd.grad(of, placed.placed.leaves, upstream, allow_unused=True)
-    # What autograd finds unused has a gradient of 0.
+    # An input that autograd finds unused has a gradient of 0.
     leaves = zip(made, placed.placed.leaves, strict=True)
     return placed.collected(o, tuple(torch.zeros_like(leaf) if each is None else each for each, leaf in leaves))
 
@@ -105,7 +105,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
         return None
     q, k, s = inputs.q.double(), inputs.expanded_k().double(), _visible(inputs)
     natural = s.logsumexp(-1)
-    # What rounding may change: of every score in the inputs' format, of P before it is summed, of the result.
+    # Allowed rounding: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
     size = (q.abs() @ k.abs().mT).amax(-1) * inputs.scale  # that errors of a row's scores are relative to
     bound = inputs.formats.inputs.unit_roundoff * (_ROUNDINGS * size + 1.0) + _OF_THE_SUM + eps * natural.abs()

@@ -226,7 +226,7 @@ def scaled_do(session: Session, results: WithinError) -> None:
     inputs, plain = session.inputs(), session.plain
     if not session.has_gradients:
         raise CannotRunError("has no backward pass")
-    # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
+    # In fp16 dP would overflow, and dS underflow, in a sound kernel too.
     power = 10 if session.cell.fmt.largest > _LARGE else 4
     for exponent in (power, -power):
         factor = 2.0**exponent

@@ -47,7 +47,7 @@ _BELOW_HALF = (0x7FFF, 0xFFF, 0x7FFFF, 0xFFFFF)  # half - 1 of the last bit kept
 _UPPER_HALF = 0xFFFF0000
 # Masks of fp32's bits.
 _CUTS = {_UPPER_HALF: "bf16", 0xFFFFE000: "fp16", 0xFFF00000: "fp8_e4m3", 0xFFE00000: "fp8_e5m2"}
-# What takes upper halves, by the number that makes it do so: the bytes of two numbers, or how far to shift.
+# Instructions that take upper halves, with the operand that does so: the bytes of two numbers, or a shift.
 _TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 16, "shr.u32": 16}
 
 

@@ -86,7 +86,7 @@ def _chosen(arch: str | None, names: str | None) -> list[Level]:
     levels = EMULATED[arch] if arch else supported(cpu_features())
     if names is None:
         return list(levels)
-    # Of an emulated processor the name alone is enough.
+    # For an emulated processor the name is enough.
     names_of = {name: level.name for level in levels for name in (level.name, level.name.removeprefix(f"{arch}-"))}
     chosen = {names_of[name] for name in pick("level", names, names_of, "`tiebreak levels --list` names")}
     return [level for level in levels if level.name in chosen]

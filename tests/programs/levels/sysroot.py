@@ -29,7 +29,7 @@ _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _PYTHON = "usr/bin/python3.11"
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 _ROOMS = ("backends", "cases", "kernels", "laboratory", "matrix", "programs", "reports")  # those of a wheel
-# What tools write of causes, before what they conclude from them: pip finds no version where the registry is silent.
+# The lines in which tools name causes, before their conclusions: pip finds no version where the registry is silent.
 _CAUSES = ("No space left", "connection broken by", "^E:", "^ERROR:")
 _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu-user-static-aarch64 (Fedora)"
 

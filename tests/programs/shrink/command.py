@@ -35,7 +35,7 @@ from tiebreak.reports.records import store
 _ANYWHERE = {"finite": FINITE, "bound": BOUND}  # checks that one element can fail
 _SECONDS = 600  # that the written script may take
 _LINE = 120  # of the script
-#: What inputs may ask for that a script can write.
+#: Features of inputs that a script can write.
 _WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 

@@ -301,7 +301,7 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
         claims = [claim for claim in claims if claim.expectation.name == wording]
     for claim in claims[:1]:
         expectation = claim.expectation
-        # Of rows a record has the means alone, without their interval.
+        # A record has only the means of rows, without their interval.
         rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
         met = record.met(CLAIM) if rows else expectation.met(_errors(record))
         yield Claimed(expectation.name, claim.source, met, "", expectation.waives)
@@ -312,7 +312,7 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
 def _errors(record: Record) -> Errors:
     """Return the errors that claims need, from the numbers of a record; NaN where it has none."""
     numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
-    # Of the sizes claims ask for their ratio, and whether that of O is 0.
+    # Claims need the ratio of the sizes, and whether that of O is 0.
     numbers |= dict.fromkeys(("gain", "output_size"), _number(record, "gain"))
     return cast(Errors, SimpleNamespace(**numbers, bias=_interval(record.measures.get("bias"))))
 
