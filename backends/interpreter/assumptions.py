@@ -89,7 +89,7 @@ class Assumptions:
 #: No card: every product, sum and function is exact and rounded once.
 EXACT = Assumptions("exact")
 # From Triton's assembly, by `tiebreak audit` (docs/audit.md): NVIDIA's `/` is div.full.f32, whose bits are unpublished
-# and which is at most 2 ulp off, as is a product with the reciprocal. B200's PTX contracts nothing, AMD's assembler only
+# and which is at most 2 ulp off, as is a product with the reciprocal. B200 PTX contracts nothing, AMD's assembler only
 # some of the arguments of exponentials: no contraction is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
 # As the backend ptx finds it, with mma.sync's layout: Triton adds up a lane's columns in turn, from 3.8 on as a tree.
