@@ -23,10 +23,7 @@ import_module("triton.compiler.code_generator")
 
 @contextmanager
 def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterator[None]:
-    """Let Triton see one device with one stream, whose tensors are the CPU's; with more parts of a driver, if given.
-
-    An autotuned kernel takes one configuration.
-    """
+    """Let Triton see one device with one stream and the CPU's tensors; an autotuned kernel takes one configuration."""
     answers = {
         "get_current_target": target,
         "get_active_torch_device": torch.device("cpu"),

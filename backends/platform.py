@@ -88,8 +88,7 @@ def cpu_name(root: Path = Path("/")) -> str:
 def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
     """Return the instruction sets of the first processor that change numerics, by Linux's names, sorted.
 
-    Empty where there is no `/proc/cpuinfo`. For an emulated processor they come from the auxiliary vector, since the
-    file is the host's.
+    Empty without `/proc/cpuinfo`. That file is the host's: an emulated processor's are in the auxiliary vector.
     """
     if emulated(root):
         vector = root / "proc/self/auxv"  # pairs of 64 bits

@@ -130,9 +130,8 @@ def _masks(terms: int) -> Tensor:
 def _tails(neighbour: float) -> Tensor:
     """Return 1, `neighbour` and a tail at random places among other numbers, for every size of a tail.
 
-    A tail is kept, lost, truncated, rounded down or leaves a sticky bit, depending on what it is added to first (as in
-    Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second tail, which breaks their
-    ties.
+    A tail is kept, lost, truncated, rounded down or leaves a sticky bit, depending on what it is added to first
+    (Hawkeye, arXiv 2603.20421; MMA-Sim, arXiv 2511.10909). The larger ones have a second, which breaks their ties.
     """
     draw = np.random.Generator(np.random.Philox(1))
     rows = np.zeros((len(_WINDOWS) * len(_TAILS), _SIZE), np.float32)

@@ -32,8 +32,7 @@ class Batch:
     def size_units(self) -> Tensor | None:
         """The units of errors of O relative to the mean of |V| that its row sees; None: V has one sign, as `units`.
 
-        Where O cancels, an error in its ulps shows by how much, and the mean square of such errors has no finite
-        variance.
+        Where O cancels, an error in its ulps shows by how much; its mean square has no finite variance.
         """
         v = self.inputs.v
         return units_of(self.ref.magnitude, self.inputs.formats.output) if (v > 0).any() and (v < 0).any() else None

@@ -210,10 +210,7 @@ class ErrorBounds:
         return self.inputs.scale * changed
 
     def of_sink(self, declaration: Declaration) -> Tensor | float:
-        """Return a bound on the error of P of a learned sink, (batch, heads, queries, 1); 0 without one.
-
-        The sink's score is exact; the maximum's, by which it is shifted, is not.
-        """
+        """Bound the error of P of a learned sink, whose score is exact, (batch, heads, queries, 1); 0 without one."""
         if self.inputs.sink is None:
             return 0.0
         top, at, _ = self._tops

@@ -446,8 +446,7 @@ ADDED = tuple(_ADDED)
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
     """Return features to add together, in the order in which they are added, each with its value if given.
 
-    The words are those of a kernel's `takes`, perhaps with a value after `=`; ValueError: one is unknown or has a wrong
-    value.
+    The words are those of a kernel's `takes`, perhaps with a value after `=`; ValueError: one is wrong.
     """
     values: dict[str, float | None] = {}
     for word in words:

@@ -346,7 +346,6 @@ def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: 
 def contains_bias(delta: Interval, fmt: Format) -> BiasVerdict:
     """Return whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
-    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: the gradients
-    contain it.
+    A bias of the margin, in ulps, is at least as many unit roundoffs of O's size. Biased: they contain it.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)

@@ -106,10 +106,7 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
 
 
 def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
-    """Return the backward passes that may follow a forward pass, by name: its plan's, if it is another, and known ones.
-
-    Most plans round nothing in the backward pass, and so do not determine it. Gradients are in the format of O.
-    """
+    """Return the backward passes that may follow a forward pass, by name: its plan's, if any, and known ones."""
     plan = forward.plan
     narrow = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
     source = {} if plan.delta_from is DeltaSource.OUTPUT else {"delta_from": plan.delta_from}

@@ -35,10 +35,8 @@ _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "
 _OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
 _STEPS = (Steps.KEPT.value, Steps.ONCE.value)
-_OF_FLASH, _OF_SPLIT = (
-    (TileOrder.FORWARDS, TileOrder.BACKWARDS, TileOrder.PREFIX),
-    (TileOrder.FORWARDS, TileOrder.TILES, TileOrder.TURNS),
-)
+_OF_FLASH = (TileOrder.FORWARDS, TileOrder.BACKWARDS, TileOrder.PREFIX)
+_OF_SPLIT = (TileOrder.FORWARDS, TileOrder.TILES, TileOrder.TURNS)
 # Changes that are of no plan, and whose they are.
 _TAKEN_BY = {
     **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),

@@ -100,10 +100,7 @@ class Softmax:
 
     @cached_property
     def factor(self) -> float:
-        """The contraction's c: log2 e where the base is two, times alpha where scores are unscaled, in fp32.
-
-        alpha is rounded to fp32 first, as in FlashAttention-2 (`params.scale_softmax_log2`).
-        """
+        """The contraction's c in fp32: log2 e in base two, times alpha in fp32 if scores are unscaled (as in FA-2)."""
         alpha = torch.tensor(self.scale).item() if folds_scale(self.plan) else 1.0
         return torch.tensor(alpha * self.unit).item()
 

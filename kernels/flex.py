@@ -142,9 +142,6 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _with_sink(o: Tensor, lse: Any, sink: Tensor) -> Tensor:
-    """Return O times the share of its keys in the weight that they and the sink have; FlexAttention takes no sink.
-
-    TorchTitan, vLLM and, in another form, Hugging Face's gpt-oss add it in this way.
-    """
+    """Return O times its keys' share of the weight with the sink, as TorchTitan, vLLM and HF's gpt-oss compute it."""
     weight = torch.sigmoid(getattr(lse, "lse", lse) - sink[:, None])
     return (o * weight[..., None]).to(o.dtype)

@@ -131,10 +131,7 @@ class AttentionInputs:
         return tuple(feature for feature, needed in needed.items() if needed)
 
     def value_of(self, feature: Feature, keyword: str) -> object:
-        """Return the value of a feature that a kernel gets under one of its keywords.
-
-        `sliding_window` is a number of keys, the row's own among them.
-        """
+        """Return a feature's value under one of a kernel's keywords; `sliding_window` counts the row's own key."""
         if feature in (features.LENGTHS, features.PAGES, features.KEY_PADDING):
             return self._of_sequences(feature, keyword)
         if feature is features.DESCALE or keyword == "block_size":

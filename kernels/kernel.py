@@ -28,10 +28,7 @@ class Declaration:
 
     @property
     def label(self) -> str:
-        """The declaration as text: `standard` or `rule@plan`, the rule `safe` named by its algorithm; then the changes.
-
-        `tiebreak.kernels.declarations.parse_declaration` takes it back.
-        """
+        """The text that `parse_declaration` reads: `standard` or `rule@plan`, `safe` as its algorithm; then changes."""
         if not self.algorithm.tiled:
             return ",".join([self.algorithm.name, *self.plan.name.split(",")[1:]])
         name, *numbers = self.shift_rule.name.split(",")

@@ -69,10 +69,7 @@ class Quantization:
         return max(self.fmt.unit_roundoff, beyond)
 
     def scales(self, x: Tensor, inner: int) -> Tensor:
-        """Return the scale of every number of x (batch, heads, rows, columns), fp32, broadcastable; 1 where all is 0.
-
-        `inner` is the dimension that the product sums over, -1 or -2.
-        """
+        """Return the scale of every number of x, fp32, broadcastable; `inner`: the dimension that products sum over."""
         match self.scaling:
             case Scaling.TENSOR:
                 most = x.abs().amax().expand(1, 1, 1, 1)

@@ -68,9 +68,8 @@ def _in_one(x: Tensor) -> Tensor:
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     function, called = _function(), _as_packed(inputs)
-    words = [
-        (feature, word) for feature in _BY_KEYWORD.intersection(called.required_features()) for word in feature.keywords
-    ]
+    features = _BY_KEYWORD.intersection(called.required_features())
+    words = [(feature, word) for feature in features for word in feature.keywords]
     parameters = inspect.signature(function).parameters
     options = {word: called.value_of(feature, word) for feature, word in words if word in parameters}
     o = function(*(_in_one(tensor)[0].transpose(0, 1) for tensor in (q, k, v)), **options).transpose(0, 1)

@@ -43,10 +43,7 @@ def none_named(kind: str, known: Collection[str], listed: str) -> str:
 
 
 def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str = "") -> list[str]:
-    """Return the known names that a comma list of names and globs matches, each once; UsageError if one has none.
-
-    `listed` is as in `unknown`; `flag` is the option that was given the list, if any.
-    """
+    """Return the known names that a list's globs match, each once; UsageError if one has none. `flag`: the option."""
     picked, where = dict[str, None](), f"{flag}: " if flag else ""
     for name in split(names):
         if not (fitting := matching(name, known)):

@@ -140,9 +140,8 @@ def _round_bits(bits: Tensor, shift: int, mode: Rounding, random_bits: Tensor | 
 def _round_quotients(x: Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round to a format of a narrower exponent: divide by the spacing of its values at x, round to integers, multiply.
 
-    The spacing is a power of two, from the exponent of x, and the same for all of the format's subnormals, so all steps
-    but the rounding are exact. Values more than a binade beyond the largest are limited to that, so that no quotient is
-    Inf.
+    The spacing is a power of two, from the exponent of x, and the same for all subnormals, so all steps but the
+    rounding are exact. Values more than a binade beyond the largest are limited to that, so that no quotient is Inf.
     """
     if fmt.mantissa_bits == 0 and mode is Rounding.TO_EVEN:
         # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits show.

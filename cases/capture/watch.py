@@ -116,8 +116,7 @@ def hugging_face_call(
 ) -> AttentionCall:
     """Return a call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
 
-    The function `eager` gets a causal mask only as a mask; all others have a flag too, the module's if the call has
-    none.
+    `eager` gets a causal mask only as a mask; all others have a flag too, the module's if the call has none.
     """
     for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:

@@ -85,9 +85,8 @@ def noise_seed(seed: int, step: int, layer: int) -> int:
 def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: LayerCall) -> Tensor:
     """Compute causal attention, every head with its kernel, of unrounded q, k and v: (batch, heads, tokens, d), fp32.
 
-    O is differentiable. The gradient passes the rounding of q, k and v unchanged, as for a cast. With more keys than
-    queries, the queries are the last tokens. In a model in fp64 it is PyTorch's attention in fp64, whatever the
-    kernels.
+    O is differentiable. The gradient passes the rounding of q, k and v unchanged. With more keys than queries, the
+    queries are the last tokens. In a model in fp64 it is PyTorch's attention in fp64, whatever the kernels.
     """
     if q.dtype == torch.float64:
         return scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)

@@ -144,9 +144,8 @@ def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
 def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
     """Draw tokens from a model on the host by decode with a cache; return them and their log-probabilities.
 
-    `first` holds the first token of each sequence, (SEQUENCES, 1); `uniform` the random numbers for all, from `draws`.
-    The step seeds the noise. The tokens are (SEQUENCES, tokens), with the first; the log-probabilities have one fewer,
-    nats, fp64.
+    `first` holds the first token of each sequence, (SEQUENCES, 1); `uniform` the random numbers, from `draws`; the step
+    seeds the noise. The tokens are (SEQUENCES, tokens); the log-probabilities have one fewer, nats, fp64.
     """
     tokens, memory, chosen = first, KeyValueCache(), list[Tensor]()
     for each in uniform[1:]:

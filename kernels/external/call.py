@@ -106,10 +106,7 @@ class Call:
         return x.detach().permute([self._letters.index(letter) for letter in FULL]).float()
 
     def forward(self, placed: Placed) -> Tensor:
-        """Return O in the kernel's layout, one call for every index of the dimensions that it leaves out.
-
-        Raises CannotRunError: what the kernel returns is not O. An error of the kernel is raised.
-        """
+        """Return O in the kernel's layout, a call for each index of the dimensions it lacks; CannotRunError: no O."""
         inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
         return self._forward(placed.arguments, inputs, len(FULL) - len(self._layout))
 
@@ -178,10 +175,7 @@ class Call:
         return value.to(self._dtype)
 
     def backward(self, placed: Placed, o: Tensor) -> Made | None:
-        """Return dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
-
-        Raises CannotRunError: what the kernel returns are not gradients. An error of the kernel is raised.
-        """
+        """Return dQ, dK and dV in the kernel's layout, or None; CannotRunError: what it returns are not gradients."""
         backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:
             leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)

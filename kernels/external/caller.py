@@ -167,11 +167,8 @@ class Caller:
                 returned = call.forward(placed)
             except Exception as error:
                 usual = self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape
-                if (
-                    usual
-                    and self.convention.tried.isdisjoint(inputs.required_features())
-                    and _OF_SHAPES.search(str(error))
-                ):
+                usual = usual and self.convention.tried.isdisjoint(inputs.required_features())
+                if usual and _OF_SHAPES.search(str(error)):
                     error.add_note(_LAYOUT)
                 raise
             started = StartedRun(self, inputs, arranged, call, placed, copies, returned)

@@ -35,10 +35,7 @@ class UserKernel(Kernel):
 
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
-    """Return the kernel that `--kernel`, `--plan`, which overrides the author's options, and `--declare` give.
-
-    LoadError, one line that names the flag: it can't be found, imported or called as it is.
-    """
+    """Return the kernel of `--kernel`, with `--plan` before its author's, and `--declare`; LoadError names the flag."""
     # After a target there may be keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
     place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
     tuned = "." in words.partition("=")[0]

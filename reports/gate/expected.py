@@ -173,10 +173,7 @@ class Excuses:
 
 
 def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
-    """Return what a baseline does not meet either, which is excused in a run that is compared with it.
-
-    A record that contradicts itself excuses nothing.
-    """
+    """Return what a baseline's consistent records do not meet either, which is excused in a compared run."""
     edited = {name for name, _ in damaged(run)}
     sound = (record for record in run.records if record.id not in edited)
     return {(record.id, check): f"so it is in {path}" for record in sound for check in record.unmet}

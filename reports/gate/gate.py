@@ -77,10 +77,7 @@ class Outcome:
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Raise UsageError for a baseline that was interrupted, contradicts itself, has other inputs, or another platform.
-
-    With `across` another platform is allowed.
-    """
+    """Refuse a baseline that is interrupted, contradicts itself, or is of other inputs or (see `across`) platforms."""
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
     for name, text in damaged(baseline):

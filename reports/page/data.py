@@ -27,8 +27,7 @@ def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
 def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
     """Return platforms, cases and measures; and every cell with its data by platform.
 
-    The data are null where a platform lacks the cell, and a number where they equal those of the platform of that
-    number.
+    The data are null where a platform lacks the cell, or the number of a platform whose data are equal.
     """
     cases = cases_of(runs)
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}

@@ -18,9 +18,8 @@ _Judged = tuple[int, Verdict]  # with the number of the platform
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     """Yield the findings of runs, the most urgent first, with names between backticks.
 
-    In order: runs that were interrupted; for runs of users' kernels, all that their verdicts say below the first line;
-    for others, the kernels, the worst first; differences between the platforms; cells that did not run though they
-    should.
+    In order: interrupted runs; for runs of users' kernels, all that their verdicts say below the first line; for
+    others, the kernels, the worst first; differences between the platforms; cells that should have run.
     """
     for run, label in zip(runs, labels, strict=True):
         if not run.complete:

@@ -46,10 +46,7 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
 
 
 def fallen(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
-    """Return an entry for every cell that does not pass: what failed, why, and how to rerun it; then what is excused.
-
-    `command` turns a record's command into the one that the reader is told to run.
-    """
+    """Return an entry for each failed cell: what, why, and its rerun as `command` makes it; then what is excused."""
     entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]

@@ -111,10 +111,7 @@ def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_
 
 
 def _limit(name: str, about: str, requirement: str, *limited: _Limited, always_of_users: bool = False) -> Check:
-    """Return a check of some measures' numbers; a result without the first one is not asked.
-
-    If `always_of_users`, a user's kernel must meet it even where a claim waives it.
-    """
+    """Return a check of measures' numbers, not asked without the first; a claim waives it unless `always_of_users`."""
     first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 
     def ask(result: Result) -> Answer | None:

@@ -43,10 +43,7 @@ class Selection:
 
 
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
-    """Return the cells of a run, case by case, and the backends that can't run, with their reasons.
-
-    Raises a `UsageError` if a name is unknown, or no cell is left: a run of nothing would pass.
-    """
+    """Return a run's cells, and the backends that can't run, with reasons; UsageError: unknown names, or no cells."""
     chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
     running = [backend for backend in chosen if backend.name not in reasons]

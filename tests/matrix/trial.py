@@ -32,9 +32,8 @@ def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
     """Try a kernel once on inputs on the host that it does not declare, such as grouped heads or a head dimension.
 
-    Return None where it computes anything, where the call itself will show what is wrong, or where nothing has to be
-    tried; else what was tried and how it failed: a reason to skip the cell. An error that makes the device unusable is
-    raised.
+    None where it computes anything, where the call itself will show the error, or where nothing has to be tried; else
+    what was tried and how it failed: a reason to skip the cell. An error that breaks the device is raised.
     """
     undeclared = kernel.undeclared(inputs)
     if undeclared is None:
@@ -43,10 +42,8 @@ def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> s
     failure = _failure(backend, kernel, small)
     oblong = inputs.causal and inputs.q.shape[2] != inputs.k.shape[2]
     plainer = AttentionInputs(small.q, small.k, small.v, small.do, small.formats, oblong, noise_seed=small.noise_seed)
-    if failure is None or (
-        set(plainer.required_features()) != set(small.required_features())
-        and _failure(backend, kernel, plainer) is None
-    ):
+    differs = {*plainer.required_features()} != {*small.required_features()}
+    if failure is None or (differs and _failure(backend, kernel, plainer) is None):
         return None  # what it does say that it takes is to blame
     return f"tried with {undeclared}, it {failure}"
 

@@ -138,12 +138,9 @@ class OneCall(Experiment):
         return case.claim_about(plan) is not None  # in bf16: another format has the same kernels
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        inputs = bench.case(self.case, cell.fmt).batch(0).inputs
-        if (
-            self.plain is not None
-            and self.plain.make(0, 0, 1, cell.fmt).required_features() == inputs.required_features()
-        ):
-            return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
+        inputs, plain = bench.case(self.case, cell.fmt).batch(0).inputs, self.plain
+        if plain is not None and plain.make(0, 0, 1, cell.fmt).required_features() == inputs.required_features():
+            return f"{plain.name} has {self.name.removeprefix(plain.name + JOINED)} already"
         if HIDDEN_NAN in self.case.needs - cell.kernel.takes:
             return f"takes no {HIDDEN_NAN.words}"
         return refusal(cell.backend, cell.kernel, inputs)
@@ -361,8 +358,7 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
     """Return what tables show of a call: the bias in ulps with its verdict, or what there is instead.
 
-    Instead of a bias there may be NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|,
-    that is too small.
+    Instead, there may be NaN or Inf where the reference is finite, or a too small gain, sum |O| / sum |reference|.
     """
     if nonfinite:
         return records.Shown(records.NONFINITE)

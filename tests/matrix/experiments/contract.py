@@ -167,8 +167,7 @@ def _resources() -> Mapping[str, int]:
 def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
     """Call a kernel that returns `returned` bytes; if it leaves something behind, see whether it always does.
 
-    Return what the first call returned, which must hold no tensor, and in words what each of `CALLS` left behind, or
-    None.
+    Return what the first call returned, which must hold no tensor, and what each of `CALLS` left behind, or None.
     """
     limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
     first, growth = _growth(call)

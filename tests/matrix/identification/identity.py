@@ -272,8 +272,7 @@ class Rivals:
     def better(self, plan: Declaration) -> Declaration | None:
         """Return a change of the plan that has more of the kernel's bits where the two differ; None if there is none.
 
-        A device's sums must have all bits on inputs about products: on others, fp32 sums in some order may look like
-        them.
+        A device's sums must have all bits on inputs about products: elsewhere fp32 sums may look like them.
         """
         if plan.plan.accumulator is not Accumulator.EXACT and not self._explains_sums(plan):
             return replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))

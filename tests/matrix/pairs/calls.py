@@ -100,8 +100,7 @@ class PairedCall:
     def _ratio(self) -> Interval | None:
         """Return the mean square of the difference over the sum of both plans' errors, as if they were independent.
 
-        A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums, and so is that of
-        both.
+        A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums; so is that of both.
         """
         a, b = map(self._emulated, self.sides)
         if a is None or b is None:

@@ -205,9 +205,8 @@ class WithinError:
                 )
                 self.differences.append(differs)
                 if (same and part == O) or differs.lost or differs.worse > WORSE:
-                    self.requirements[words] = (
-                        f"{failure}, {part} too" if failure else f"{words}: {part} {differs.text}"
-                    )
+                    why = f"{failure}, {part} too" if failure else f"{words}: {part} {differs.text}"
+                    self.requirements[words] = why
 
     @property
     def is_empty(self) -> bool:

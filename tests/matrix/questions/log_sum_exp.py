@@ -42,8 +42,7 @@ def _hold_gradients(
     """Record whether gradients through the log-sum-exp are right, alone and together with those through O.
 
     dS = P (dP - delta + dlse): with dO = 0, dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP is visible in
-    the sum. If the log-sum-exp has few bits, P = exp(S - lse) is off by a factor, in every row by at most its unit
-    roundoff.
+    the sum. With a log-sum-exp in few bits, P = exp(S - lse) is off by a factor, at most its roundoff.
     """
     dlse = session.inputs(1).do.sum(-1, keepdim=True)
     factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
@@ -116,10 +115,8 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
     if shares[base] > 1.0 and other_base is not None:
         why = f"log-sum-exp is in base {other_base}, declared is base {base}"
     elif shares[base] > 1.0:
-        mistakes = (
-            words for words, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0
-        )
-        words, off = next(mistakes, "is in neither base"), _largest(lse - natural)
+        known = (words for words, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0)
+        words, off = next(known, "is in neither base"), _largest(lse - natural)
         why = f"log-sum-exp {words}: off by up to {off:.3g}, {shares[base]:.3g} times what rounding allows"
     results.requirements[f"a log-sum-exp in base {base}"] = why
     results.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
