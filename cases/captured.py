@@ -139,6 +139,7 @@ def _layers(path: Path) -> list[_Layer]:
 
 
 def _layer(path: Path, file: Any, number: str) -> _Layer:
+    """Return a layer of a file, by its metadata and the shapes of its tensors; CapturedError: they are wrong."""
     words: dict[str, str] = file.metadata() or {}
     words |= {word.removeprefix(f"layer{number}."): text for word, text in words.items()}
     keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding")}

@@ -114,6 +114,7 @@ def _plain(inputs: AttentionInputs) -> bool:
 
 
 def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
+    """Yield the mistakes with masks: ignored, inverted, or aligned wrongly."""
     hidden = inputs.hidden()
     if hidden is None or inputs.lengths is not None:
         return

@@ -229,6 +229,7 @@ def _value(key: str, value: str) -> object:
 
 
 def _cast(key: str, value: str) -> Cast:
+    """Parse a cast: a format, a mode unless it is RNE, and where it is repeated; ValueError: one is wrong."""
     value, slash, every = value.partition("/")
     if slash and key not in _OF_PRODUCTS:
         raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
@@ -268,6 +269,7 @@ def _quantization(key: str, value: str) -> Quantization | None:
 
 
 def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
+    """Return a declaration with another tile, number of splits or order of tiles; ValueError: no such value."""
     block, split = declaration.block, declaration.algorithm is SPLIT_ATTENTION
     orders = [order.value for order in (_OF_SPLIT if split else _OF_FLASH)]
     sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")

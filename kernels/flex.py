@@ -118,6 +118,7 @@ def _block_mask(inputs: AttentionInputs) -> Any:
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call FlexAttention, compiled; the weight of a sink, which it does not take, is applied afterwards."""
     from torch._dynamo import config
     from torch.nn.attention import flex_attention
 

@@ -195,6 +195,7 @@ class _Kernel:
         )
 
     def _severity(self) -> str | None:
+        """Return the severity of the most serious finding; None where no failure input was run."""
         if all(cell.shown is None and cell.outcome != records.FELL for cell in self.cells):
             return DID_NOT_RUN
         if self.wrong or self.untold:

@@ -100,6 +100,7 @@ class BuilderRecorder:
     def _note(
         self, steps: list[Step], function: Callable[..., Any], args: Any, named: Any, result: Any, name: str
     ) -> None:
+        """Add a call to the steps of a program; stop recording if it can't be replayed."""
         self._asks = "program" in name or "dot" in name  # which the builder keeps in mind
         try:
             arguments = _mapped(args, self._standing), _mapped(named, self._standing)

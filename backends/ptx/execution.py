@@ -47,6 +47,7 @@ class Program:
                 self._execute(threads)
 
     def _execute(self, threads: Threads) -> None:
+        """Run the threads at the lowest instruction first, so that threads that parted join again."""
         waiting = {0: threads.everyone}  # threads by their next instruction
         while waiting:
             at = min(waiting)

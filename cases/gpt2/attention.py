@@ -173,6 +173,7 @@ def _backward(
 
 
 def _own_gradients(implementation: Kernel, computed: AttentionOutput) -> Gradients:
+    """Return the gradients of the kernel's own backward pass; raise if it failed or there is none."""
     if computed.backward_error is not None:
         raise RuntimeError(f"the backward pass of {implementation.name} {computed.backward_error}")
     gradients = computed.gradients

@@ -337,6 +337,7 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str) -> GPT2:
+    """Return the snippet's model with the variant's kernels, in the scripted failure state."""
     vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
     sizes = replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
     configuration = variant.mitigation.configured(sizes)
@@ -388,6 +389,7 @@ def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _measures(read: Mapping[str, Sequence[float]], losses: list[float], norms: list[float]) -> dict[str, float]:
+    """Return the measures of a run from its readings, losses and norms of W_Q."""
     mean = {name: sum(values) / len(values) for name, values in read.items()}
     finite, top = [loss for loss in losses if math.isfinite(loss)], read["row_max"]
     return {

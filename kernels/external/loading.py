@@ -130,6 +130,7 @@ def _from_package(name: str, folder: Path) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
+    """Import a file, under its package's name if it is in one, so that relative imports work."""
     if not path.is_file():
         raise LoadError(f"cannot import {path}: no such file: {path}")
     path = path.resolve()

@@ -309,6 +309,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
 
 
 def _read(function: Callable[..., Any], options: KernelOptions) -> Convention:
+    """Return how a function's signature says it is called; LoadError: a parameter that nothing explains."""
     if function in _BUILTIN:
         return Convention(options, dict.fromkeys(_BUILTIN[function]))
     # A class whose `apply` the function is: it takes nothing by keyword, and its signature is that of `forward`.

@@ -180,6 +180,7 @@ def _options(narrowing: Collection[Narrowing]) -> str:
 
 
 def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[_Judgement]:
+    """Yield the changes of one cell, and whether each makes it worse."""
     if other := list(_other_inputs(old, new)):
         yield True, f"not comparable: {', '.join(other)}"
         return

@@ -65,6 +65,7 @@ def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -
 
 
 def _record(record: Record, headline: str | None) -> dict[str, Any]:
+    """Return the data of one cell on one platform."""
     # The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none.
     shrank = record.shown is not None and record.shown.kind == SHRUNK
     toned = headline is not None and record.verdict not in (None, NONFINITE) and not shrank

@@ -83,6 +83,7 @@ def csv_grid(run: Run) -> Grid:
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:
+    """Return a record's row of CSV, by column."""
     numbers, answers = dict[str, Any](), dict[str, Any]()
     for name in run.measures:
         value = record.measures.get(name)

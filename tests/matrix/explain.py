@@ -116,6 +116,7 @@ def _explained(cells: Sequence[Record]) -> Explanation:
 
 
 def _nearest_known(cells: Sequence[Record]) -> Explanation:
+    """Return the known plan with most bits, and whether the kernel follows it, behaves like it, or neither."""
     plans = [plan for plan in _fits(cells[0]) if all(plan in _fits(record) for record in cells)]
     standings = [Standing(plan, {record.case: _fits(record)[plan] for record in cells}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))

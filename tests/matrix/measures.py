@@ -112,6 +112,7 @@ def _backward_ratio(at: int, sample: Sample) -> Value:
 
 
 def _gain(at: int, sample: Sample) -> Value:
+    """Measure the relative gain error of one gradient, compared with the known backward pass if there is one."""
     errors, batch = sample.gradient_errors, sample.first
     if errors is None or sample.held_to is None or not sample.bench.case.normal:
         return None
@@ -131,6 +132,7 @@ def _gain(at: int, sample: Sample) -> Value:
 
 
 def _gain_noise(at: int, sample: Sample) -> Value:
+    """Measure how far chance moves the gain of one gradient at the usual number of heads."""
     inputs = sample.first.inputs
     if sample.backward_heads:
         gains = sample.backward_heads[GRADIENT_NAMES[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]

@@ -119,6 +119,7 @@ class PairedCall:
         return self._of_difference(self._difference(), self._ratio())
 
     def _of_difference(self, apart: Interval, ratio: Interval | None) -> tuple[str, str]:
+        """Return the severity and reason that the difference of both sides, and its ratio to the plans', give."""
         if self.bench.case.bits_tell and (verdict := judge(apart)) is BiasVerdict.BIASED:
             return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
         if ratio is None:
@@ -136,6 +137,7 @@ class PairedCall:
         return sum(a.shape[0] * a.shape[1] for a, _ in self.outputs)
 
     def _settled(self) -> CallRecord:
+        """Return the record of all heads drawn so far."""
         batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
         errors = [
             merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
