@@ -14,7 +14,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import Tuning, executing
+from tiebreak.kernels.triton.loading import Tuning, is_executing
 
 # It knows by the function itself what a compiler decides, such as tl.static_assert: imported while the language is
 # patched for interpreting, it would let every static_assert pass for the rest of the process.
@@ -48,7 +48,7 @@ def _first_configuration(run: Callable[..., Any]) -> Callable[..., Any]:
             left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
             for each in prune(given):
                 # Compiled code sees all of it; interpreted code has neither warps nor stages.
-                options = {key: value for key, value in each.all_kwargs().items() if executing() or key in seen}
+                options = {key: value for key, value in each.all_kwargs().items() if is_executing() or key in seen}
                 words = "+".join(f"{key}={value}" for key, value in options.items())
                 left.setdefault(words, each)
                 Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))

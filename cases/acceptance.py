@@ -51,7 +51,7 @@ class ComparedTensor:
         if self.fmt not in TORCH_DTYPES:
             raise LackingError(f"an output that torch has a format for, not {self.fmt.name}")
         for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
-            if not _finite(tensor):
+            if not _is_finite(tensor):
                 raise LackingError(f"a {what} of {self.name} without NaN and Inf")
 
 
@@ -65,7 +65,7 @@ class Reading:
     strict: bool = False  # whether it has to stay below
 
     @property
-    def met(self) -> bool:
+    def is_met(self) -> bool:
         """True if it keeps to the limit; NaN never does."""
         return self.number < self.limit if self.strict else self.number <= self.limit
 
@@ -101,7 +101,7 @@ class Rule:
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
             return RuleResult(None, needs=str(lacking))
-        return RuleResult(all(reading.met for reading in readings), readings)
+        return RuleResult(all(reading.is_met for reading in readings), readings)
 
 
 def answers(output: ComparedTensor, gradients: Sequence[ComparedTensor] = ()) -> Iterator[tuple[str, RuleResult]]:
@@ -112,7 +112,7 @@ def answers(output: ComparedTensor, gradients: Sequence[ComparedTensor] = ()) ->
             yield f"{name}{OF_GRADIENTS}", rule.ask(*gradients)
 
 
-def _finite(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
@@ -185,7 +185,7 @@ def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
     small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
     if not (x.fused != x.exact)[~small].any():
         raise LackingError(f"a benchmark of {x.name} whose error is not 0")
-    ratios = _ratios(x, (-1,)).tolist() if _finite(x.out) else [torch.nan] * 3
+    ratios = _ratios(x, (-1,)).tolist() if _is_finite(x.out) else [torch.nan] * 3
     for what, ratio in zip(_METRICS, ratios, strict=True):
         yield Reading(f"{what} of {x.name}", ratio, limits[what.lower()])
     ours, theirs = (int((small & ((each - x.exact).abs() > most)).sum()) for each in (x.out, x.fused))
@@ -195,7 +195,7 @@ def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
 def _recheck(x: ComparedTensor) -> Readings:
     """Read each head as a call with a separate seed: no two share q, K or V."""
     bounds = [torch.nan] * 3
-    if _finite(x.out):
+    if _is_finite(x.out):
         ratios = _ratios(x, (x.out.shape[0] * x.out.shape[1], -1)).numpy()
         ratios = ratios[:, np.isfinite(ratios).all(0)]
         if (heads := ratios.shape[1]) < FEWEST_SEEDS:
@@ -208,7 +208,7 @@ def _recheck(x: ComparedTensor) -> Readings:
 
 
 def _relative(x: ComparedTensor) -> Readings:
-    largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
+    largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _is_finite(x.out) else [torch.nan] * 3
     limit = _limit_of(_by_format(-10, -7, -13), x.fmt)
     yield Reading("MERE", mean, limit, strict=True)
     yield Reading("MARE", largest, 10 * limit, strict=True)
@@ -228,7 +228,7 @@ def _balance(x: ComparedTensor) -> Readings:
     """Read bf16 after a conversion of both to fp32, as msprobe does, and fp16 with the benchmark cast."""
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
-    share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
+    share = abs(apart) / x.out.numel() if _is_finite(x.out) else torch.nan
     yield Reading("balance", share, _limit_of(_by_format(-20, -7, -14), x.fmt))
 
 

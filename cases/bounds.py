@@ -176,7 +176,7 @@ class ErrorBounds:
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)
         if self.inputs.bias is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
             ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(self.inputs.bias.abs(), alpha=2 * FP32.unit_roundoff)
-        if self.inputs.rescaled:
+        if self.inputs.is_rescaled:
             ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds
 

@@ -130,7 +130,7 @@ class Case:
         """The recipe's revision, or the checksum of existing heads: records of other versions are not comparable."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()
 
-    def has(self, batch: int, heads: int) -> bool:
+    def has_batch(self, batch: int, heads: int) -> bool:
         """Return whether there is a batch `batch` where a batch has `heads` query heads."""
         if self.fixed_heads is None:
             return True

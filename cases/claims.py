@@ -217,7 +217,7 @@ def predicted(difference: Interval) -> bool | None:
     return None if verdict is BiasVerdict.INCONCLUSIVE else verdict is BiasVerdict.UNBIASED
 
 
-def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
+def comes_of_ties(bias: Interval, rounded: Interval) -> bool:
     """Return whether a bias is there because O itself ties, so that every deterministic cast of O has it.
 
     A correctly rounded O on the same heads, of bias `rounded`, then errs to the same side, by as much up to the margin.
@@ -231,8 +231,8 @@ def no_worse(ours: Errors, theirs: Errors) -> bool | None:
     if ours.nonfinite > theirs.nonfinite:
         return False
     verdict, apart = judge(ours.bias), difference(ours, theirs)
-    if verdict is BiasVerdict.UNBIASED or apart.inside(MARGIN_ULPS):
+    if verdict is BiasVerdict.UNBIASED or apart.is_inside(MARGIN_ULPS):
         return True
-    if verdict is not BiasVerdict.BIASED or not apart.beyond(MARGIN_ULPS):
+    if verdict is not BiasVerdict.BIASED or not apart.is_beyond(MARGIN_ULPS):
         return None
     return abs(ours.bias.mean) < abs(theirs.bias.mean)

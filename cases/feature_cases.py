@@ -262,7 +262,7 @@ def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
     pages = -(-inputs.k.shape[2] // 16)
     pool = len(inputs.q) * pages + 3
     table = torch.from_numpy(draw.rng.permutation(pool)[: pool - 3].reshape(-1, pages))
-    poison = inputs.poison if inputs.rescaled else _POISON
+    poison = inputs.poison if inputs.is_rescaled else _POISON
     return replace(inputs, block_table=table, pool_pages=pool, poison=poison)
 
 
@@ -465,7 +465,7 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
 def with_features(case: Case, words: Sequence[str]) -> Case:
     """Return a case with further features, as `added_features` takes them; one that it has already is unchanged."""
     features = added_features(words)
-    stay = _tied(case.recipe) and all(
+    stay = _scripts_ties(case.recipe) and all(
         value is None and _ADDED[feature.taken].claims_stay for feature, value in features.items()
     )
     kept = (replace(each, rules=each.rules & _RULES) for each in case.claims if each.rules & _RULES)
@@ -490,7 +490,7 @@ def _made(draw: Draw, recipe: Recipe, features: Mapping[Feature, float | None]) 
     return inputs
 
 
-def _tied(recipe: Recipe) -> bool:
+def _scripts_ties(recipe: Recipe) -> bool:
     """Return whether a recipe scripts rows of maxima, low enough for a cap to spare, above a tail that counts."""
     if not isinstance(recipe, partial) or recipe.func is not scripted:
         return False

@@ -41,7 +41,7 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("the soft cap is not applied", replace(inputs, softcap=0.0))
     yield from _of_masks(inputs)
     yield from _of_keys(inputs)
-    if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.rescaled:
+    if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.is_rescaled:
         heads = torch.arange(inputs.q.shape[1]) % inputs.k.shape[1]
         k, v = inputs.k[:, heads], inputs.v[:, heads]
         yield Slip("query head h reads key head h mod the number of key heads", replace(inputs, k=k, v=v))
@@ -50,9 +50,9 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("the sink is left out", replace(inputs, sink=None))
     if inputs.softmax_scale is not None:
         yield Slip("the scale that is given is not taken", replace(inputs, softmax_scale=None))
-    if inputs.rescaled:
+    if inputs.is_rescaled:
         yield Slip("V is multiplied by K's factors", replace(inputs, v_descale=inputs.k_descale))
-    if _plain(inputs) and inputs.groups == 1 and inputs.q.shape == inputs.k.shape and not inputs.causal:
+    if _is_plain(inputs) and inputs.groups == 1 and inputs.q.shape == inputs.k.shape and not inputs.causal:
         q, k, v, do = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
 
@@ -108,7 +108,7 @@ def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
     return replace(inputs, softmax_scale=inputs.scale * factor)
 
 
-def _plain(inputs: AttentionInputs) -> bool:
+def _is_plain(inputs: AttentionInputs) -> bool:
     """Return whether the inputs are nothing but q, k, v and a causal mask."""
     return len(inputs.required_features()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
 
@@ -148,7 +148,7 @@ def _masked(inputs: AttentionInputs, hidden: Tensor) -> AttentionInputs:
 def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
     """Yield the mistakes of leaving keys out at the end, or of counting past it."""
     keys = inputs.k.shape[2]
-    if not _plain(inputs) or inputs.causal:
+    if not _is_plain(inputs) or inputs.causal:
         return
     for tile in _TILES:
         beyond = keys % tile

@@ -51,11 +51,11 @@ class Interval:
         """The upper end."""
         return self.mean + self.half_width
 
-    def beyond(self, margin: float) -> bool:
+    def is_beyond(self, margin: float) -> bool:
         """Return whether the whole interval is outside [-margin, margin]; False with NaN."""
         return self.low > margin or self.high < -margin
 
-    def inside(self, margin: float) -> bool:
+    def is_inside(self, margin: float) -> bool:
         """Return whether the whole interval is inside [-margin, margin]; False with NaN."""
         return self.low >= -margin and self.high <= margin
 
@@ -98,6 +98,6 @@ def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int
 
 def judge(bias: Interval, margin: float = MARGIN_ULPS) -> BiasVerdict:
     """Return the verdict on a bias at the interval's confidence."""
-    if bias.beyond(margin):
+    if bias.is_beyond(margin):
         return BiasVerdict.BIASED
-    return BiasVerdict.UNBIASED if bias.inside(margin) else BiasVerdict.INCONCLUSIVE
+    return BiasVerdict.UNBIASED if bias.is_inside(margin) else BiasVerdict.INCONCLUSIVE

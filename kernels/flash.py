@@ -57,7 +57,7 @@ class Block:
         return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
 
     @property
-    def whole(self) -> bool:
+    def is_one_tile(self) -> bool:
         """True if a row is one tile."""
         return self.keys == ONE_TILE.keys and not self.splits and self.order is not TileOrder.PREFIX
 

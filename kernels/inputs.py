@@ -164,7 +164,7 @@ class AttentionInputs:
     def stored(self, name: str) -> tuple[Tensor, torch.dtype]:
         """Return K or V, by its name, as kernels get it, and its format: in 8 bits, or in a pool of pages."""
         held: Tensor = getattr(self, name)
-        dtype = torch.float8_e4m3fn if self.rescaled else TORCH_DTYPES[self.formats.inputs]
+        dtype = torch.float8_e4m3fn if self.is_rescaled else TORCH_DTYPES[self.formats.inputs]
         return (held if self.block_table is None else self._pooled(held, self.block_table)), dtype
 
     def _pooled(self, x: Tensor, block_table: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class AttentionInputs:
         return x.repeat_interleave(self.groups, 1) if self.groups > 1 else x
 
     @property
-    def rescaled(self) -> bool:
+    def is_rescaled(self) -> bool:
         """True if K and V are stored with factors that multiply them in every call."""
         return self.k_descale is not None
 

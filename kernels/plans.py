@@ -176,7 +176,7 @@ class RoundingPlan:
         return any(quantization is not None for quantization in (self.q8, self.k8, self.v8, self.p8))
 
     @property
-    def stochastic(self) -> bool:
+    def is_stochastic(self) -> bool:
         """True if any cast is stochastic."""
         return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
 

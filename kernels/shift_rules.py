@@ -46,7 +46,7 @@ class ShiftRule:
         return self.above != 1.0 or self.below != 1.0
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """True if it takes a row's maximum as it is, also where that repeats: no fix for ties."""
         return not (self.scales or self.offset or self.dithered)
 

@@ -86,7 +86,7 @@ class Audits(FileData, frozen=True):
 
     @property
     def kernels(self) -> list[str]:
-        """Return the names of the kernels, each once."""
+        """The names of the kernels, each once."""
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
     def check(self) -> None:

@@ -194,7 +194,7 @@ def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: 
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.expired:
+        if waiver.is_expired:
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"

@@ -88,7 +88,7 @@ def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
     `mma.sync` leaves its sums in this order, and Triton keeps it in what it computes of them.
     """
     rows = x.ndim - 1
-    if rows == 1 or x.shape[-1] % 8 or not _rounds(x.dtype):
+    if rows == 1 or x.shape[-1] % 8 or not _is_rounded(x.dtype):
         return x
     lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
     lanes = lanes.transpose(*range(rows), *(rows + part for part in dict.fromkeys((*order, 0, 3))))
@@ -100,7 +100,7 @@ def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
     """Return the sum in the assumed order; exact for integers and fp64."""
-    if not _rounds(x.dtype):
+    if not _is_rounded(x.dtype):
         return np.asarray(x.sum(axis, dtype=x.dtype))
     rows = np.moveaxis(x, axis, -1)
     if assumed.exact:
@@ -110,7 +110,7 @@ def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
     return rows[..., 0]
 
 
-def _rounds(dtype: np.dtype[Any]) -> bool:
+def _is_rounded(dtype: np.dtype[Any]) -> bool:
     return is_float(dtype) and dtype != np.float64
 
 

@@ -104,7 +104,7 @@ class BuilderRecorder:
         self._asks = "program" in name or "dot" in name  # which the builder keeps in mind
         try:
             arguments = _mapped(args, self._standing), _mapped(named, self._standing)
-            if self._asks or not _small(result):  # else it is the same for all programs
+            if self._asks or not _is_small(result):  # else it is the same for all programs
                 steps.append((function, *arguments, _mapped(result, self._named)))
         except UnrecordableError:
             return
@@ -116,7 +116,7 @@ class BuilderRecorder:
         if mark is self._mark:
             self._asks = True
             return place
-        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _small(leaf)):
+        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _is_small(leaf)):
             raise UnrecordableError  # a descriptor; what nobody has noted
         return leaf
 
@@ -131,7 +131,7 @@ class BuilderRecorder:
         return place
 
 
-def _small(x: Any) -> bool:
+def _is_small(x: Any) -> bool:
     """Return whether it is a handle that a tape may keep, whatever broadcasting makes of it."""
     axes = zip(x.data.shape, x.data.strides, strict=True) if isinstance(x, TensorHandle) else ()
     return isinstance(x, TensorHandle) and math.prod(length for length, stride in axes if stride) <= _SMALL

@@ -30,7 +30,7 @@ class Findings(NamedTuple):
     kept_finite: float  # 1 where all that would be kept is finite
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """True if all of the layer is finite, the statistics too."""
         return self.kept_finite > 0 and all(map(math.isfinite, self))
 

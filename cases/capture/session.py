@@ -161,7 +161,7 @@ class Capture:
         for part, row in zip(ended, numbers, strict=True):
             part.findings = findings = Findings(*row)
             self.calls["looked at"] += 1
-            if not findings.finite:
+            if not findings.is_finite:
                 self.calls["with NaN or Inf"] += 1
             elif findings.unlike > _UNLIKE and not part.call.sure:
                 self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1

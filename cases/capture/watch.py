@@ -61,7 +61,7 @@ class AttentionCall:
         return (1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale) * self.factor
 
 
-def _causal(mask: Tensor, queries: int, keys: int) -> bool:
+def _is_causal(mask: Tensor, queries: int, keys: int) -> bool:
     """Return whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
     if mask.dtype == torch.bool:
         hidden, plain = ~mask, torch.ones((), dtype=torch.bool, device=mask.device)
@@ -96,7 +96,7 @@ def sdpa_call(
         raise NotHeldError("dropout")
     q, k, v = _as_the_kernel_takes(query, key, value)
     if attn_mask is not None:
-        is_causal = _causal(attn_mask, q.shape[2], k.shape[2])
+        is_causal = _is_causal(attn_mask, q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     return plain_call(q, k, v, is_causal, scale, sure=True)
@@ -130,7 +130,7 @@ def hugging_face_call(
     if mask is not None and not isinstance(mask, Tensor):
         raise NotHeldError(f"a {type(mask).__name__}")
     if mask is not None and (name == "eager" or mask.dim() != 2):
-        causal = _causal(mask, q.shape[2], k.shape[2])
+        causal = _is_causal(mask, q.shape[2], k.shape[2])
     elif mask is not None and not bool(mask.all()):
         raise NotHeldError("padding")
     else:

@@ -113,7 +113,7 @@ class Snippet:
         return (*self.own_claims, *FROZEN.get((self.name, self.version), ()))
 
     @property
-    def amplified(self) -> bool:
+    def is_amplified(self) -> bool:
         """True if it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
@@ -324,7 +324,7 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
     """Return the variant's kernels, with S in the snippet's format where they name the format of S."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
-        if isinstance(implementation, Kernel) or not snippet.amplified:
+        if isinstance(implementation, Kernel) or not snippet.is_amplified:
             return HeadKernel(implementation)
         return HeadKernel(replace(implementation, plan=replace(implementation.plan, s=Cast(snippet.scores))))
 

@@ -25,7 +25,7 @@ from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention,
 from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
-from tiebreak.kernels.triton.loading import Tuning, interpreting
+from tiebreak.kernels.triton.loading import Tuning, is_interpreting
 
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
@@ -150,7 +150,7 @@ class Caller:
         run = self.started(inputs, gradients=gradients)
         output = run.finished() if gradients else AttentionOutput(run.o)
         whole = gradients or options.backward == NO_BACKWARD  # else the kernel may be its backward pass's
-        if options.config and not (Tuning.taken or (interpreting() and not whole)):
+        if options.config and not (Tuning.taken or (is_interpreting() and not whole)):
             raise CannotRunError(
                 f"config={options.config}: no such kernel was launched; --backend interpreter and ptx take one"
             )

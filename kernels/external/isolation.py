@@ -24,7 +24,7 @@ _DISPATCH_MODE: Any = TorchDispatchMode
 _IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its first dO: seconds that are not a kernel's
 
 
-def _flushes() -> bool:
+def _has_flushing() -> bool:
     """Return whether this thread treats subnormals as zero; torch does not say."""
     return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
 
@@ -144,7 +144,7 @@ _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     # First: all others are got and put back within them, and what is put back afterwards is computed with the next.
     ("a function mode of torch's", _function_modes, _put_function_modes),
     ("a dispatch mode of torch's", partial(_modes, "dispatch"), _put_dispatch_modes),
-    ("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
+    ("torch's flushing of subnormals", _has_flushing, torch.set_flush_denormal),
     ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("torch's default device", torch.get_default_device, _put_device),
     ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),

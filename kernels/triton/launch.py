@@ -16,7 +16,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config, power_of_two
-from tiebreak.kernels.triton.loading import executing, interpreting, source
+from tiebreak.kernels.triton.loading import is_executing, is_interpreting, source
 from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension
@@ -87,13 +87,13 @@ class TritonCall:
         return cls(q, k, v, padding, config, inputs.noise_seed, declaration.algorithm.name)
 
     @property
-    def interpreted(self) -> bool:
+    def is_interpreted(self) -> bool:
         """True if Triton's interpreter runs the kernels, and no card, real or emulated on the host."""
-        return self.q.device.type == "cpu" and not executing()
+        return self.q.device.type == "cpu" and not is_executing()
 
     def tiled(self, block: Block) -> Config:
         """Return the configuration of one launch; on a CPU without spare queries, which changes no bit."""
-        if self.interpreted:
+        if self.is_interpreted:
             block = Block(min(block.queries, power_of_two(self.q.shape[1])), block.keys)
         return replace(self.config, block=block)
 
@@ -113,7 +113,7 @@ class TritonCall:
         """
         from triton import OutOfResources
 
-        if self.interpreted and not interpreting():
+        if self.is_interpreted and not is_interpreting():
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
         function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
         try:

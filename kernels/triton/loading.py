@@ -18,7 +18,7 @@ OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul,
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
-_EXECUTING = ContextVar("executing", default=False)  # whether what is compiled is executed on the host
+_EXECUTING = ContextVar("is_executing", default=False)  # whether what is compiled is executed on the host
 _BINARIES = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 
 
@@ -68,12 +68,12 @@ def source(part: str) -> ModuleType:
         return import_module(f"tiebreak.kernels.triton.device.{part}")
 
 
-def interpreting() -> bool:
+def is_interpreting() -> bool:
     """Return whether Triton's functions are interpreted now."""
     return os.environ.get(_SWITCH) == "1"
 
 
-def executing() -> bool:
+def is_executing() -> bool:
     """Return whether code compiled for an absent card is executed on the host now."""
     return _EXECUTING.get()
 

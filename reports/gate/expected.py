@@ -47,7 +47,7 @@ class Expected(Data, frozen=True):
         return bool(matching(self.cells, [cell]))
 
     @property
-    def expired(self) -> bool:
+    def is_expired(self) -> bool:
         """True if its last day has passed."""
         return self.expires is not None and self.expires < date.today()
 
@@ -105,7 +105,7 @@ def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tupl
         project, table = _settings(folder)
         entries = _checked(table.expected, f"{project}: tool.tiebreak", checks)
     for entry in entries:
-        if entry.expired:
+        if entry.is_expired:
             raise UsageError(f"{entry.where}.expires: {entry.expires} has passed: remove the entry, or renew it")
     return entries
 

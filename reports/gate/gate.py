@@ -271,7 +271,7 @@ def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgemen
 
 
 def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """Tell whether a measure got worse, or better, by more than its limits; of a missing number `_compare` tells."""
+    """Return whether a measure got worse, or better, by more than its limits; of a missing number `_compare` tells."""
     if old.number(name) is None or new.number(name) is None or measure.limit is None:
         return
     (was, narrow, before), (now, wide, after) = (_badness(name, measure, record) for record in (old, new))

@@ -134,7 +134,7 @@ def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
 def _answer(run: Run) -> str:
     """Return the verdicts on users' kernels; for others, how many have each."""
     judged = verdicts(run)
-    if run.own:
+    if run.has_users_kernel:
         return "\n".join(verdict.headline for verdict in judged)
     severities = Counter(verdict.severity for verdict in judged if verdict.inputs)
     numbers = ", ".join(f"{severities[name]} {name}" for name in SEVERITIES if severities[name])

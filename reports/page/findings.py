@@ -27,7 +27,7 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
             more = f": {counted(left, 'cell')} did not finish" if left else ""
             yield f"The run on {_name(label)} was interrupted{more}."
     judged = [(number, verdict) for number, run in enumerate(runs, 1) for verdict in verdicts(run)]
-    if all(run.own for run in runs):
+    if all(run.has_users_kernel for run in runs):
         yield from _by_platform(_of_users(judged), len(runs))
     else:
         yield from _kernels(judged, kernel_places(runs), len(runs))

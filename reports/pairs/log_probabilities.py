@@ -62,7 +62,7 @@ class ReadingComparison(Data, frozen=True):
         return f"{self.first} | {self.second}"
 
     @property
-    def same(self) -> bool:
+    def is_equal(self) -> bool:
         """True if all log-probabilities have the same bits."""
         return self.difference is not None and self.difference.equal == 1.0
 
@@ -105,7 +105,7 @@ def sentences(of: FormatRecord) -> Iterator[str]:
     difference, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
     if difference is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
-    elif of.pair.same:
+    elif of.pair.is_equal:
         yield f"{of.format}: the same bits in all {difference.tokens} log-probabilities"
     else:
         nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
@@ -121,7 +121,7 @@ def sentences(of: FormatRecord) -> Iterator[str]:
 
 def in_brief(of: FormatRecord) -> str:
     """Return how far apart the pair is in one format, in a few words."""
-    if of.pair.difference is None or of.pair.same:
+    if of.pair.difference is None or of.pair.is_equal:
         return f"{of.format} {'not read' if of.pair.difference is None else 'the same bits'}"
     return f"{of.format} rms {_text(of.pair, 'rms')}, mean {_text(of.pair, 'mean')}"
 
@@ -131,7 +131,7 @@ def parts(model: ModelRecord) -> list[Part]:
     rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
         # A value that the way of calling does not change is in the row of the usual way.
-        alike = [each.second for each in of.compared if each.role == FLOOR and each.same]
+        alike = [each.second for each in of.compared if each.role == FLOOR and each.is_equal]
         for each in of.compared:
             if each.role in (PAIR, EXACT) or each.second not in alike:
                 end = "" if each.predicted is None else _figure(each.predicted)

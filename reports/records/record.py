@@ -178,7 +178,7 @@ class LimitRecord(Data, frozen=True):
 
 
 def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool | None:
-    """Tell whether measures keep to all limits of a check; None: none is broken, and one is not told."""
+    """Return whether measures keep to all limits of a check; None: none is broken, and one is not told."""
     answers = {limit.kept(measures) for limit in limits}
     return False if False in answers else None if None in answers else True
 
@@ -377,7 +377,7 @@ class Record(Data, frozen=True):
         return number_of(self.measures.get(name))
 
     def met(self, check: str) -> bool | None:
-        """Tell whether a check was met; None: not asked, or the data do not tell."""
+        """Return whether a check was met; None: not asked, or the data do not tell."""
         answer = self.answers.get(check)
         return None if answer is None else answer.met
 
@@ -421,7 +421,7 @@ class Narrowing(Data, frozen=True):
     names: tuple[str, ...]  # left in; globs are allowed
 
     def leaves_in(self, record: Record) -> bool:
-        """Tell whether a record is of a cell that was asked for."""
+        """Return whether a record is of a cell that was asked for."""
         value: str = getattr(record, self.field)
         return value in self.names or any(matching(name, [value]) for name in self.names)
 
@@ -467,13 +467,13 @@ class Run(FileData, frozen=True):
         return self.complete and not self.not_run and not self.running
 
     @property
-    def own(self) -> bool:
+    def has_users_kernel(self) -> bool:
         """True if a user's own kernel was run."""
         return bool(self.options.get("kernel"))
 
     @property
     def pooled(self) -> frozenset[str]:
-        """Return the kinds of experiment of which tables put all seeds of a kernel in one place."""
+        """The kinds of experiment of which tables put all seeds of a kernel in one place."""
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def check(self) -> None:

@@ -28,7 +28,7 @@ def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where the
     kernel declares its plan, or bits show nothing.
     """
-    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
+    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.has_cancelled:
         return {}
     o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(sample.cell.backend)
     if settled.followed is not None:

@@ -101,7 +101,7 @@ def backward_held_to(
     slips: Mapping[str, float] = {}
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     source = few.shown_source(ours)
-    if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
+    if name in tried and tried[name].agreeing >= agreeing and tried[name].is_as_loose:
         held_to: Mapping[str, str] = dict.fromkeys(GRADIENT_NAMES, name)
         like = passes[name]
     else:
@@ -149,7 +149,7 @@ class _Comparison:
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
     @property
-    def covers(self) -> bool:
+    def is_as_loose(self) -> bool:
         """True if the backward pass errs as much as the kernel in all three gradients, up to a tolerance."""
         return self.size >= 1 / LIMIT
 
@@ -179,8 +179,8 @@ def _chosen(
     elif tried[name].agreeing < _SHOWN:
         passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in GRADIENT_NAMES}
         return _LOOSEST, passes, _EXACT
-    if not tried[name].covers:
-        looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
+    if not tried[name].is_as_loose:
+        looser = (each for each in alike if tried[each].is_as_loose and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
     return name, dict.fromkeys(GRADIENT_NAMES, name), by_name[name]
 
@@ -198,7 +198,7 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
         sharing, error = batch.inputs.groups if name == "dq" else 1, ours[name] - like
         gain = by_key_head(error * like, sharing) / by_key_head(like.square(), sharing)
         largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
-        return bool(error.square().mean() <= largest) and not interval(gain).beyond(GAIN)
+        return bool(error.square().mean() <= largest) and not interval(gain).is_beyond(GAIN)
 
     wrong = [name for name in GRADIENT_NAMES if not sound(name, exact[name])]
     named: dict[str, list[str]] = {}

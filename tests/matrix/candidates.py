@@ -143,4 +143,4 @@ def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
 
 def is_random(declaration: Declaration) -> bool:
     """Return whether random bits enter O."""
-    return declaration.plan.stochastic or declaration.shift_rule.dithered
+    return declaration.plan.is_stochastic or declaration.shift_rule.dithered

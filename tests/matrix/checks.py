@@ -115,7 +115,7 @@ def _limit(name: str, about: str, requirement: str, *limited: _Limited, always_o
     first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 
     def ask(result: Result) -> Answer | None:
-        waived = result.waived(name) and not (always_of_users and result.external)
+        waived = result.is_waived(name) and not (always_of_users and result.external)
         return None if waived or first not in result.measures else _answer(result, requirement, limited, None)
 
     return _check(name, about, ask, wrong=True, limits=limits)
@@ -137,7 +137,7 @@ _OF_O = (
 
 
 def _accuracy(result: Result) -> Answer | None:
-    if not isinstance(result.measures.get("square_ratio"), Interval) or result.waived(ACCURACY):
+    if not isinstance(result.measures.get("square_ratio"), Interval) or result.is_waived(ACCURACY):
         return None
     plan = result.held_to or "the plan that it is held to"
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
@@ -168,7 +168,7 @@ def _gradients(result: Result) -> Answer | None:
         why = f"its backward pass {result.backward_error}; declare backward=none if it has none"
         return Answer(False, _GRADIENTS, why)
     needed = ("gradients_nonfinite", "gradient_error_over_bound")
-    if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS):
+    if all(result.measures.get(name) is None for name in needed) or result.is_waived(GRADIENTS):
         return None
     return _answer(result, _GRADIENTS, _OF_GRADIENTS, result.backward_held_to)
 

@@ -96,7 +96,7 @@ def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanatio
     described = {}
     for name, declaration in named.items():
         away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY)
-        described[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
+        described[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.is_plain, away)
     return described
 
 

@@ -306,7 +306,7 @@ class RecordCollector:
 
     def verdicts(self, run: records.Run) -> list[Verdict]:
         """Return the verdicts on kernels, if a user's are among them."""
-        return verdicts(run, failures=self.failures) if run.own else []
+        return verdicts(run, failures=self.failures) if run.has_users_kernel else []
 
     @property
     def failures(self) -> list[str]:

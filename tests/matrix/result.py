@@ -61,7 +61,7 @@ class Result:
 
     @cached_property
     def recorded(self) -> Mapping[str, records.Value]:
-        """Return the measures as records have them."""
+        """The measures as records have them."""
         return recorded(self.measures)
 
     def number(self, name: str) -> float | None:
@@ -77,7 +77,7 @@ class Result:
         heads = self.gradient_heads if measure.startswith("d") else self.heads
         return f"--heads {heads_to_tell(value, heads, limit)} would do, about"
 
-    def waived(self, check: str) -> bool:
+    def is_waived(self, check: str) -> bool:
         """Return whether a claim replaces a check: that it is not met is what is expected."""
         return any(check in claim.waives for claim in self.claims)
 

@@ -150,7 +150,7 @@ class Sample:
 
     @cached_property
     def equation_cosines(self) -> tuple[float, float] | None:
-        """Return the cosines of the paper's equations 1 and 2 for the first batch."""
+        """The cosines of the paper's equations 1 and 2 for the first batch."""
         errors, batch = self.gradient_errors, self.first
         return None if errors is None else equation_cosines(self.outputs[0], errors.dq, batch.inputs, batch.ref)
 
@@ -164,14 +164,14 @@ class Sample:
 
     @property
     def gradient_heads(self) -> int:
-        """Return the number of heads that gradients were measured on."""
+        """The number of heads that gradients were measured on."""
         inputs = self.first.inputs
         key_heads = inputs.k.shape[0] * inputs.k.shape[1] + sum(len(more.delta) for more in self.more_gradients)
         return inputs.groups * key_heads
 
     @property
-    def cancelled(self) -> bool:
-        """Tell whether no element of O has an error in ulps."""
+    def has_cancelled(self) -> bool:
+        """True if no element of O has an error in ulps."""
         return self.errors.left_out == self.errors.elements
 
     @cached_property
@@ -183,12 +183,12 @@ class Sample:
 
     @property
     def claim_met(self) -> bool | None:
-        """Tell whether what the case claims is so; None: the data do not tell."""
+        """True if what the case claims is so; None: the data do not tell."""
         return self.claim is None or self.claim.expectation.met(self.errors)
 
     @cached_property
     def prediction_met(self) -> bool | None:
-        """Tell whether the output is what the declaration predicts; None: the data do not tell."""
+        """True if the output is what the declaration predicts; None: the data do not tell."""
         errors, prediction = self.errors, self.prediction
         if prediction is None:
             return True
@@ -199,23 +199,23 @@ class Sample:
 
     @cached_property
     def rounded_met(self) -> bool | None:
-        """Tell whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
+        """True if the output is no more biased than a correctly rounded O; None: the data do not tell."""
         return not self.bench.settings.as_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
 
     @property
-    def settled(self) -> bool:
-        """Tell whether more heads would say nothing more of O."""
+    def is_settled(self) -> bool:
+        """True if more heads would say nothing more of O."""
         answers = (self.claim_met, self.prediction_met, self.rounded_met)
         return None not in answers and self.verdict is not BiasVerdict.INCONCLUSIVE
 
     @property
     def obstacle(self) -> str:
-        """Return why more heads can't be drawn by a larger --heads, and what to do about it; empty if they can."""
+        """Why more heads can't be drawn by a larger --heads, and what to do about it; empty if they can."""
         if self.out_of_time:
             return f"time for {self.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
             return ""
-        if self.cancelled:
+        if self.has_cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
         return "the case has no more: capture more sequences a batch"
 

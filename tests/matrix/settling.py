@@ -87,7 +87,7 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
                 except Exception as error:
                     _share(made, Settled(f"nothing: {first_line(error)}"))
                     raise
-            elif not _alive(owner):
+            elif not _is_alive(owner):
                 return Settled("nothing: as it was asked for its plan, its process ended")
         if not made.exists():
             time.sleep(_LOOK)
@@ -120,8 +120,8 @@ def _owned(file: Path) -> Iterator[bool]:
         file.unlink()
 
 
-def _alive(owner: Path) -> bool:
-    """Tell whether the process that owns a file still runs, or has given it back by now."""
+def _is_alive(owner: Path) -> bool:
+    """Return whether the process that owns a file still runs, or has given it back by now."""
     try:
         text = owner.read_text()
         os.kill(int(text or os.getpid()), 0)  # it has just been made, where it is empty
@@ -202,7 +202,7 @@ def on_normal_numbers(probed: ProbedKernel, seed: int) -> tuple[str, ...]:
         return (_by_error_size(probed.fmt, law, _outputs_on(probed, len(_ASKED), seed)),)
     if not answers or total[best] >= RANDOM * len(answers):
         return (best,) if answers else ()
-    return tuple(name for name in total if plans[name].plan.stochastic)
+    return tuple(name for name in total if plans[name].plan.is_stochastic)
 
 
 @lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them

@@ -280,9 +280,9 @@ class CaseBench:
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
-    def has(self, index: int) -> bool:
+    def has_batch(self, index: int) -> bool:
         """Return whether there is such a batch."""
-        return self.case.has(index, self.settings.heads)
+        return self.case.has_batch(index, self.settings.heads)
 
     def batch(self, index: int) -> SharedBatch:
         """Return a batch, made once."""

@@ -128,7 +128,7 @@ def test_aiters_tolerance_is_relative_to_the_output_and_5_percent_may_be_beyond_
         reading = RULES["aiter_check_all_close"].ask(of(out, exact, exact, exact)).readings[0]
         close = torch.isclose(torch.tensor(exact), torch.tensor(out), rtol=1e-2, atol=1e-2)
         assert reading.number == pytest.approx((~close).double().mean()) == share
-        assert reading.met is (share <= 0.05)
+        assert reading.is_met is (share <= 0.05)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

@@ -95,7 +95,7 @@ class TestCases:
         layer = normal((3, 8, 4, 16), key_heads=2)
         case = only_case(tmp_path, layer)
         batches: list[AttentionInputs] = []
-        while case.has(len(batches), heads):
+        while case.has_batch(len(batches), heads):
             batches.append(case.make(1, len(batches), heads, BF16))
         assert all(batch.q.shape[1] <= max(heads, 4) for batch in batches)
         for part, ours in layer.items():
@@ -179,7 +179,7 @@ class TestLooks:
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL)
         sample = sampled(case, TRUNCATING)
-        assert sample.errors.bias.beyond(0.4)
+        assert sample.errors.bias.is_beyond(0.4)
         assert -0.55 < sample.errors.bias.mean < -0.4
         assert sample.errors.max_ulps <= 1
         ref = reference(case.make(1, 0, 256, BF16))

@@ -105,7 +105,7 @@ def test_an_interval_by_hand() -> None:
 def test_the_verdict_on_an_interval(estimate: Interval, verdict: BiasVerdict) -> None:
     assert judge(estimate) is verdict
     if math.isnan(estimate.mean + estimate.half_width):  # neither inside nor beyond any margin
-        assert not any(estimate.inside(margin) or estimate.beyond(margin) for margin in (0.0, MARGIN_ULPS, INF))
+        assert not any(estimate.is_inside(margin) or estimate.is_beyond(margin) for margin in (0.0, MARGIN_ULPS, INF))
 
 
 def test_by_key_head_averages_what_shares_a_key_head() -> None:

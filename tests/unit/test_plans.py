@@ -52,7 +52,7 @@ def test_a_preset_is_what_the_design_says(name: str) -> None:
     assert plan.delta_from is (DeltaSource.PROBABILITIES if name == "standard" else DeltaSource.OUTPUT)
     others = {each for each, cast in plan.casts() if cast.rounding is not Rounding.TO_EVEN}
     assert others == ({"o"} if name == "fused_stochastic" else set())
-    assert plan.stochastic is (name == "fused_stochastic")
+    assert plan.is_stochastic is (name == "fused_stochastic")
 
 
 @each_plan

@@ -441,7 +441,7 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
     run = described(Run({"evidence": {name: backend.evidence}}, {"seed": turn + 1, "heads": heads}, records), cells)
     known, problems = judged(run, dataclasses.replace(profiles.profile("small"), seed=turn + 1, heads=heads))
     assert problems == []
-    able_again = [each for each in known if each.recomputable]
+    able_again = [each for each in known if each.is_recomputable]
     assert able_again
     assert [text for each in able_again for text in recomputed(each, verifying)] == []
 

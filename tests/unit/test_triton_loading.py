@@ -131,7 +131,7 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
         raise triton.OutOfResources(200_000, 101_376, "shared memory")
 
     monkeypatch.setattr(launch, "source", lambda part: SimpleNamespace(forward=defaultdict(lambda: launched)))
-    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    monkeypatch.setattr(launch, "is_interpreting", lambda: True)
     x = torch.zeros(1, 1, 4, 64)
     inputs = AttentionInputs(x, x, x, x, Formats.of(BF16))
     with pytest.raises(ValueError, match=r"^forward at head dimension 64: out of resource: .*200000.*101376"):

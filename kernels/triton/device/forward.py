@@ -141,7 +141,7 @@ def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr)
         o = tl.where(blind(PADDING, head, row, queries, keys, C), 0.0, o)
     elif C.causal:
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
-    if C.plan.stochastic:
+    if C.plan.is_stochastic:
         random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d))
         FMT: tl.constexpr = C.plan.o.fmt
         o = rounded(o, random, FMT, "stochastic")

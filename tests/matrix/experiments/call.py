@@ -17,7 +17,7 @@ from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
-from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
+from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, comes_of_ties, predicted
 from tiebreak.cases.errors import Errors, difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
@@ -189,16 +189,16 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
     for look in range(LOOKS):
         for index in batches_of(look):
-            if bench.has(index):
+            if bench.has_batch(index):
                 output = _output(cell, bench, index) if index else output
                 sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
         if not look:
             fits = attributed(sample, plan)
             sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
-        exhausted = not bench.has(len(sample.outputs))
+        exhausted = not bench.has_batch(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.settled and _is_settled(ACCURACY, sample)):
+        if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
             break
     return sample, plan
 
@@ -267,9 +267,9 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
         backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
         sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has(batches_of(look).start) or _is_settled(GRADIENTS, sample):
+        if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
             break
-        for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
+        for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
             if output.gradients is None:
                 continue
@@ -351,7 +351,7 @@ def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Forma
     bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
     if verdict != BiasVerdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
-    tied = of_tied_outputs(bias, rounded) if isinstance(rounded, Interval) else None
+    tied = comes_of_ties(bias, rounded) if isinstance(rounded, Interval) else None
     return tied, contains_bias(delta, fmt).value if isinstance(delta, Interval) else None
 
 

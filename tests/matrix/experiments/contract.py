@@ -134,7 +134,7 @@ def _repeated(first: AttentionOutput, second: AttentionOutput, groups: int) -> _
         ours, theirs = (getattr(each.gradients, name).float() for each in (first, second))
         bits, size = bits + equal_bits(ours, theirs) * ours.numel(), size + ours.numel()
         drift = interval(by_key_head((theirs - ours) * ours, sharing) / by_key_head(ours.square(), sharing))
-        if drift.beyond(GAIN):
+        if drift.is_beyond(GAIN):
             drifts[f"d{name[1].upper()}"] = drift.mean
     return _Repeated({**shares, _GRADIENTS: bits / size}, digest(second), drifts)
 

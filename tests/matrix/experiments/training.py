@@ -103,7 +103,7 @@ class TrainingRun(Experiment):
 
     def input_kind(self, fmt: Format) -> str | None:
         """Return None where S is in a format that no device has."""
-        return None if self.snippet.amplified else "training runs"
+        return None if self.snippet.is_amplified else "training runs"
 
     def pairs(self, context: SelectionContext) -> Sequence[Pair]:
         """Return its roster, or the named part of it; any kernel where the snippet is named too."""
@@ -118,7 +118,7 @@ class TrainingRun(Experiment):
             for backend, kernel in context.pairs
             if context.cases_named
             or (backend.name, kernel.name) in default
-            or (kernel.external and not self.snippet.amplified and not self.snippet.study)
+            or (kernel.external and not self.snippet.is_amplified and not self.snippet.study)
         ]
 
     def _roster(self, backend: Backend) -> list[Kernel]:
@@ -127,7 +127,7 @@ class TrainingRun(Experiment):
         Empty where a device lacks the snippet's format. The interpreter takes minutes for a run, so its kernels train
         only where they are named.
         """
-        if not backend.composed or (self.snippet.amplified and not backend.predicts):
+        if not backend.composed or (self.snippet.is_amplified and not backend.predicts):
             return []
         names = self.snippet.roster if backend.predicts else self.snippet.on_devices
         formats = Formats.of(BF16)
@@ -140,9 +140,9 @@ class TrainingRun(Experiment):
             return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
         if kernel.external and not kernel.has_backward and not kernel.name.endswith(EMULATED_BACKWARD):
             return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
-        if self.snippet.amplified and not cell.backend.predicts:
+        if self.snippet.is_amplified and not cell.backend.predicts:
             return f"the device computes in no {self.snippet.scores.name}"
-        if self.snippet.amplified and not kernel.composed:
+        if self.snippet.is_amplified and not kernel.composed:
             return f"the kernel can't be told to keep S in {self.snippet.scores.name}"
         return None
 

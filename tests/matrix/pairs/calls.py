@@ -57,7 +57,7 @@ class PairedCall:
         try:
             for look in range(LOOKS):
                 for index in batches_of(look):
-                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
+                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has_batch(index) else []
                 if self._verdict()[0] != NOT_TOLD:
                     break
             return self._settled()

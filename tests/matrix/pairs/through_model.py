@@ -173,7 +173,7 @@ class _Readings:
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
         more = interval(squares[-1] - squares[0]) if len(squares) == 2 else None  # of B's mean square than of A's
-        nearer = None if more is None or not more.beyond(0.0) else records.A if more.mean > 0 else records.B
+        nearer = None if more is None or not more.is_beyond(0.0) else records.A if more.mean > 0 else records.B
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
     def _compared(

@@ -155,7 +155,7 @@ class OutputDifference:
 
     @property
     def text(self) -> str:
-        """Return the differences as the end of a sentence."""
+        """The differences as the end of a sentence."""
         if self.lost:
             return f"is NaN or Inf in {self.lost} elements"
         return f"differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"

@@ -151,7 +151,7 @@ class Shrinker:
 
     def keeps(self, part: Part, finding: Symptom) -> bool:
         """Return whether a symptom is seen on a part; a kernel that does not take the part shows nothing on it."""
-        if not _consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
+        if not _is_consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
             return False
         self.trials += 1
         try:
@@ -246,7 +246,7 @@ def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
     return replace(inputs, q=q, k=k, v=v, do=do, causal=part.causal, softmax_scale=inputs.scale)
 
 
-def _consistent(inputs: AttentionInputs, part: Part) -> bool:
+def _is_consistent(inputs: AttentionInputs, part: Part) -> bool:
     """Return whether a causal mask lets every query of a part see what it saw in the whole."""
     if not part.causal:
         return True

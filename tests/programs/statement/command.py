@@ -194,7 +194,7 @@ def problems_of_records(
 
 def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile: Profile) -> Iterator[str]:
     """Yield what was checked of a correct statement, and what can't be checked without its device."""
-    able, own = sum(each.recomputable for each in records), sum(each.cell.backend.predicts for each in chosen)
+    able, own = sum(each.is_recomputable for each in records), sum(each.cell.backend.predicts for each in chosen)
     yield (
         f"verified: profile {profile.name}, {counted(len(records), 'cell')}: digests, cells, commands, verdicts,"
         f" answers, outcomes, waivers; of {able} cells that the emulation can tell of {len(chosen)} recomputed"
@@ -203,7 +203,7 @@ def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile:
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
     yield f"NOT checked, as it is stated: {_STATED}"
     skipped = [each for each in records if each.record.outcome == SKIPPED]
-    unknown = [each for each in records if not each.recomputable and each.record.outcome != SKIPPED]
+    unknown = [each for each in records if not each.is_recomputable and each.record.outcome != SKIPPED]
     for cells, what in (
         (unknown, "the numbers of {}, which no emulation computes: training runs, and the kernels {}"),
         (skipped, "why {} skipped: of the kernels {}"),

@@ -63,7 +63,7 @@ class Judged:
     settings: Settings  # of its run
 
     @property
-    def predicted(self) -> bool:
+    def is_predicted(self) -> bool:
         """True if it is of a call on a device that is compared with its plan's prediction."""
         call, declared = self.cell.experiment, self.cell.kernel.declaration
         if not isinstance(call, OneCall) or declared is None:
@@ -71,10 +71,10 @@ class Judged:
         return not (self.cell.backend.predicts or call.case.cancels or call.case.chaotic)
 
     @property
-    def recomputable(self) -> bool:
+    def is_recomputable(self) -> bool:
         """True if the emulation can check its numbers: a call of a kernel of the suite, with a result."""
         emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, OneCall)
-        return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
+        return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.is_predicted)
 
 
 def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
@@ -218,7 +218,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     """Yield where the numbers of a call contradict each other."""
     record, fmt = judged.record, judged.cell.fmt
-    needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.predicted else frozenset())
+    needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.is_predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
     drawn = [_heads_at_once(case, judged.settings) << look for look in range(LOOKS)]
     if record.heads not in drawn:
@@ -226,7 +226,7 @@ def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
     elif record.number("elements") != record.heads * _elements(case, fmt):
         yield f"measures.elements: {record.number('elements')}, and {record.heads} heads have others"
     bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
-    if judged.predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
+    if judged.is_predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
         yield "measures: bias less predicted_bias is not prediction_difference"
 
 
@@ -269,7 +269,7 @@ def _call_result(judged: Judged, case: Case) -> Result:
     backward = record.answers.get(GRADIENTS)
     raised = backward is not None and backward.met is False and "gradients_nonfinite" not in measures
     prediction = None
-    if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
+    if judged.is_predicted and declared is not None:  # how many elements of it are lost is not recorded
         apart = _interval(record.measures.get("prediction_difference"))
         prediction = Predicted(declared.label, record.met(PREDICTION) if nonfinite else predicted(apart), "")
     return Result(
@@ -329,13 +329,13 @@ def _interval(value: Value) -> Interval:
 
 def sample(cells: Iterable[Judged], size: int, seed: int) -> list[Judged]:
     """Draw as many records that the emulation can check, or all, case by case; another seed draws others."""
-    able = sorted((each for each in cells if each.recomputable), key=lambda each: each.record.id)
+    able = sorted((each for each in cells if each.is_recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
 
 
 def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
-    """Run the cell of a `recomputable` record again on the emulation; yield where the result differs.
+    """Run the cell of a recomputable record again on the emulation; yield where the result differs.
 
     For a device's cell this gives the plan's prediction; where all bits are equal, all measures of O.
     """
