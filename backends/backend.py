@@ -50,7 +50,7 @@ class Backend:
         return ()
 
     def notice(self) -> str | None:
-        """Return what the first lines of a run state about it; None: nothing."""
+        """Return a line about it for the first lines of a run; None: nothing."""
         return None
 
     def assuming(self, card: str) -> "Backend":

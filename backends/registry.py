@@ -50,5 +50,5 @@ def _brought(target: str) -> str:
 
 
 def target_of(name: str) -> str:
-    """Return what --backend calls a backend: its name, or the file and object that brought it."""
+    """Return a backend as --backend takes it: its name, or the file and object that brought it."""
     return _targets.get(name, name)

@@ -50,7 +50,7 @@ def remedies(device: str, has_fp64: bool) -> Iterator[None]:
 
 
 def answers(probes: Mapping[str, Callable[[], Mapping[str, str | float]]]) -> dict[str, str | float]:
-    """Return what all probes answer; for one that fails, its error under the probe's name."""
+    """Return the results of all probes; for one that fails, its error under the probe's name."""
     results: dict[str, str | float] = {}
     for name, probe in probes.items():
         try:

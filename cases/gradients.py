@@ -236,7 +236,7 @@ class ExactGradients:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
-        """Return those of a batch."""
+        """Return the gradients of a batch."""
         return cls(reference_gradients(inputs, ref), inputs.formats.output, sink_gradient(inputs, ref))
 
     def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> GradientErrors:

@@ -446,7 +446,7 @@ def _unmet(cell: Record) -> list[str]:
 
 
 def _changes(cell: Record) -> str:
-    """Return what came of a call that was compared with itself; empty for a cell of another kind."""
+    """Return the results of a call that was compared with itself; empty for a cell of another kind."""
     changes = cell.evidence.get("changes")
     untold = [answer.why for answer in cell.answers.values() if answer.met is None]
     return "" if not changes else f"not known: {untold[0]}" if untold else changes_text(changes)
@@ -459,5 +459,5 @@ def _listed(name: str, cells: Sequence[Record]) -> Finding:
 
 
 def _bare(cell: Record) -> str:
-    """Return what tables show without the verdict, which its line says."""
+    """Return a cell's text in tables without the verdict, which its line says."""
     return plain_text(cell) if cell.shown is None else shown_text(replace(cell.shown, verdict=None))

@@ -81,7 +81,7 @@ def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, Case
 
 
 def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """Return those of the first case that err most and least, without those that lie on top of each other."""
+    """Return the runs of the first case that err most and least, without those that coincide."""
     first = min((each.case for each in trained), key=lambda case: cases[case].label or case, default="")
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
     for each in sorted(trained, key=lambda run: -run.size):

@@ -96,5 +96,5 @@ def _different(comparison: Comparison) -> Iterator[str]:
 
 
 def _name(text: str) -> str:
-    """Return it between backticks, which no name may end early."""
+    """Return a name between backticks, which no name may end early."""
     return f"`{text.replace('`', chr(39))}`"

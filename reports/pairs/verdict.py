@@ -126,7 +126,7 @@ class PairVerdict(FileData, frozen=True):
         return Grid(_HEADERS[:shown], [row[:shown] for row in rows])
 
     def parts(self) -> list[Part]:
-        """Return all that the command prints."""
+        """Return all parts that the command prints."""
         model_parts = [] if self.model is None else log_probabilities.parts(self.model)
         return [str(self), self.grid(), _LEGEND, *model_parts]
 

@@ -111,7 +111,7 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
 
 
 def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> list[Part]:
-    """Return what `compare` shows: counts, then a table for every backend and format of the rows that are shown."""
+    """Return the output of `compare`: counts, then a table for every backend and format of the rows that are shown."""
     rows = [row for row in comparison.rows if row.agreement in shown]
     shown_parts: list[Part] = [summary(comparison)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():

@@ -103,7 +103,7 @@ def changes_text(changes: Mapping[str, records.ChangeRecord]) -> str:
 
 
 def _change_text(change: records.ChangeRecord) -> str:
-    """Return what one change does: which way, how many bits, and where that leaves the bias."""
+    """Return the effect of one change: which way, how many bits, and where that leaves the bias."""
     if change.lost:
         return f"with {change.lost} elements finite in one answer alone"
     if change.growth is not None:

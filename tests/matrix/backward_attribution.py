@@ -245,7 +245,7 @@ class _Emulation:
         return self._exact[declaration]
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
-        """Return what a kernel computes delta from, O or the exact product; None: neither, or unknown."""
+        """Return the source of a kernel's delta, O or the exact product; None: neither, or unknown."""
         distances = {}
         for source, like in _SHOWN_BY.items():
             exact = self.exact(like)

@@ -86,7 +86,7 @@ class RecordFile:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is rewritten; None: there is none."""
+    """Return a value that changes when a file is rewritten; None: there is no file."""
     try:
         status = os.stat(path)
     except OSError:

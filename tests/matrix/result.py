@@ -70,7 +70,7 @@ class Result:
         return value.mean if isinstance(value, Interval) else value
 
     def remedy(self, measure: str = "bias", limit: float = MARGIN_ULPS) -> str:
-        """Return what to do where the heads do not settle on which side of a limit a measure is."""
+        """Return the advice where the heads do not settle on which side of a limit a measure is."""
         value = self.measures.get(measure)
         if self.obstacle or not isinstance(value, Interval):
             return self.obstacle or "more heads would do"

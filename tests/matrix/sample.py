@@ -59,7 +59,7 @@ class OnTheWhole:
 
     @classmethod
     def of(cls, gradients: Gradients, batch: Batch) -> "OnTheWhole":
-        """Return those of a batch."""
+        """Return the factors of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
         pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
         gains = (by_key_head((ours - x) * x, n) / by_key_head(x.square(), n) for ours, x, n in pairs)

@@ -53,7 +53,7 @@ class UnidentifiedError(Exception):
 
 
 def settled(cell: Cell, bench: Workbench) -> Settled:
-    """Return what is known of the plan of a cell's kernel; the first that asks settles it for all processes."""
+    """Return the knowledge about the plan of a cell's kernel; the first caller settles it for all processes."""
     kernel, backend = cell.kernel, cell.backend
     if kernel.declaration is not None:
         return Settled("what it declares", kernel.declaration.label)

@@ -235,7 +235,7 @@ def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Decl
 
 
 def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
-    """Return what the case, or --fair, claims about such a kernel."""
+    """Return the claim of the case, or of --fair, about such a kernel."""
     case, kernel = bench.case, cell.kernel
     if kernel.external and bench.settings.fair and case.failure:
         return FAIR_CLAIM

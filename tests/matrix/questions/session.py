@@ -79,7 +79,7 @@ class PlacedCall:
             return self.call.backward(self.placed, o) or ()
 
     def collected(self, o: Tensor, gradients: Made) -> Answers:
-        """Return what the steps returned by part, in the form in which answers are compared."""
+        """Return the results of the steps by part, in the form in which answers are compared."""
         return dict(zip(PARTS, (self.call.restored(x).cpu() for x in (o, *gradients[:3])), strict=False))
 
     def answers(self) -> Answers:
@@ -249,11 +249,11 @@ class Session:
         return PlacedCall(self, call, self.held[-1], gradients)
 
     def answers(self, inputs: AttentionInputs) -> Answers:
-        """Return what a call on these inputs gives, by part."""
+        """Return the answer of a call on these inputs, by part."""
         return self.place(inputs).answers()
 
     def emulated(self, inputs: AttentionInputs, *, gradients: bool = True) -> Answers:
-        """Return what an emulation of the kernel's declared plan gives; without one, of the least accurate plan."""
+        """Return the answer of an emulation of the kernel's declared plan; without one, of the least accurate plan."""
         plan = self.kernel.declaration or UNDECLARED
         arithmetic, wanted = EMULATION.arithmetic, gradients and self.has_gradients
         output = run_forward(plan, inputs, arithmetic)
@@ -280,7 +280,7 @@ class Session:
         return -(-size // self.options.multiple_of) * self.options.multiple_of
 
     def answers_with_placement(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
-        """Return what a call gives with its arguments placed elsewhere; nothing where the kernel refuses that."""
+        """Return the answer of a call with its arguments placed elsewhere; none where the kernel refuses that."""
         try:
             return self.place(inputs, places, gradients=gradients).answers()
         except Exception as error:  # it says that it takes no such view, and computes nothing wrong

@@ -304,7 +304,7 @@ class _LeavingOut(Call):
 
 
 def _answers(session: Session, call: Call, gradients: bool) -> Answers:
-    """Return what a call gives; nothing, but the reason kept, where the kernel raises that it takes no such call."""
+    """Return the answer of a call; none, but the reason kept, where the kernel raises that it takes no such call."""
     try:
         return session.place(call, gradients=gradients).answers()
     except CannotRunError as error:

@@ -52,7 +52,7 @@ _TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 1
 
 
 def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
-    """Return what rounds in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
+    """Return the roundings in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
     code = Code(text, dialect)
     casts = [(code.after_products(at), how) for at, how in _casts(code)]
     exponentials = list(code.matching(_EXPONENTIAL.match))
@@ -131,7 +131,7 @@ def _softmax(code: Code, pattern: re.Pattern[str]) -> list[CompiledInstruction]:
 
 
 def _flushes(code: Code) -> Iterator[str]:
-    """Yield what flushes subnormals: PTX marks instructions, AMDGCN the kernel, except those that always flush."""
+    """Yield instructions that flush subnormals: PTX marks them, AMDGCN the kernel, except those that always flush."""
     if code.dialect == "ptx":
         yield from (at.opcode.split(".")[0] for at in code.instructions if ".ftz" in at.opcode)
         return

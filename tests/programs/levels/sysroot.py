@@ -180,7 +180,7 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
 
 
 def _output(command: Sequence[str], folder: Path | None = None) -> str:
-    """Return what a command prints; UsageError: it fails, with the line that names the cause, or its last."""
+    """Return the output of a command; UsageError: it fails, with the line that names the cause, or its last."""
     done = finished(command, folder=folder)
     if done.returncode:
         lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]

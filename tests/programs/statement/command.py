@@ -131,7 +131,7 @@ def _complete(records: Sequence[Judged], runs: Sequence[Run], profile: Profile) 
 def _problems(
     folder: Path, statement: Statement, profile: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Return what is wrong with a statement; if nothing is, what was checked and what can't be."""
+    """Return the faults of a statement; if there is none, what was checked and what can't be."""
     if statement.profile != profile.name:
         return [f"{FILE}: of profile {statement.profile}, not of {profile.name}"], []
     if statement.profile_hash != profile.hash:
@@ -175,7 +175,7 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
 def problems_of_records(
     runs: Mapping[str, Run], waivers: Sequence[Expected], profile: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Return what is wrong with a statement's records; if nothing is, what was checked and what can't be.
+    """Return the faults of a statement's records; if there is none, what was checked and what can't be.
 
     The emulation recomputes the numbers of `size` records, or of as many as the profile asks for, chosen by `seed`.
     """
@@ -193,7 +193,7 @@ def problems_of_records(
 
 
 def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile: Profile) -> Iterator[str]:
-    """Yield what was checked of a correct statement, and what can't be checked without its device."""
+    """Yield the checks of a correct statement, and those that need its device."""
     able, own = sum(each.is_recomputable for each in records), sum(each.cell.backend.predicts for each in chosen)
     yield (
         f"verified: profile {profile.name}, {counted(len(records), 'cell')}: digests, cells, commands, verdicts,"
