@@ -16,7 +16,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 def _dtype(fmt: Format) -> torch.dtype:
     if fmt in TORCH_DTYPES:
         return TORCH_DTYPES[fmt]
-    raise CannotRunError(f"the plan casts to {fmt.name}, in which torch computes nothing by itself; the emulation does")
+    raise CannotRunError(f"the plan casts to {fmt.name}, a format that only the emulation computes in")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TorchArithmetic:
             CannotRunError: the device has no float64.
         """
         if not self.has_fp64:
-            raise CannotRunError("a contracted plan takes a fused multiply-add, which this device's torch has not")
+            raise CannotRunError("a contracted plan needs a fused multiply-add, which torch lacks on this device")
         argument = fma(x, factor, addend)
         return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 

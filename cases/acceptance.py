@@ -199,7 +199,7 @@ def _recheck(x: ComparedTensor) -> Readings:
         ratios = _ratios(x, (x.out.shape[0] * x.out.shape[1], -1)).numpy()
         ratios = ratios[:, np.isfinite(ratios).all(0)]
         if (heads := ratios.shape[1]) < FEWEST_SEEDS:
-            raise LackingError(f"{FEWEST_SEEDS} heads and more, each a seed of its own: {heads} can be compared")
+            raise LackingError(f"at least {FEWEST_SEEDS} heads, each with a separate seed: {heads} can be compared")
         draw = np.random.default_rng(0)
         medians = [np.median(ratios[:, draw.integers(0, heads, heads)], axis=1) for _ in range(_RESAMPLES)]
         bounds = np.quantile(medians, _LOWER, axis=0).tolist()

@@ -99,7 +99,7 @@ class Together:
             return
         if address in self._read:
             self.followed.add(address)
-            raise ApartError("it was read before: from the start on, it is followed who does")
+            raise ApartError("it was read before its accesses were recorded")
         self._once |= atomic or (writes and address in self.followed)
         if writes and address not in self._before:
             self._before[address] = ctypes.string_at(address, boxes.holder.end - address)

@@ -169,7 +169,7 @@ def designed_answers(probed: ProbedKernel, tell: Callable[[str], None] = lambda 
     if unsteady := next((each.name for each in again if equal_bits(each.o, probed.run(each.inputs)) < 1.0), None):
         raise UnidentifiedError(f"it is not deterministic: two calls on {unsteady} differ, and bits name no plan")
     if not any(answer.o.isfinite().any() for answer in answers):
-        raise UnidentifiedError(f"nothing that it returns is finite, of {counted(len(answers), 'input')} that are")
+        raise UnidentifiedError(f"it returns only NaN and Inf on {counted(len(answers), 'finite input')}")
     return answers
 
 

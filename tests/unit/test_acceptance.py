@@ -144,7 +144,7 @@ def test_a_rule_says_what_it_lacks() -> None:
     few, x = heads(1.0, FEWEST_SEEDS - 1), heads(1.0)
     unknown = torch.full_like(x.exact, torch.nan)
     lacking = {
-        "200 heads and more, each a seed of its own: 199 can be compared": RULES["ascend_recheck"].ask(few),
+        "at least 200 heads, each with a separate seed: 199 can be compared": RULES["ascend_recheck"].ask(few),
         "a limit for fp32: its source has fp16, bf16": RULES["transformer_engine"].ask(replace(x, fmt=FP32)),
         "a benchmark of O whose error is not 0": RULES["ascend_l2"].ask(replace(x, fused=x.exact)),
         "a reference of O without NaN and Inf": RULES["vllm"].ask(replace(x, exact=unknown)),

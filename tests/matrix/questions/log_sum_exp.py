@@ -25,7 +25,7 @@ _ROUNDINGS = 3  # of a score in the inputs' format: the scale times q, the produ
 def log_sum_exp(session: Session, results: WithinError) -> None:
     """Ask, as a question of `usage`, whether the kernel's second output is a log-sum-exp."""
     if len(session.options.layout) < len(FULL):
-        raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
+        raise CannotRunError("is called once for every sequence: its log-sum-exp is not checked")
     inputs = session.inputs()
     placed = session.place(inputs, gradients=False)
     with session.calling(gradients=False):

@@ -133,7 +133,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
     except CapturedError as error:
         raise UsageError(str(error)) from error
     if unwritten := [feature.words for feature in inputs.required_features() if feature not in _WRITTEN]:
-        raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
+        raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which a script can't write")
     return inputs
 
 
