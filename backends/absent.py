@@ -14,7 +14,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import Tuning, executing
+from tiebreak.kernels.triton.loading import Tuning, is_executing
 
 # It knows by the function itself what a compiler decides, such as tl.static_assert: imported while the language is
 # patched for interpreting, it would let every static_assert pass for the rest of the process.
@@ -23,10 +23,7 @@ import_module("triton.compiler.code_generator")
 
 @contextmanager
 def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterator[None]:
-    """Let Triton see one device with one stream, whose tensors are the CPU's; with more parts of a driver, if given.
-
-    Of an autotuned kernel one configuration is taken.
-    """
+    """Let Triton see one device with one stream and the CPU's tensors; an autotuned kernel takes one configuration."""
     answers = {
         "get_current_target": target,
         "get_active_torch_device": torch.device("cpu"),
@@ -35,14 +32,14 @@ def absent(target: GPUTarget, device: int | str = 0, **parts: object) -> Iterato
     }
     active = {name: partial(lambda answer, *_: answer, answer) for name, answer in answers.items()}
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Autotuner, "run", _with_one(Autotuner.run)))
+        stack.enter_context(patch.object(Autotuner, "run", _first_configuration(Autotuner.run)))
         stack.enter_context(patch.object(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0]))
         stack.enter_context(patch.object(driver, "_active", SimpleNamespace(**active, **parts)))
         yield
 
 
-def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autotuned kernel the first configuration that its pruning leaves, or the chosen; what was tuned stays."""
+def _first_configuration(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launch that takes the first configuration of an autotuned kernel, or the chosen one; none is tuned."""
 
     def tuned(self: Autotuner, *args: object, **kwargs: object) -> Any:
         prune, name, seen = self.prune_configs, self.base_fn.__name__, {*self.arg_names, "enable_fp_fusion"}
@@ -51,8 +48,8 @@ def _with_one(run: Callable[..., Any]) -> Callable[..., Any]:
             left, (kernel, _, chosen) = dict[str, Any](), Tuning.chosen.partition(".")
             for each in prune(given):
                 # Compiled code sees all of it; interpreted code has neither warps nor stages.
-                told = {key: value for key, value in each.all_kwargs().items() if executing() or key in seen}
-                words = "+".join(f"{key}={value}" for key, value in told.items())
+                options = {key: value for key, value in each.all_kwargs().items() if is_executing() or key in seen}
+                words = "+".join(f"{key}={value}" for key, value in options.items())
                 left.setdefault(words, each)
                 Tuning.left.setdefault(name, {}).setdefault(words, set()).add(str(each))
             if kernel == name and chosen not in left:

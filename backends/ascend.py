@@ -1,4 +1,4 @@
-"""The backend `ascend`: an Ascend NPU as it is, with torch operations of its own and the vendor's kernels."""
+"""The backend `ascend`: an Ascend NPU as it is, with its own torch operations and the vendor's kernels."""
 
 import importlib
 import importlib.util
@@ -38,7 +38,7 @@ from tiebreak.kernels.triton.roster import triton_kernels
 GUIDE = "docs/devices.md"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 DETERMINISTIC = "HCCL_DETERMINISTIC"
-# What the driver brings; all other libraries come with CANN.
+# The driver's libraries; all others come with CANN.
 _DRIVER_LIBRARIES = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
 _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
 _DRIVER = "usr/local/Ascend/driver/version.info"
@@ -46,7 +46,7 @@ _DRIVER = "usr/local/Ascend/driver/version.info"
 
 @dataclass(frozen=True)
 class Ascend(TorchDevice):
-    """The NPUs that torch-npu finds. A test derives what it puts in their place."""
+    """The NPUs that torch-npu finds. A test derives a class with a replacement of them."""
 
     root: Path = Path("/")  # the file system's root
     operators: Operators = torch_npu_operators  # where the vendor's operators come from
@@ -77,7 +77,7 @@ class Ascend(TorchDevice):
         super().set_up()
 
     def describe(self) -> dict[str, Any]:
-        """Return the SoC and the versions of its software: empty what is unknown, an error what can't be queried."""
+        """Return the SoC and its software's versions: empty where unknown, an error where they can't be queried."""
         return super().describe() | answers({"torch_npu": self._versions})
 
     def _versions(self) -> Mapping[str, str]:
@@ -85,17 +85,17 @@ class Ascend(TorchDevice):
         records = sorted(
             record for depth in ("", "*/", "*/*/") for record in home.glob(f"{depth}ascend_*_install.info")
         )
-        told = getattr(self.module().utils, "get_cann_version", lambda part: "")
+        version_of = getattr(self.module().utils, "get_cann_version", lambda part: "")
         return {
             "torch_npu": str(_module().__version__),
-            "cann": str(told("CANN")) or _version(*records[:1]),
-            "driver": str(told("DRIVER")) or _version(self.root / _DRIVER),
+            "cann": str(version_of("CANN")) or _version(*records[:1]),
+            "driver": str(version_of("DRIVER")) or _version(self.root / _DRIVER),
         }
 
     def fingerprint(self) -> dict[str, str | float]:
-        """Return what any device answers, its settings, and how the vendor's kernel answers what is asked of one."""
-        own = {"settings failed": self._settings, "probes of the vendor's kernel failed": self._vendor_probes}
-        return {**super().fingerprint(), **answers(own)}
+        """Return the probes' answers, settings, and the vendor kernel's answers to the probes of a kernel."""
+        probes = {"settings failed": self._settings, "probes of the vendor's kernel failed": self._vendor_probes}
+        return {**super().fingerprint(), **answers(probes)}
 
     def _settings(self) -> Mapping[str, str | float]:
         npu = self.module()
@@ -120,9 +120,9 @@ class Ascend(TorchDevice):
 
 
 def _missing(root: Path) -> str | None:
-    """None, or what is missing: package, fitting torch, driver, CANN, NPU, in this order.
+    """Return None, or what is missing: package, fitting torch, driver, CANN, NPU, in this order.
 
-    torch_npu, which changes torch in many places as it is imported, is left alone where there is no driver.
+    torch_npu, which changes torch in many places when imported, is not imported where there is no driver.
     """
     return _package_missing() or _driver_missing(root) or _import_failure() or _none_visible()
 
@@ -135,14 +135,14 @@ def _driver_missing(root: Path) -> str | None:
 
 
 def _version(*files: Path) -> str:
-    """The field `version`, in any case, of a file of `name=value` lines; empty if it has none."""
+    """Return the field `version`, in any case, of a file of `name=value` lines; empty if it has none."""
     fields = (line.partition("=") for file in files for line in read(file).splitlines())
     values = (value.strip().strip("[]") for name, _, value in fields if name.strip().lower() == "version")
     return next(values, "")
 
 
 def _package_missing() -> str | None:
-    """None, or why no torch-npu fits this torch: none is installed, or it was built for another."""
+    """Return None, or why no torch-npu fits this torch: none is installed, or it was built for another."""
     ours = torch.__version__
     if importlib.util.find_spec("torch_npu") is None:
         return f"torch-npu is not installed: pip install torch-npu=={ours.partition('+')[0]} ({GUIDE})"
@@ -159,7 +159,7 @@ def _package_missing() -> str | None:
 
 @cache
 def _import_failure() -> str | None:
-    """None, or what to do about the error that importing torch_npu raises, in one line."""
+    """Return None, or what to do about the error that importing torch_npu raises, in one line."""
     try:
         _module()
     except Exception as error:  # whatever it raises, other backends are to run
@@ -176,7 +176,7 @@ def _import_failure() -> str | None:
 
 
 def _none_visible() -> str | None:
-    """None, or why torch-npu has no NPU for us."""
+    """Return None, or why torch-npu sees no NPU."""
     try:
         count = int(_module().npu.device_count())
     except RuntimeError as error:
@@ -208,7 +208,7 @@ def ascend(root: Path = Path("/"), operators: Operators = torch_npu_operators) -
 
 
 def _kernels(operators: Operators) -> tuple[Kernel, ...]:
-    """torch-npu's operators, and the Triton kernels where triton-ascend, which goes by triton's name, is installed."""
+    """Return torch-npu's operators, and the Triton kernels where triton-ascend, imported as triton, is installed."""
     compiled = triton_kernels(interpreted=False) if missing() is None else ()
     return (*npu_kernels(operators), *compiled)
 

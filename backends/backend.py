@@ -22,7 +22,7 @@ BITS_OF_INSTRUCTIONS = "bits of emulated instructions"  # what a plan rests on w
 
 @dataclass(frozen=True)
 class Backend:
-    """Where kernels run, and every answer about the device: all who ask know no device's name."""
+    """A device that runs kernels, and all that the suite knows about it."""
 
     name: str  # how tables and --backend call it
     about: str  # one line
@@ -40,21 +40,21 @@ class Backend:
 
     @property
     def evidence(self) -> str:
-        """What a plan rests on that outputs tell here, in words: never a device that is not there."""
+        """The evidence for a plan that outputs show on this backend, in words: never a device that is absent."""
         computes = self.device == "cpu" and not self.predicts  # by instructions of this processor
         return BITS_OF_INSTRUCTIONS if computes and emulated() else self.bits
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Words of the command line that configure it, beside its name."""
+        """The command-line options that configure it, other than its name."""
         return ()
 
     def notice(self) -> str | None:
-        """What the first lines of a run state about it; None: nothing."""
+        """Return a line about it for the first lines of a run; None: nothing."""
         return None
 
     def assuming(self, card: str) -> "Backend":
-        """Compute as a card would that is not here; itself, where the device that is here computes.
+        """Return a backend that computes as an absent card would; itself, where the device is present.
 
         Raises:
             ValueError: nothing is known of such a card; one line with those that are.
@@ -63,13 +63,13 @@ class Backend:
         return self
 
     def worker_limit(self) -> int | None:
-        """How many workers the device carries, where the backend can run; None: what the host's cores and memory do."""
+        """Return how many workers the device carries; None: as many as the host's cores and memory do."""
         return None
 
     def worker_environment(self, worker: int) -> Mapping[str, str]:
-        """What to add to a worker's environment before it starts, so that it sees one of several devices.
+        """Return additions to a worker's environment, by which it sees one of several devices.
 
-        Workers' numbers are from 0 on; one that replaces another has a number of its own.
+        Workers are numbered from 0; one that replaces another has a new number.
         """
         del worker
         return {}
@@ -78,20 +78,20 @@ class Backend:
         """Take a device for this process, which is about to use it. Called after `unavailable`, perhaps repeatedly."""
 
     def describe(self) -> dict[str, Any]:
-        """What of the device and its software can change the bits of a result, by its name among a run's platform."""
+        """Return properties of the device and its software that can change bits of a result, by name."""
         return {}
 
     def poisoned(self) -> bool:
-        """Whether an error has left the device unusable for this process."""
+        """Return whether an error has left the device unusable for this process."""
         return False
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels of a default run, in the order of the table."""
+        """Return the kernels of a default run, in the order of the table."""
         composed = DEFAULT_ROSTER if self.composed else ()
         return (*(composed_kernel(name) for name in composed), *self.vendor_kernels())
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel called `name`: one of the device's own, or any composed one.
+        """Return the kernel called `name`: one of the device's own, or any composed one.
 
         Raises:
             ValueError: the backend has no such kernel; the message lists what it has.
@@ -99,20 +99,20 @@ class Backend:
         vendor = {kernel.name: kernel for kernel in self.vendor_kernels()}
         if name not in vendor and not self.composed:
             raise ValueError(f"unknown kernel {name!r}: {self.name} has {', '.join(vendor)}")
-        own = name in vendor and not vendor[name].composed  # a composed one chosen by name is for any input
-        return vendor[name] if own else composed_kernel(name)
+        is_vendors = name in vendor and not vendor[name].composed  # a composed one chosen by name is for any input
+        return vendor[name] if is_vendors else composed_kernel(name)
 
     def repeats(self, kernel: Kernel) -> bool:
-        """Whether a second run on the same input could only have the same bits, so that a cell need not make one."""
+        """Return whether a second run on the same input is certain to have the same bits, so that none is needed."""
         del kernel
         return self.predicts
 
     def fingerprint(self) -> Mapping[str, str | float]:
-        """What the device's arithmetic does, measured, for the record of a run."""
+        """Return measured properties of the device's arithmetic, for the record of a run."""
         return fingerprint(self.arithmetic, self.device)
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
-        """What kernels have to be run within; it yields what is assumed for them of a device that is not there."""
+        """Return the context to run kernels in; it yields what is assumed of a device that is absent."""
         return nullcontext(())
 
     def run(self, kernel: Kernel, inputs: AttentionInputs, *, gradients: bool) -> AttentionOutput:
@@ -130,7 +130,7 @@ _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)
 
 
 def to_device(value: _Moved, device: str) -> _Moved:
-    """The same dataclass with every tensor in it on `device`."""
+    """Return the same dataclass with every tensor in it on `device`."""
     moved: dict[str, Any] = {}
     for field in fields(value):
         part = getattr(value, field.name)

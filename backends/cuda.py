@@ -1,4 +1,4 @@
-"""What the backend `cuda` runs, and its workers: NVIDIA's GPUs, and AMD's, which are the same device to torch (ROCm).
+"""The backend `cuda` and its workers: NVIDIA's GPUs, and AMD's, which are the same device to torch (ROCm).
 
 Nothing here has run on a GPU yet: tests put stand-ins in torch.cuda's place.
 """
@@ -37,13 +37,13 @@ class CudaArithmetic(TorchArithmetic):
     """
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """The device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
+        """Return the device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
         with exact_products():
             return super().matmul(a, b, cast, accumulator)
 
 
 def unavailable() -> str | None:
-    """None, or why no GPU can be used here, in one line. Where torch has none built in, CUDA is left alone."""
+    """Return None, or why no GPU can be used here, in one line; without CUDA in torch, CUDA is not touched."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"PyTorch {torch.__version__} is built without CUDA and ROCm: install a build for your GPU"
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
 
 @cache
 def cuda_kernels() -> tuple[Kernel, ...]:
-    """The Triton kernels, PyTorch's own and flash-attn's. Those that are missing here skip with their reasons."""
+    """Return the Triton kernels, PyTorch's own and flash-attn's; missing ones skip with their reasons."""
     packaged = external_kernel("flash_attn", "flash@fused_contracted,tile=128")
     # Where the package is missing no training run has it.
     flash_attn = replace(packaged, external=False, has_backward=find_spec("flash_attn") is not None)
@@ -74,7 +74,7 @@ def _visible_variable() -> str:
 
 
 def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
-    """What of the visible GPUs and their software can change the bits of a result. It initialises CUDA.
+    """Return properties of the visible GPUs and their software that can change bits. It initialises CUDA.
 
     Returns:
         Model names and what kernels are compiled for, each once; versions of the driver, of CUDA or HIP that PyTorch is
@@ -82,7 +82,7 @@ def describe_gpu(root: Path = Path("/")) -> dict[str, str | None]:
     """
     devices = range(torch.cuda.device_count())
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    # NVIDIA's version stands in a sentence, AMD's alone.
+    # NVIDIA's version is part of a sentence, AMD's is not.
     driver = re.search(
         r"\d+(\.\d+)+", read(root / "proc/driver/nvidia/version") or read(root / "sys/module/amdgpu/version")
     )
@@ -105,7 +105,7 @@ def _gpu_arch(device: int) -> str:
 
 
 class _Cuda(TorchDevice):
-    """GPUs as they are. Nothing is to be set up: a worker sees its own GPU alone."""
+    """The GPUs of this machine. Nothing is set up: a worker sees its own GPU alone."""
 
     def worker_environment(self, worker: int) -> dict[str, str]:
         count, name = torch.cuda.device_count(), _visible_variable()

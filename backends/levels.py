@@ -1,4 +1,4 @@
-"""The instruction-set levels of one CPU, each a platform of its own.
+"""The instruction-set levels of one CPU, each a separate platform.
 
 Two environment variables, both read once as a process starts, change the bits of PyTorch's CPU results:
 ATEN_CPU_CAPABILITY chooses the vector code of ATen's own kernels (SDPA's flash attention among them), and
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 PROCESSOR = "QEMU_CPU"
 #: In which format oneDNN may multiply numbers of fp32: BF16, as guides to Graviton have it set. The former name.
 FPMATH = "DNNL_DEFAULT_FPMATH_MODE"
-#: What decides the level. oneDNN still reads what begins with DNNL, its former name.
+#: The variables that decide the level. oneDNN still reads what begins with DNNL, its former name.
 VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", FPMATH, PROCESSOR),
@@ -80,7 +80,7 @@ EMULATED: Mapping[str, tuple[Level, ...]] = {
         for name, processor, settings in (
             ("max", "max", {}),  # all that QEMU has: bf16, SVE and SVE2 of 512 bits
             ("max-fpmath-bf16", "max", _BF16_IN_FP32),  # as that one, and some products of fp32 in bf16
-            ("max-sve256", "max,sve-max-vq=2", {}),  # SVE of 256 bits, for which ATen has code of its own
+            ("max-sve256", "max,sve-max-vq=2", {}),  # SVE of 256 bits, for which ATen has separate code
             ("max-sve256-aten-default", "max,sve-max-vq=2", {"ATEN_CPU_CAPABILITY": "default"}),  # without that code
             ("max-sve128", "max,sve-max-vq=1", {}),  # SVE of 128 bits, as in Graviton 4 and Grace
             ("a64fx", "a64fx", {}),  # SVE of 512 bits, no bf16
@@ -92,12 +92,12 @@ EMULATED: Mapping[str, tuple[Level, ...]] = {
 
 
 def supported(features: Collection[str]) -> tuple[Level, ...]:
-    """The levels of a CPU with these features, by Linux's names, from the highest down: `native` alone on no x86."""
+    """Return the levels of a CPU with these features, by Linux's names, highest first; `native` alone if not x86."""
     return tuple(level for level in LEVELS if level.needs.issubset(features))
 
 
 def current(environment: Mapping[str, str]) -> str:
-    """Name of the level that a process started in this environment is on; "custom" if it is none of `LEVELS`."""
+    """Return the level of a process started in this environment; "custom" if it is none of `LEVELS`."""
     chosen = {name: environment[name] for name in VARIABLES if environment.get(name)}
-    known = itertools.chain(LEVELS, *EMULATED.values())
-    return next((level.name for level in known if level.environment == chosen), "custom")
+    levels = itertools.chain(LEVELS, *EMULATED.values())
+    return next((level.name for level in levels if level.environment == chosen), "custom")

@@ -1,4 +1,4 @@
-"""What this machine is, and how many workers it carries.
+"""The description of this machine, and how many workers it carries.
 
 Functions that read the system take `root`, the file system's root, so that a test can hand in made-up `proc` and `sys`
 trees.
@@ -23,7 +23,7 @@ _X86 = (
 _ARM = "neon asimd asimdhp bf16 sve sve2 svebf16 sme"
 NUMERIC_FEATURES = frozenset(f"{_X86} {_ARM}".split())
 
-# Of the auxiliary vector, where an emulator says what the processor that it plays has: word and bit of each feature
+# In the auxiliary vector an emulator describes the emulated processor: word and bit of each feature
 # (Linux, arch/arm64/include/uapi/asm/hwcap.h).
 _HWCAP, _HWCAP2 = 16, 26
 _BITS = {
@@ -39,9 +39,9 @@ QEMU = "TIEBREAK_QEMU"  # QEMU's version, told to what runs under it, which can'
 
 
 def describe(root: Path = Path("/")) -> dict[str, Any]:
-    """Return what of the machine and the software of this process can change the bits of a result.
+    """Return properties of the machine and of this process's software that can change bits of a result.
 
-    What a system does not tell is empty or None, never an exception. `root` is the file system's.
+    Facts that a system does not report are empty or None, never an exception. `root` is the file system's.
     """
     # Not at the top of the module: the level list and the worker count answer without loading torch.
     import numpy as np
@@ -68,7 +68,7 @@ def describe(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def emulated(root: Path = Path("/")) -> str | None:
-    """What carries out this process's instructions where no processor does, in words; None where one does.
+    """Return what emulates this process's instructions, in words; None on a real processor.
 
     Under QEMU's user mode uname is the emulated machine's, but `/proc/cpuinfo` is the host's: an x86's has "flags".
     """
@@ -79,16 +79,16 @@ def emulated(root: Path = Path("/")) -> str | None:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Model name of the first processor; what uname knows where the system gives no model name, as on Arm."""
+    """Return the model name of the first processor; uname's where the system gives none, as on Arm."""
     if emulated(root):
         return f"{os.environ.get(PROCESSOR) or platform.machine()} (emulated processor)"
     return _cpuinfo(root).get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
-    """The instruction sets of the first processor that change numerics, under Linux's names, sorted.
+    """Return the instruction sets of the first processor that change numerics, by Linux's names, sorted.
 
-    Empty where there is no `/proc/cpuinfo`. An emulated processor's are in the auxiliary vector: never the host's.
+    Empty without `/proc/cpuinfo`. That file is the host's: an emulated processor's are in the auxiliary vector.
     """
     if emulated(root):
         vector = root / "proc/self/auxv"  # pairs of 64 bits
@@ -100,10 +100,10 @@ def cpu_features(root: Path = Path("/")) -> tuple[str, ...]:
 
 
 def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> int:
-    """How many test processes this machine carries at a time.
+    """Return how many test processes this machine carries at a time.
 
-    The lesser of the usable cores and of the workers that the available memory holds, within the limits of the control
-    group (of version 1 or 2) that a container or a batch system sets; at least 1.
+    It is the lesser of the usable cores and of the workers that the available memory holds, within the limits of the
+    control group (version 1 or 2) that a container or a batch system sets; at least 1.
     """
     cores = min([float(_affinity()), *_cpu_quotas(root)])
     free = min([_memory(root)[1], *(limit - used for limit, used in _memory_limits(root))])
@@ -111,14 +111,14 @@ def worker_count(memory_per_worker_gib: float = 2.0, root: Path = Path("/")) -> 
 
 
 def _affinity() -> int:
-    """Cores that the scheduler gives this process."""
+    """Return the number of cores that the scheduler gives this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _memory(root: Path) -> tuple[float, float]:
-    """Total and available bytes of memory; both the total where the system does not tell what is available."""
+    """Return total and available bytes of memory; the total twice where the system does not tell what is available."""
     fields = dict(line.split(":", 1) for line in read(root / "proc/meminfo").splitlines() if ":" in line)
     try:
         total, available = (1024.0 * int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
@@ -128,7 +128,7 @@ def _memory(root: Path) -> tuple[float, float]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time that each control group around this process allows; nothing for one without a limit."""
+    """Yield the cores' worth of time that each control group around this process allows, if it has a limit."""
     for folder in _control_groups(root, "cpu"):
         # Version 2 writes "quota period" or "max period" in one file; version 1 has two, with -1 for no limit.
         first = [read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -138,7 +138,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Bytes allowed and bytes in use for each control group around this process; nothing for one without a limit."""
+    """Yield the bytes allowed and in use for each control group around this process that has a limit."""
     for folder in _control_groups(root, "memory"):
         limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
         used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
@@ -150,10 +150,10 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, from the innermost outwards.
+    """Yield the folders of the control groups that this process is in, from the innermost outwards.
 
-    A limit may sit on any of them. In a container the path may name folders that are only visible outside it; what is
-    mounted is then the container's own group, the last folder yielded.
+    Any of them may have a limit. In a container the path may name folders that are visible only outside it; the mounted
+    folder, which is yielded last, is then the container's own group.
     """
     for line in read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
@@ -170,14 +170,14 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The fields that `/proc/cpuinfo` gives for its first processor."""
+    """Return the fields that `/proc/cpuinfo` gives for its first processor."""
     first = read(root / "proc/cpuinfo").strip().split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def read(path: Path) -> str:
-    """Text of a system file, empty if there is none or it can't be read."""
+    """Return the text of a system file, empty if there is none or it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

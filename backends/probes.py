@@ -31,7 +31,7 @@ _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHAS
 
 
 def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
-    """What the arithmetic on a device, by torch's name of it, does where devices are known to differ.
+    """Return properties of the arithmetic on a device, by torch's name of it, in which devices are known to differ.
 
     Returns:
         `cast` and `matmul`: the mode in which a cast and a matrix product round to bf16, `none known` if no mode fits;
@@ -61,7 +61,7 @@ def fingerprint(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float
 
 
 def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
-    """What a device's products of bf16 do that a plan has to say.
+    """Return the properties of a device's bf16 products that a plan must name.
 
     Returns:
         Changes of a plan, as declarations have them, each with those before it: how products are added up, then after
@@ -75,10 +75,10 @@ def plan_changes(arithmetic: Arithmetic, device: str) -> tuple[str, ...]:
 
 
 def accumulators_of(arithmetic: Arithmetic, device: str) -> tuple[Accumulator, ...]:
-    """The accumulators whose emulation has all bits of a device's products of bf16.
+    """Return the accumulators whose emulation has all bits of a device's products of bf16.
 
-    Masks tell the order of terms; tails beside a tie of bf16, or beside 1 and -1, the width and the rounding of sums;
-    numbers at the edge of the normal ones what is flushed.
+    Masks show the order of terms; tails next to a tie of bf16, or next to 1 and -1, show the width and rounding of
+    sums; numbers at the edge of the normal range show flushing.
 
     Returns:
         Several where these products don't tell them apart; none where no accumulator is known that does so, or the
@@ -102,23 +102,23 @@ def _emulated(accumulator: Accumulator, mode: Rounding) -> list[Tensor]:
 
 @cache
 def _sums() -> Mapping[float, Tensor]:
-    """Rows of 64 terms, by what all are multiplied by."""
+    """Return rows of 64 terms, by the factor of all terms."""
     smallest = BF16.smallest_normal
     # Subnormal: a sum; a term before and after a normal one; a sum which another term makes normal again.
     edge = torch.zeros(4, _SIZE)
     edge[0, 0] = smallest / 4
     edge[1:3, :2] = torch.tensor([[smallest, smallest / 2], [smallest / 2, smallest]])
     edge[3, [0, 2, 4]] = torch.tensor([1.5 * smallest, -smallest, smallest])
-    tails = [_tails(beside) for beside in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
+    tails = [_tails(neighbour) for neighbour in (-1.0, 2.0 ** -(BF16.mantissa_bits + 1))]
     # The factor makes subnormal products of normal operands.
     return {1.0: torch.cat([_masks(_SIZE), *tails, edge]), 1.0 / _LARGE: edge * _LARGE}
 
 
 def _masks(terms: int) -> Tensor:
-    """Rows, (terms - 1, terms) of fewer than 67 terms, whose sums show in which order their terms are added up.
+    """Return rows, (terms - 1, terms) of fewer than 67 terms, whose sums show the order in which terms are added.
 
-    A large number in place 0 and its negative in place j, from 1 on, swallow every one that joins either of them before
-    they meet: what is left shows how many terms had met by then (Xie et al., "FPRev: revealing the order of
+    A large number in place 0 and its negative in place j, from 1 on, absorb every term added to either before they
+    meet, so the sum shows how many terms had been added by then (Xie et al., "FPRev: revealing the order of
     floating-point summation", 2024, arXiv 2411.00442).
     """
     rows = torch.ones(terms - 1, terms)
@@ -127,11 +127,11 @@ def _masks(terms: int) -> Tensor:
     return rows
 
 
-def _tails(beside: float) -> Tensor:
-    """1, what stands beside it and a tail at drawn places among so many neighbours, for every size of a tail.
+def _tails(neighbour: float) -> Tensor:
+    """Return 1, `neighbour` and a tail at random places among other numbers, for every size of a tail.
 
-    A tail is kept, lost, cut off, rounded down or leaves a mark in the last bit, depending on what it meets first (as
-    in Hawkeye, arXiv 2603.20421, and MMA-Sim, arXiv 2511.10909). The larger ones have a second, which tips their ties.
+    A tail is kept, lost, truncated, rounded down or leaves a sticky bit, depending on what it is added to first
+    (Hawkeye, arXiv 2603.20421; MMA-Sim, arXiv 2511.10909). The larger ones have a second, which breaks their ties.
     """
     draw = np.random.Generator(np.random.Philox(1))
     rows = np.zeros((len(_WINDOWS) * len(_TAILS), _SIZE), np.float32)
@@ -139,13 +139,13 @@ def _tails(beside: float) -> Tensor:
         tip = 2.0 ** -(bits + _TIP) if bits <= FP32.mantissa_bits + 1 else 0.0
         first = neighbours * draw.integers(_SIZE // neighbours)
         sign, other = draw.choice([1.0, -1.0], 2)
-        terms = [sign, sign * beside, other * 2.0**-bits, tip]
+        terms = [sign, sign * neighbour, other * 2.0**-bits, tip]
         row[first + draw.permutation(neighbours)[: len(terms)]] = terms
     return torch.from_numpy(rows)
 
 
 def _dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format = BF16, factor: float = 1.0) -> Tensor:
-    """Row sums as the device's matrix product forms them: rows (m, k) times a factor, padded with zeros to (m, 64).
+    """Return row sums as the device's product forms them: rows (m, k) times a factor, padded with zeros to (m, 64).
 
     A single column, or a short row, may take another path through a library than the products of attention do.
     """
@@ -158,30 +158,30 @@ def _dot(arithmetic: Arithmetic, rows: Tensor, device: str, fmt: Format = BF16, 
 
 
 def _probe_values() -> Tensor:
-    """Ties of both parities and values a little beside them, both signs, in [1, 2)."""
+    """Return ties of both parities and values a little off them, both signs, in [1, 2)."""
     ulps = torch.arange(16)[:, None] + torch.tensor([0.25, 0.5, 0.75])
     positive = 1.0 + ulps.flatten() * 2.0**-BF16.mantissa_bits
     return torch.cat([positive, -positive])
 
 
 def _mode_of(rounded: Tensor) -> Rounding | None:
-    """In which the probe values were rounded."""
+    """Return the mode in which the probe values were rounded."""
     values = _probe_values()
     return next((mode for mode in _DETERMINISTIC if torch.equal(round_to(values, BF16, mode), rounded)), None)
 
 
 def _mode_of_products(arithmetic: Arithmetic, device: str) -> Rounding | None:
-    """Of rows of two terms, which add up to one probe value, exactly in fp32."""
+    """Return the mode for rows of two terms, whose sum is a probe value, exact in fp32."""
     values = _probe_values()
     high = round_to(values, BF16, Rounding.RTZ)
     return _mode_of(_dot(arithmetic, torch.stack([high, values - high], -1), device))
 
 
 def _rounds_after(arithmetic: Arithmetic, device: str, *, heads: int, rows: int, columns: int) -> int:
-    """How many terms a long product adds before it rounds their sum; 0: all.
+    """Return how many terms a long product adds before it rounds their sum; 0: all.
 
-    Of a large term and two of half its ulp the sum is in the format. Rounded between the two, each alone is a tie. The
-    second lies elsewhere in every row.
+    The sum of a large term and two of half its ulp is in the format. If it is rounded between the two, each alone is a
+    tie. The second is in another place in every row.
     """
     large, apart = 2.0 ** (BF16.mantissa_bits + 1), _LONG // (heads * rows)
     a = torch.zeros(heads * rows, _LONG)
@@ -195,7 +195,7 @@ def _rounds_after(arithmetic: Arithmetic, device: str, *, heads: int, rows: int,
 
 
 def arithmetic_probes(arithmetic: Arithmetic, device: str) -> Mapping[str, str | float]:
-    """What an arithmetic does where an Ascend NPU may differ.
+    """Return properties of an arithmetic in which an Ascend NPU may differ.
 
     Returns:
         `fp32_matmul_keeps`: fraction bits of fp32 operands that a product keeps (23; HF32 keeps 11, TF32 10);
@@ -219,12 +219,12 @@ def arithmetic_probes(arithmetic: Arithmetic, device: str) -> Mapping[str, str |
 
 
 def _leading(kept: Tensor) -> float:
-    """How many answers are yes before the first no."""
+    """Return how many answers are yes before the first no."""
     return float(kept.long().cumprod(0).sum())
 
 
 def _operand_bits(arithmetic: Arithmetic, device: str) -> float:
-    """Of 1 + 2^-b times 1, from either side."""
+    """Return the fraction bits of operands that a product keeps, from 1 + 2^-b times 1, on either side."""
     values = torch.tensor([1.0 + 2.0**-bits for bits in range(1, FP32.mantissa_bits + 1)])
     left = _dot(arithmetic, values[:, None], device, FP32)
     right = torch.stack([_dot(arithmetic, torch.ones(1, 1), device, FP32, value)[0] for value in values.tolist()])
@@ -232,7 +232,7 @@ def _operand_bits(arithmetic: Arithmetic, device: str) -> float:
 
 
 def _accumulator_bits(arithmetic: Arithmetic, device: str) -> float:
-    """Of 1, 2^-b and -1 in any order."""
+    """Return the bits that a running sum keeps, from 1, 2^-b and -1 in any order."""
     small = torch.tensor([2.0**-bits for bits in range(1, _WIDEST + 1)])
     one = torch.ones_like(small)
     orders = [torch.stack(order, -1) for order in ((one, small, -one), (one, -one, small), (small, one, -one))]
@@ -241,7 +241,7 @@ def _accumulator_bits(arithmetic: Arithmetic, device: str) -> float:
 
 
 def _order(arithmetic: Arithmetic, device: str) -> str:
-    """In which order the bf16 product adds up 32 terms."""
+    """Return the order in which the bf16 product adds up 32 terms."""
     left = _dot(arithmetic, _masks(_ORDERED), device)
     sizes = [_ORDERED - round(number) for number in left.tolist()]
     places = range(1, _ORDERED)
@@ -260,11 +260,11 @@ def _kept(value: Tensor) -> str:
 
 
 def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
-    """How a kernel casts P-bar to bf16 where it lies halfway between two neighbours.
+    """Return how a kernel casts P-bar to bf16 where it is halfway between two neighbours.
 
-    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and no bias of
-    O shows it. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an even last
-    bit, in the other half above an odd one.
+    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and does not
+    show in the bias of O. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an
+    even last bit, in the other half above an odd one.
 
     Returns:
         `rne`, `rtna` or `rtz`; `not seen` where its exponential misses the ties; `none known` else.
@@ -280,7 +280,7 @@ def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
 
 
 def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-    """How far the row maxima and row sums that a kernel returns are from the reference, on random scores.
+    """Return how far a kernel's row maxima and row sums are from the reference, on random scores.
 
     `run` gives both on the host, (batch, heads, N, copies), from inputs there.
 

@@ -12,10 +12,10 @@ PACKAGE = "tiebreak"
 
 
 def commit(checkout: Path = CHECKOUT) -> str | None:
-    """The git commit of a checkout's top folder: 40 digits, and "-dirty" if tracked files differ from it.
+    """Return the git commit of a checkout's top folder: 40 digits, and "-dirty" if tracked files differ from it.
 
-    None without git, without a commit, or if the folder merely lies inside someone else's repository (an installed copy
-    in a virtual environment).
+    None without git, without a commit, or if the folder is merely inside another repository (an installed copy in a
+    virtual environment).
     """
     # In a hook, git points these at the repository that the hook belongs to.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -35,10 +35,10 @@ def commit(checkout: Path = CHECKOUT) -> str | None:
 
 
 def wheel(package: str = PACKAGE, module: Path = Path(__file__)) -> str | None:
-    """The installed wheel that this code, of which `module` is a file, runs from; None where it runs from none.
+    """Return the installed wheel that this code, of which `module` is a file, runs from; None if it runs from none.
 
-    That is its version and, behind "sha256:", a digest of its files' names and contents, with "-dirty" appended if one
-    is not as the wheel had it.
+    It is named by its version and, after "sha256:", a digest of its files' names and contents, with "-dirty" appended
+    if a file differs from the wheel's.
     """
     try:
         installed = metadata.distribution(package)
@@ -50,9 +50,9 @@ def wheel(package: str = PACKAGE, module: Path = Path(__file__)) -> str | None:
         return None
     digest, dirty = hashlib.sha256(), ""
     for file, path in files.items():
-        own = hashlib.sha256(path.read_bytes() if path.is_file() else b"")
-        digest.update(f"{file.as_posix()} {own.hexdigest()}\n".encode())
+        file_digest = hashlib.sha256(path.read_bytes() if path.is_file() else b"")
+        digest.update(f"{file.as_posix()} {file_digest.hexdigest()}\n".encode())
         # As RECORD has it: https://packaging.python.org/specifications/recording-installed-packages
-        if file.hash is None or file.hash.value != base64.urlsafe_b64encode(own.digest()).rstrip(b"=").decode():
+        if file.hash is None or file.hash.value != base64.urlsafe_b64encode(file_digest.digest()).rstrip(b"=").decode():
             dirty = "-dirty"
     return f"{installed.version} sha256:{digest.hexdigest()}{dirty}"

@@ -9,7 +9,7 @@ from tiebreak.plugins import Door, PluginError
 
 __all__ = ["BACKENDS", "COMMONLY", "resolved", "target_of"]
 
-#: What people also call a backend.
+#: Other names that people use for a backend.
 COMMONLY = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "npu": "ascend",
             "triton": "interpreter", "emulator": "emulation",
             PREFIX + "cpu": "cpu", PREFIX + "cuda": "cuda", PREFIX + "npu": "ascend"}  # fmt: skip
@@ -30,7 +30,7 @@ BACKENDS = _Backends("tiebreak.backends", Backend, {backend.name: backend for ba
 
 
 def resolved(names: str) -> str:
-    """Return a comma list of backends with the name in the place of each path/to/file.py:NAME, which is then known.
+    """Return a comma list of backends with the name instead of each path/to/file.py:NAME, which is then registered.
 
     Raises:
         LoadError: a file can't be imported, has no backend of that name, or one that is called as another is.
@@ -50,5 +50,5 @@ def _brought(target: str) -> str:
 
 
 def target_of(name: str) -> str:
-    """Return what --backend calls a backend: its name, or the file and object that brought it."""
+    """Return a backend as --backend takes it: its name, or the file and object that brought it."""
     return _targets.get(name, name)

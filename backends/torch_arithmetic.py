@@ -30,7 +30,7 @@ class TorchArithmetic:
     has_fp64: bool = True  # whether the device has float64
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """The device's own cast; a stochastic one, which no torch device has, in integer arithmetic on the device.
+        """Return the device's own cast; a stochastic one, which no torch device has, in integers on the device.
 
         Raises:
             CannotRunError: to a format that torch devices do not compute in.
@@ -40,7 +40,7 @@ class TorchArithmetic:
         return x if cast.fmt == FP32 else x.to(_dtype(cast.fmt)).float()
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """The device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
+        """Return the device's product: of narrow operands where the result is narrow, of fp32 operands otherwise."""
         del accumulator
         if cast.fmt == FP32:
             return a @ b
@@ -48,11 +48,11 @@ class TorchArithmetic:
         return (a.to(dtype) @ b.to(dtype)).float()
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """The device's exponential."""
+        """Return the device's exponential."""
         return torch.exp2(x * LOG2_E) if exponential.base_two else torch.exp(x)
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """The device's exponential of a fused multiply-add that takes float64: torch has none to call.
+        """Return the device's exponential of a fused multiply-add computed in float64: torch has none to call.
 
         Raises:
             CannotRunError: the device has no float64.
@@ -63,10 +63,10 @@ class TorchArithmetic:
         return torch.exp2(argument) if exponential.base_two else torch.exp(argument)
 
     def tanh(self, x: Tensor) -> Tensor:
-        """The device's hyperbolic tangent."""
+        """Return the device's hyperbolic tangent."""
         return torch.tanh(x)
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """The device's sum."""
+        """Return the device's sum."""
         del accumulator
         return x.sum(-1, keepdim=True)

@@ -50,18 +50,18 @@ def remedies(device: str, has_fp64: bool) -> Iterator[None]:
 
 
 def answers(probes: Mapping[str, Callable[[], Mapping[str, str | float]]]) -> dict[str, str | float]:
-    """Return what all probes answer, and in the place of one that fails its error under the probe's name."""
-    told: dict[str, str | float] = {}
+    """Return the results of all probes; for one that fails, its error under the probe's name."""
+    results: dict[str, str | float] = {}
     for name, probe in probes.items():
         try:
-            told |= probe()
+            results |= probe()
         except Exception as error:  # one operation that a device lacks must not cost the records of a whole run
-            told[name] = f"{type(error).__name__}: {first_line(error)}"
-    return told
+            results[name] = f"{type(error).__name__}: {first_line(error)}"
+    return results
 
 
 class TorchDevice(Backend):
-    """A device, by what torch and the package that brings it have functions for."""
+    """A device that torch, or a package that extends it, has functions for."""
 
     def module(self) -> Any:
         """Return the module of those functions."""
@@ -107,8 +107,8 @@ class TorchDevice(Backend):
     def poisoned(self) -> bool:
         """Return whether waiting for the device fails twice.
 
-        An error within a kernel, such as an illegal memory access, comes back from every call. One that is merely
-        pending, or a lack of memory, does not.
+        After an error within a kernel, such as an illegal memory access, every call fails. A pending error, or a lack
+        of memory, is raised once.
         """
         if not getattr(self.module(), "is_initialized", lambda: True)():
             return False
@@ -120,8 +120,8 @@ class TorchDevice(Backend):
 
     def fingerprint(self) -> Mapping[str, str | float]:
         """Return the answers of all probes; a probe that the device can't run is answered by its error."""
-        asked = {"fingerprint failed": fingerprint, "probes of arithmetic failed": arithmetic_probes}
-        return answers({name: partial(probe, self.arithmetic, self.device) for name, probe in asked.items()})
+        probes = {"fingerprint failed": fingerprint, "probes of arithmetic failed": arithmetic_probes}
+        return answers({name: partial(probe, self.arithmetic, self.device) for name, probe in probes.items()})
 
     @contextmanager
     def in_use(self) -> Iterator[Collection[str]]:
@@ -146,7 +146,7 @@ def torch_device(name: str) -> TorchDevice:
 
 
 def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
-    """Return the backends that a list names as torch:DEVICE; a glob stands for the accelerator that torch has here.
+    """Return the backends that a list names as torch:DEVICE; a glob means the accelerator that torch has here.
 
     Raises:
         ValueError: torch knows no such device, and no installed package brings one; one line.
@@ -156,13 +156,13 @@ def torch_devices(words: Iterable[str]) -> dict[str, Backend]:
         device = word.removeprefix(PREFIX)
         try:
             _load_packages()
-            found = torch.accelerator.current_accelerator() if {*"*?"} & {*device} else torch.device(device)
+            accelerator = torch.accelerator.current_accelerator() if {*"*?"} & {*device} else torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"unknown backend {word!r}: {first_line(error)}") from error
-        if found is not None and found.index is not None:
-            raise ValueError(f"unknown backend {word!r}: workers take turns: name it {PREFIX}{found.type}")
-        if found is not None and found.type not in ("cuda", "npu"):  # which have backends of their own
-            devices[PREFIX + found.type] = torch_device(PREFIX + found.type)
+        if accelerator is not None and accelerator.index is not None:
+            raise ValueError(f"unknown backend {word!r}: workers take turns: name it {PREFIX}{accelerator.type}")
+        if accelerator is not None and accelerator.type not in ("cuda", "npu"):  # which have their own backends
+            devices[PREFIX + accelerator.type] = torch_device(PREFIX + accelerator.type)
     return devices
 
 
@@ -178,7 +178,7 @@ def _load_packages() -> None:
 
 
 def _unavailable(device: str) -> str | None:
-    """None, or why no such device can be used here, in one line."""
+    """Return None, or why no such device can be used here, in one line."""
     try:
         count = torch.get_device_module(device).device_count()
     except Exception as error:  # whatever a device raises that is not there

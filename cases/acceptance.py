@@ -27,12 +27,12 @@ _FEWEST_PAIRS = 100  # that are not equal, from which on Cambricon asks for thei
 
 
 class LackingError(Exception):
-    """A rule lacks something that it needs; the message says what."""
+    """A rule cannot be applied without something; the message says what."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One tensor that a kernel returned, beside what rules hold it against; (batch, heads, N, d), fp64."""
+class ComparedTensor:
+    """One tensor that a kernel returned, with the tensors that rules compare it with; (batch, heads, N, d), fp64."""
 
     out: Tensor  # as the kernel returned it
     exact: Tensor  # the reference
@@ -47,11 +47,11 @@ class Compared:
         return self.exact.float().to(TORCH_DTYPES[self.fmt]).double()
 
     def complete(self) -> None:
-        """LackingError: it has not what no rule can do without."""
+        """Raise LackingError if a tensor is missing that every rule needs."""
         if self.fmt not in TORCH_DTYPES:
             raise LackingError(f"an output that torch has a format for, not {self.fmt.name}")
         for what, tensor in (("reference", self.exact), ("eager benchmark", self.eager), ("benchmark", self.fused)):
-            if not _finite(tensor):
+            if not _is_finite(tensor):
                 raise LackingError(f"a {what} of {self.name} without NaN and Inf")
 
 
@@ -65,14 +65,14 @@ class Reading:
     strict: bool = False  # whether it has to stay below
 
     @property
-    def passed(self) -> bool:
-        """Whether it keeps to the limit; NaN never does."""
+    def is_met(self) -> bool:
+        """True if it keeps to the limit; NaN never does."""
         return self.number < self.limit if self.strict else self.number <= self.limit
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a rule says of a kernel's output, or of its gradients."""
+class RuleResult:
+    """The verdict of a rule on a kernel's output, or on its gradients."""
 
     passed: bool | None  # None: it can't tell
     readings: tuple[Reading, ...] = ()
@@ -89,30 +89,30 @@ class Rule:
 
     formula: str  # in words: o the output, ref the reference in its format, exact the same unrounded
     source: str  # repository and path (commit or release, and date)
-    of: Callable[[Compared], Readings]  # what it looks at; raises `LackingError`
+    of: Callable[[ComparedTensor], Readings]  # what it looks at; raises `LackingError`
     gradients: bool = False  # whether it speaks of dQ, dK and dV too
     note: str = ""  # what its formula does not say
 
-    def ask(self, *tensors: Compared) -> Answer:
-        """What it says of O, or of all gradients."""
+    def ask(self, *tensors: ComparedTensor) -> RuleResult:
+        """Return the rule's verdict on O, or on all gradients."""
         try:
             for each in tensors:
                 each.complete()
             readings = tuple(reading for each in tensors for reading in self.of(each))
         except LackingError as lacking:
-            return Answer(None, needs=str(lacking))
-        return Answer(all(reading.passed for reading in readings), readings)
+            return RuleResult(None, needs=str(lacking))
+        return RuleResult(all(reading.is_met for reading in readings), readings)
 
 
-def answers(output: Compared, gradients: Sequence[Compared] = ()) -> Iterator[tuple[str, Answer]]:
-    """What every rule says, by its name; of dQ, dK and dV, where there are, with `OF_GRADIENTS` behind it."""
+def answers(output: ComparedTensor, gradients: Sequence[ComparedTensor] = ()) -> Iterator[tuple[str, RuleResult]]:
+    """Yield every rule's name and verdict; those on dQ, dK and dV, if any, have `OF_GRADIENTS` after the name."""
     for name, rule in RULES.items():
         yield name, rule.ask(output)
         if gradients and rule.gradients:
             yield f"{name}{OF_GRADIENTS}", rule.ask(*gradients)
 
 
-def _finite(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x).all())
 
 
@@ -126,36 +126,36 @@ def _limit_of(limits: Mapping[str, _Limit], fmt: Format) -> _Limit:
     return limits[fmt.name]
 
 
-def _beside_eager(x: Compared, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
-    """The largest error is no more than so many times that of eager attention, with room below or beside."""
+def _times_eager(x: ComparedTensor, times: float, gradients: float, floor: float = 0.0, spare: float = 0.0) -> Readings:
+    """Read the largest error as a multiple of eager attention's, with a floor or with room to spare."""
     limit = (times if x.name == OUTPUT else gradients) * _largest(x.eager - x.ref)
     rounded = x.ref.to(TORCH_DTYPES[x.fmt])  # in which adding 0.3 and taking it off again rounds
     limit += spare * _largest((rounded + 0.3 - 0.3 - rounded).double())
     yield Reading(f"max error of {x.name}", _largest(x.out - x.ref), max(limit, floor))
 
 
-def _close(x: Compared, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
-    """Every element within atol + rtol |expected| of `to`; of: what stands for |expected|, if not that."""
+def _close(x: ComparedTensor, limits: Mapping[str, tuple[float, float]], to: str = "ref", of: str = "") -> Readings:
+    """Read every element against atol + rtol |expected| of `to`; `of`: what |expected| is of, if not of `to`."""
     expected: Tensor = getattr(x, to)
     atol, rtol = _limit_of(limits, x.fmt)
     tolerance = atol + rtol * getattr(x, of or to).abs()
     yield Reading(f"max share of tolerance of {x.name}", _largest((x.out - expected) / tolerance), 1.0)
 
 
-def _mostly_close(x: Compared, tolerance: float, most: float) -> Readings:
-    """Relative to the output, which callers give as the second tensor, as `torch.isclose` has it."""
+def _mostly_close(x: ComparedTensor, tolerance: float, most: float) -> Readings:
+    """Read elements relative to the output, which callers give as the second tensor, as `torch.isclose` has it."""
     beyond = ~((x.out - x.ref).abs() / (1 + x.out.abs()) <= tolerance)
     yield Reading(f"share of {x.name} beyond tolerance", beyond.double().mean().item(), most)
 
 
-def _absolute_or_relative(x: Compared, tolerance: float) -> Readings:
+def _absolute_or_relative(x: ComparedTensor, tolerance: float) -> Readings:
     absolute = (x.out - x.ref).abs()
     least = torch.minimum(absolute, absolute / (x.ref.abs() + 1e-8))
     yield Reading(f"max of the smaller error of {x.name}", _largest(least), tolerance)
 
 
 def _by_format(fp16: float, bf16: float, fp32: float) -> Mapping[str, float]:
-    """Powers of two."""
+    """Return limits that are powers of two."""
     return {"fp16": 2.0**fp16, "bf16": 2.0**bf16, "fp32": 2.0**fp32}
 
 
@@ -165,37 +165,37 @@ _METRICS = ("MARE", "MERE", "RMSE")
 
 
 def _metrics(out: Tensor, exact: Tensor) -> Tensor:
-    """MARE, MERE and RMSE over the last dimension, (3, ...); NaN in `exact` is left out."""
+    """Return MARE, MERE and RMSE over the last dimension, (3, ...); NaN in `exact` is left out."""
     error = (out - exact).abs()
     relative = error / (exact.abs() + 1e-7)
     largest = relative.nan_to_num(nan=-1.0).amax(-1)
     return torch.stack([largest, relative.nanmean(-1), error.square().nanmean(-1).sqrt()])
 
 
-def _ratios(x: Compared, shape: tuple[int, ...]) -> Tensor:
-    """The kernel's metrics over the benchmark's, of values that are not small, over the last dimension of a shape."""
+def _ratios(x: ComparedTensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the kernel's metrics over the benchmark's, of values that are not small, over a shape's last dimension."""
     small = x.exact.abs() < _limit_of(_SMALL, x.fmt)
     normal = x.exact.masked_fill(small, torch.nan).reshape(shape)
     ours, theirs = (_metrics(each.reshape(shape), normal) for each in (x.out, x.fused))
     return ours / theirs
 
 
-def _double_benchmark(x: Compared, **limits: float) -> Readings:
-    """Values that are not small by their metrics, small ones by how many have too large an error."""
+def _double_benchmark(x: ComparedTensor, **limits: float) -> Readings:
+    """Read values that are not small by their metrics, and count the small ones with too large an error."""
     small, most = x.exact.abs() < _limit_of(_SMALL, x.fmt), _limit_of(_SMALL_ERROR, x.fmt)
     if not (x.fused != x.exact)[~small].any():
         raise LackingError(f"a benchmark of {x.name} whose error is not 0")
-    ratios = _ratios(x, (-1,)).tolist() if _finite(x.out) else [torch.nan] * 3
+    ratios = _ratios(x, (-1,)).tolist() if _is_finite(x.out) else [torch.nan] * 3
     for what, ratio in zip(_METRICS, ratios, strict=True):
         yield Reading(f"{what} of {x.name}", ratio, limits[what.lower()])
     ours, theirs = (int((small & ((each - x.exact).abs() > most)).sum()) for each in (x.out, x.fused))
     yield Reading(f"small values of {x.name}", ours / max(theirs, 1), 2.0)
 
 
-def _recheck(x: Compared) -> Readings:
-    """A head is a call with a seed of its own: no two share q, K or V."""
+def _recheck(x: ComparedTensor) -> Readings:
+    """Read each head as a call with a separate seed: no two share q, K or V."""
     bounds = [torch.nan] * 3
-    if _finite(x.out):
+    if _is_finite(x.out):
         ratios = _ratios(x, (x.out.shape[0] * x.out.shape[1], -1)).numpy()
         ratios = ratios[:, np.isfinite(ratios).all(0)]
         if (heads := ratios.shape[1]) < FEWEST_SEEDS:
@@ -207,14 +207,14 @@ def _recheck(x: Compared) -> Readings:
         yield Reading(f"lower bound of the median ratio of {what}", bound, 1.0)
 
 
-def _relative(x: Compared) -> Readings:
-    largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _finite(x.out) else [torch.nan] * 3
+def _relative(x: ComparedTensor) -> Readings:
+    largest, mean, _ = _metrics(x.out.flatten(), x.exact.flatten()).tolist() if _is_finite(x.out) else [torch.nan] * 3
     limit = _limit_of(_by_format(-10, -7, -13), x.fmt)
     yield Reading("MERE", mean, limit, strict=True)
     yield Reading("MARE", largest, 10 * limit, strict=True)
 
 
-def _mixed(x: Compared) -> Readings:
+def _mixed(x: ComparedTensor) -> Readings:
     error = (x.out - x.exact).abs()
     atol, rtol = _limit_of(_by_format(-9, -6, -16), x.fmt), _limit_of(_by_format(-9, -6, -10), x.fmt)
     within = error <= atol + rtol * x.exact.abs()
@@ -224,16 +224,16 @@ def _mixed(x: Compared) -> Readings:
     yield Reading("max error over its limit", _largest(error / limit), 1.0)
 
 
-def _balance(x: Compared) -> Readings:
-    """Of bf16 msprobe takes both to fp32 first; of fp16 it casts the benchmark."""
+def _balance(x: ComparedTensor) -> Readings:
+    """Read bf16 after a conversion of both to fp32, as msprobe does, and fp16 with the benchmark cast."""
     expected = x.ref if x.fmt.name == "fp16" else x.exact.float().double()
     apart = int((x.out > expected).sum()) - int((x.out < expected).sum())
-    share = abs(apart) / x.out.numel() if _finite(x.out) else torch.nan
+    share = abs(apart) / x.out.numel() if _is_finite(x.out) else torch.nan
     yield Reading("balance", share, _limit_of(_by_format(-20, -7, -14), x.fmt))
 
 
-def _cambricon(x: Compared) -> Readings:
-    """Its CPU baseline is cast to the format of the output before it is compared."""
+def _cambricon(x: ComparedTensor) -> Readings:
+    """Read against a CPU baseline that is cast to the format of the output first."""
     expected, error = x.ref, x.out - x.ref
     yield Reading("diff1", (error.abs().sum() / (expected.abs().sum() + 1e-9)).item(), 3e-3)
     yield Reading("diff2", (error.square().sum() / (expected.square().sum() + 1e-9)).sqrt().item(), 3e-3)
@@ -243,19 +243,19 @@ def _cambricon(x: Compared) -> Readings:
         yield Reading("diff4, of the commoner sign", max(below, 1 - below), 1.0, strict=True)
 
 
-def _signed_mean(x: Compared) -> Readings:
+def _signed_mean(x: ComparedTensor) -> Readings:
     away = ((x.out - x.exact) * x.exact.sign()).mean()
     unit = torch.finfo(TORCH_DTYPES[x.fmt]).eps * x.exact.abs().mean()
     yield Reading(f"signed mean error of {x.name}", abs((away / unit).item()), 0.05)
 
 
-_READ_BY = (_beside_eager, _close, _mostly_close, _absolute_or_relative, _double_benchmark, _recheck, _relative, _mixed,
+_READ_BY = (_times_eager, _close, _mostly_close, _absolute_or_relative, _double_benchmark, _recheck, _relative, _mixed,
             _balance, _cambricon, _signed_mean)  # fmt: skip
 _BY_NAME: Mapping[str, Callable[..., Readings]] = {each.__name__.removeprefix("_"): each for each in _READ_BY}
 
 
 def _rule(asks: str, given: Mapping[str, Any] | None = None, **rest: Any) -> Rule:
-    """One of the table beside this file."""
+    """Return a rule of the table next to this file."""
     return Rule(of=partial(_BY_NAME[asks], **given or {}), **rest)
 
 

@@ -18,33 +18,33 @@ from tiebreak.kernels.reference import Reference
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and reference. What is derived is computed once, for all kernels that are run on them."""
+    """Inputs and reference. Derived tensors are computed once, for all kernels that are run on them."""
 
     inputs: AttentionInputs
     ref: Reference
 
     @cached_property
     def units(self) -> Tensor:
-        """What errors of O are counted in."""
+        """The units of errors of O."""
         return units_of(self.ref.o, self.inputs.formats.output)
 
     @cached_property
     def size_units(self) -> Tensor | None:
-        """Return the units of errors of O beside the mean of |V| that its row sees; None: V has one sign, as `units`.
+        """The units of errors of O relative to the mean of |V| that its row sees; None: V has one sign, as `units`.
 
-        Where O cancels, an ulp of it says by how much: the mean of squares in such units has no finite variance.
+        Where O cancels, an error in its ulps shows by how much; its mean square has no finite variance.
         """
         v = self.inputs.v
         return units_of(self.ref.magnitude, self.inputs.formats.output) if (v > 0).any() and (v < 0).any() else None
 
     @cached_property
     def bounds(self) -> ErrorBounds:
-        """What the bounds of all plans have in common."""
+        """The part of the error bounds that all plans share."""
         return ErrorBounds(self.inputs, self.ref)
 
     @cached_property
     def gradient_bounds(self) -> GradientErrorBounds:
-        """The same for dQ, dK and dV."""
+        """The part of the error bounds of dQ, dK and dV that all plans share."""
         return GradientErrorBounds(self.bounds, self.gradients.gradients)
 
     @cached_property
@@ -56,7 +56,7 @@ class Batch:
     def value_range(self) -> tuple[Tensor, Tensor]:
         """The least and the largest V that a row sees, by column, fp64, each broadcastable to O.
 
-        NaN where V has one; Inf and -Inf in the place of both where a row sees no key.
+        NaN where V has one; Inf and -Inf where a row sees no key.
         """
         hidden, v = self.inputs.hidden(), self.inputs.whole_v
         if hidden is None:
@@ -71,10 +71,10 @@ class Batch:
         return least.double(), largest.double()  # as large as O, and not as V, in fp64
 
     def outside_values(self, o: Tensor, declaration: Declaration) -> float:
-        """Largest distance of O from the range of V that its row sees: 0 inside, 1 at what the plan's rounding allows.
+        """Return how far O is outside the range of V that its row sees: 0 inside, 1 at the plan's rounding error.
 
-        O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are another check's: elements of V or O
-        with one count as 0; NaN where O has nothing else.
+        O is as the kernel returned it, (batch, heads, queries, d). NaN and Inf are left to another check: elements of V
+        or O with one count as 0; NaN where O has nothing else.
         """
         if has_no_number(o, self.ref):
             return math.nan
@@ -104,9 +104,9 @@ class Trace:
 
 
 def error_trace(p_bar: Tensor, v: Tensor, fmt: Format) -> Tensor:
-    """Equation 5: partial sums in fp32, each rounded to the format of O-bar, less the same in fp64; fp64, (keys,).
+    """Return equation 5: partial sums in fp32, each rounded to O-bar's format, less the same in fp64; fp64, (keys,).
 
-    Of one row of P-bar as the product gets it, and one column of V, (keys,) each.
+    The arguments are one row of P-bar as the product gets it, and one column of V, (keys,) each.
     """
     partial = torch.cumsum(p_bar.float() * v.float(), 0)
     return partial.to(TORCH_DTYPES[fmt]).double() - torch.cumsum(p_bar.double() * v.double(), 0)
@@ -115,7 +115,7 @@ def error_trace(p_bar: Tensor, v: Tensor, fmt: Format) -> Tensor:
 def trace(
     declaration: Declaration, inputs: AttentionInputs, ref: Reference, *, head: int = 0, row: int = 0, column: int = 0
 ) -> Trace:
-    """The trace of one element of O-bar in the first batch entry, the row untiled and without dither."""
+    """Return the trace of one element of O-bar in the first batch entry, the row untiled and without dither."""
     dtype = TORCH_DTYPES[inputs.formats.operands]
     s = ref.s[0, head, row : row + 1].float()
     row_max = s.amax(-1, keepdim=True)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
-from tiebreak.kernels.flash import Order
+from tiebreak.kernels.flash import TileOrder
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
@@ -39,7 +39,7 @@ from tiebreak.kernels.quantization import Quantization
 from tiebreak.kernels.reference import Reference, products
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 
-#: What the error of P follows from, and that of O with it: plans that are equal in these share their bounds.
+#: The points that determine the errors of P and O: plans that are equal in these share their bounds.
 IN_P = ("scale", "divisor", "log2_e", "q", "k", "q8", "k8", "smooth_k", "qk", "s", "shifted", "exp", "p_bar", "p8")
 _IN_O = (*IN_P, "o_bar", "row_sum", "pv", "v8", "o", "sink")
 
@@ -53,23 +53,23 @@ UNDECLARED = Declaration(
 
 
 def _roundoff(cast: Cast) -> float:
-    """Largest relative error of a cast: half an ulp to nearest, a whole one otherwise."""
+    """Return the largest relative error of a cast: half an ulp to nearest, a whole one otherwise."""
     nearest = cast.rounding in (Rounding.RNE, Rounding.RTNA)
     return cast.fmt.unit_roundoff * (1.0 if nearest else 2.0)
 
 
 def _narrowing(cast: Cast) -> float:
-    """The same, of a cast that comes right after an fp32 operation: its own rounding is counted there."""
+    """Return the same for a cast right after an fp32 operation, whose rounding is counted there."""
     return _roundoff(cast) if cast.narrows else 0.0
 
 
 def _step(how: Quantization, x: Tensor, inner: int = -1) -> Tensor:
-    """Largest error of an element of x that 8 bits with scales hold as a subnormal; broadcastable to x."""
+    """Return the largest error of an element of x that 8 bits with scales hold as a subnormal; broadcastable to x."""
     return how.scales(x.float(), inner).double() * (how.fmt.smallest_subnormal / 2)
 
 
 def _lost(how: Quantization | None, x: Tensor) -> Tensor:
-    """Bound on the norm of every row's error in 8 bits, (..., rows, 1)."""
+    """Return a bound on the norm of every row's error in 8 bits, (..., rows, 1)."""
     if how is None:
         return torch.zeros_like(x[..., :1])
     size, steps = (each.norm(dim=-1, keepdim=True) for each in (x, _step(how, x).expand_as(x)))
@@ -78,39 +78,39 @@ def _lost(how: Quantization | None, x: Tensor) -> Tensor:
 
 
 def _beyond(rule: ShiftRule, top: Tensor) -> Tensor:
-    """How far a rule's shift may lie from a row's maximum `top`, at most."""
+    """Return how far a rule's shift may be from a row's maximum `top`, at most."""
     scaled = torch.where(top > 0, abs(rule.above - 1.0), abs(rule.below - 1.0)) * top.abs()
     return scaled + abs(rule.offset) + (math.log(2.0) if rule.dithered else 0.0) + rule.lag
 
 
 def _raised(declaration: Declaration) -> float:
-    """How many times larger than in P-bar or O-bar an absolute error is in P or O, at most: 1/l where one key is seen.
+    """Return how much an absolute error of P-bar or O-bar may grow in P or O: 1/l where one key is seen.
 
-    Of a rule that scales the maximum it says nothing: that P-bar underflows there is its harm.
+    It does not cover a rule that scales the maximum: P-bar underflows there, which is the harm to be found.
     """
     rule = declaration.shift_rule
     return math.exp(rule.offset + (math.log(2.0) if rule.dithered else 0.0)) * 2.0**-declaration.plan.offset
 
 
 def _roundings(inputs: AttentionInputs, declaration: Declaration) -> int:
-    """How often O-bar and l are rounded: at every block's own sum, at its rescale, and where it is added."""
+    """Return how often O-bar and l are rounded: at every block's own sum, at its rescale, and where it is added."""
     block = declaration.block  # tiles begin anew with each split, and behind a prefix
-    return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is Order.PREFIX))
+    return 3 * (-(-inputs.k.shape[-2] // block.keys) + block.splits + (block.order is TileOrder.PREFIX))
 
 
 def lost_of_o_bar(inputs: AttentionInputs, declaration: Declaration) -> float:
-    """What an element of O may err by, however small: a narrow O-bar falls below its subnormals at every rounding."""
+    """Return the least error of an element of O: a narrow O-bar loses its subnormals at every rounding."""
     plan = declaration.plan.in_formats(inputs.formats)
     smallest = sum(cast.fmt.smallest_subnormal for cast in (plan.o_bar, plan.pv) if cast.narrows)
     return _roundings(inputs, declaration) * smallest / 2 * _raised(declaration) if smallest else 0.0
 
 
 def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
-    """How far O may lie outside the range of V, relative to the largest |V|.
+    """Return how far O may be outside the range of V, relative to the largest |V|.
 
     O = (sum of rounded P-bar times V / sum of rounded P-bar) * (sum of rounded P-bar / l): the first factor is a mean
-    of V, the second is 1 but for the casts of P-bar, for what of it is lost below the subnormals, and for the roundings
-    of O-bar, l and O. That holds where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
+    of V, the second is 1 up to the casts of P-bar, its loss below the subnormals, and the roundings of O-bar, l and O.
+    This is true where a row's largest P-bar is about 1; a shift rule that makes it smaller does harm.
     """
     plan, keys = declaration.plan.in_formats(inputs.formats), inputs.k.shape[-2]
     steps = _roundings(inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
@@ -122,14 +122,14 @@ def mean_slack(inputs: AttentionInputs, declaration: Declaration) -> float:
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """Bounds for one batch. What no plan changes, all that is as large as K and V, is computed once."""
+    """Bounds for one batch. Parts as large as K and V that no plan changes are computed once."""
 
     inputs: AttentionInputs
     ref: Reference
     _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
 
     def shared_by(self, declaration: Declaration, points: tuple[str, ...] = _IN_O) -> Hashable:
-        """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
+        """Return the parts of a declaration that bounds depend on: kernels equal in them share their bounds."""
         # Where S - m is not rounded the shift rule is in it by its size alone.
         rule = declaration.shift_rule.name if declaration.plan.shifted.narrows else ""
         plan = declaration.plan.in_formats(self.inputs.formats)
@@ -143,14 +143,14 @@ class ErrorBounds:
 
     @cached_property
     def _product_error(self) -> Tensor:
-        """What the products and sums of Q K^T may err by in fp32."""
+        """The error that fp32 allows the products and sums of Q K^T."""
         q, k = self.inputs.q.double(), self.inputs.whole_k.double()
         norms: Tensor = q.norm(dim=-1, keepdim=True) * self.inputs.expanded(k.norm(dim=-1))[:, :, None, :]
         return norms.mul_((q.shape[-1] + 2) * FP32.unit_roundoff * self.inputs.scale)
 
     @cached_property
     def _tops(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each row's largest score, where it is, and how far below it every score lies."""
+        """Each row's largest score, its place, and how far below it every score is."""
         hidden = self.inputs.hidden()
         visible = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
         top, at = visible.amax(-1, keepdim=True), visible.argmax(-1, keepdim=True)
@@ -159,7 +159,7 @@ class ErrorBounds:
         return top, at, (top - visible).nan_to_num_(nan=0.0, posinf=0.0)
 
     def of_scores(self, declaration: Declaration) -> Tensor:
-        """Bound on |dS| for every score, fp64, (batch, heads, queries, keys)."""
+        """Return a bound on |dS| for every score, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         # In place from here on: a fresh large tensor costs as much as what is computed into it.
         scale = _narrowing(plan.scale) + _narrowing(plan.divisor) + _narrowing(plan.log2_e)
@@ -176,17 +176,17 @@ class ErrorBounds:
             ds.clamp_(max=2 * self.inputs.softcap).add_(in_tanh * self.inputs.softcap)
         if self.inputs.bias is not None:  # which is divided by a factor, and that multiplied with, where alpha is left
             ds.add_(ref.s.abs(), alpha=_roundoff(plan.s)).add_(self.inputs.bias.abs(), alpha=2 * FP32.unit_roundoff)
-        if self.inputs.rescaled:
+        if self.inputs.is_rescaled:
             ds.add_(raw.abs(), alpha=2 * FP32.unit_roundoff)
         return ds
 
     def of_slope(self, declaration: Declaration) -> Tensor | float:
-        """Bound on the error of a soft cap's slope 1 - (s / c)^2, which dS is multiplied by; 0 without one."""
+        """Return a bound on the error of a soft cap's slope 1 - (s / c)^2, a factor of dS; 0 without one."""
         cap = self.inputs.softcap
         return (self.of_scores(declaration) * (2.0 / cap)).clamp(max=1.0) if cap else 0.0
 
     def of_probabilities(self, declaration: Declaration) -> Tensor:
-        """Bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+        """Return a bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         (top, at, distance), ds = self._tops, self.of_scores(declaration)
         exponent = ds.add_(ds.gather(-1, at)).add_(distance, alpha=2 * FP32.unit_roundoff).add_(_EXPONENTIAL_ERROR)
@@ -199,7 +199,7 @@ class ErrorBounds:
         return weights.add_(lost / 2 * _raised(declaration) * (ref.p > 0))
 
     def _eight_bits(self, plan: RoundingPlan) -> Tensor:
-        """What q and K in 8 bits change of S, at most, (batch, heads, queries, keys)."""
+        """Return how much 8 bits of q and K change S, at most, (batch, heads, queries, keys)."""
         q, k = self.inputs.q.double(), self.inputs.expanded_k().double()
         in_format = 0.0
         if plan.smooth_k:  # one vector taken off all keys is nothing to softmax, but each difference is rounded
@@ -210,10 +210,7 @@ class ErrorBounds:
         return self.inputs.scale * changed
 
     def of_sink(self, declaration: Declaration) -> Tensor | float:
-        """Bound on the error of P of a learned sink, (batch, heads, queries, 1); 0 without one.
-
-        Its own score is exact; the maximum's, which it is shifted by, is not.
-        """
+        """Bound the error of P of a learned sink, whose score is exact, (batch, heads, queries, 1); 0 without one."""
         if self.inputs.sink is None:
             return 0.0
         top, at, _ = self._tops
@@ -225,7 +222,7 @@ class ErrorBounds:
         return error
 
     def of(self, declaration: Declaration) -> Tensor:
-        """Bound on |O - ref| of every element, fp64, (batch, heads, queries, d); Inf where rounding S does anything."""
+        """Return a bound on |O - ref|, fp64, (batch, heads, queries, d); Inf where rounding S does anything."""
         key = self.shared_by(declaration)
         if key in self._bounds:
             return self._bounds[key]

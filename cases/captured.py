@@ -42,7 +42,7 @@ class CapturedError(ValueError):
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of one file, and as much of it as is used."""
+    """One layer of one file, and the part of it that is used."""
 
     path: Path
     number: str  # as the file's keys write it
@@ -58,12 +58,12 @@ class _Layer:
     order: str = "bhnd"  # of the dimensions in memory, as a kernel gets them
 
     def key(self, part: str) -> str:
-        """The file's key of q, k, v or do."""
+        """Return the file's key of q, k, v or do."""
         return f"layer{self.number}.{part}"
 
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
-    """A case for every layer in every file of captured tensors in a folder, by step, rank and layer; reads headers.
+    """Return a case for every layer in a folder of captured tensors, by step, rank and layer; reads headers.
 
     Files are `inputs-STEP.safetensors` or `inputs-STEP-rankR.safetensors`; others are ignored. CapturedError: no such
     folder or file, an unreadable one, layers that are no call of attention, no safetensors.
@@ -78,12 +78,12 @@ def captured_cases(folder: Path) -> tuple[Case, ...]:
 
 
 def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, ref: Reference) -> Errors:
-    """The same measures, errors in ulps without the elements of O that have cancelled.
+    """Return the measures with errors in ulps only of elements of O that have not cancelled.
 
-    V of a real model is of both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
-    in proportion, and an error in ulps of O shows by how much they cancelled, not how the kernel rounds. So the bias,
-    the squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
-    left out. All else, the bound among it, is still over all elements.
+    V of a real model has both signs. Where its terms cancel, |O| is far below sum P |V|, to which rounding errors are
+    proportional, and an error in ulps of O shows how much cancelled, not how the kernel rounds. So the bias, the
+    squares and the largest error are over the elements of at least `CANCELLED` times sum P |V|; the others count as
+    left out. All other measures, the bound included, are over all elements.
     """
     cancelled = ref.o.abs() < CANCELLED * ref.magnitude
     error = signed_error_ulps(output, ref.o, inputs.formats.output).masked_fill(cancelled, torch.nan)
@@ -139,6 +139,7 @@ def _layers(path: Path) -> list[_Layer]:
 
 
 def _layer(path: Path, file: Any, number: str) -> _Layer:
+    """Return a layer of a file, by its metadata and the shapes of its tensors; CapturedError: they are wrong."""
     words: dict[str, str] = file.metadata() or {}
     words |= {word.removeprefix(f"layer{number}."): text for word, text in words.items()}
     keys_of = {part: f"layer{number}.{part}" for part in (*_PARTS, "key_padding")}
@@ -159,20 +160,20 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
     _check_shapes(path, number, causal == "true" and not made, shapes)
     (batch, heads, queries, _), (_, key_heads, keys, _) = shapes["q"], shapes["k"]
     groups, heads = heads // key_heads, batch * heads
-    known = path, number, causal == "true", alpha, fmt, groups
+    fields = path, number, causal == "true", alpha, fmt, groups
     if not made:
-        return _Layer(*known, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
+        return _Layer(*fields, *_used(heads, groups, queries=queries, keys=keys, causal=causal == "true"))
     order, padding = words.get("order", _ORDERS[0]), keys_of["key_padding"]
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
     padded = padding in set(file.keys())
     if padded and (shape := file.get_slice(padding).get_shape()) != [keys]:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}], a number a key")
-    return _Layer(*known, heads, queries, keys, made, padded, order)  # small, and all of it matters
+    return _Layer(*fields, heads, queries, keys, made, padded, order)  # small, and all of it matters
 
 
 def _format(path: Path, dtypes: Mapping[str, str]) -> Format:
-    """The format of a layer. Training may leave dO in fp32: it is rounded like any fp32 tensor."""
+    """Return the format of a layer. Training may leave dO in fp32: it is rounded like any fp32 tensor."""
     ours, *others, do = dtypes.values()
     if ours not in _FORMATS or set(others) != {ours} or do not in {ours, "F32"}:
         shown = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -195,10 +196,10 @@ def _check_shapes(path: Path, number: str, causal: bool, shapes: Mapping[str, tu
 
 
 def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> tuple[int, int, int]:
-    """Heads, rows and keys that stay within `_SCORES`.
+    """Return heads, rows and keys that stay within `_SCORES`.
 
-    The first rows: under a causal mask these see the first keys alone and are what they were in the full call. The last
-    rows would need all keys, and kernels do not agree on what a causal mask means for fewer queries than keys.
+    They are the first rows: under a causal mask these see only the first keys, so they are the same as in the full
+    call. The last rows would need all keys, and kernels disagree about a causal mask for fewer queries than keys.
     """
 
     def visible(rows: int) -> int:
@@ -213,7 +214,7 @@ def _used(heads: int, groups: int, *, queries: int, keys: int, causal: bool) -> 
 
 @lru_cache(maxsize=1)  # the cells of one case follow each other on a worker
 def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
-    """What is used of q, k, v and dO, (heads, tokens, d) in fp32, and which keys take part, bool (1, keys)."""
+    """Return the used part of q, k, v and dO, (heads, tokens, d) in fp32, and which keys take part, bool (1, keys)."""
     with _opened(layer.path) as file:
         tensors = {}
         for part in _PARTS:
@@ -225,7 +226,7 @@ def _load(layer: _Layer) -> tuple[dict[str, Tensor], Tensor | None]:
 
 @lru_cache(maxsize=1)
 def _checksum(layer: _Layer) -> int:
-    """CRC-32 of what is used, 0 where the file is gone or cannot be read any more."""
+    """Return the CRC-32 of the used part, 0 where the file is gone or cannot be read any more."""
     try:
         tensors, padding = _load(layer)
     except CapturedError:
@@ -239,7 +240,7 @@ def _checksum(layer: _Layer) -> int:
 
 
 def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
-    """One batch of a layer's heads as one batch entry."""
+    """Return one batch of a layer's heads as one batch entry."""
     (tensors, padding), keys = _load(layer), fixed_heads.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
     parts = []
@@ -258,6 +259,6 @@ def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInpu
 
 
 def _in_order(x: Tensor, order: str) -> Tensor:
-    """The same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
+    """Return the same tensor, (batch, heads, N, d), with its dimensions in another order in memory."""
     at = [_ORDERS[0].index(letter) for letter in order]
     return x.permute(at).contiguous().permute([order.index(letter) for letter in _ORDERS[0]])

@@ -23,7 +23,7 @@ JOINED = "+"  # between a case's name and the features that were added to it
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a case's tensors, heads aside."""
+    """The sizes of a case's tensors, without heads."""
 
     queries: int = 4  # a few, so that the row maximum varies within a head: heads are the samples, not rows
     keys: int = 128
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a case's recipe works with."""
+    """The random numbers, formats and heads that a case's recipe uses."""
 
     rng: Generator  # numpy's, whose stream is the same on every CPU; torch's is not
     formats: Formats  # of the call
@@ -43,33 +43,33 @@ class Draw:
 
     @property
     def batch_and_heads(self) -> tuple[int, int]:
-        """Heads split into a batch and heads per batch entry."""
+        """The heads, split into a batch and heads per batch entry."""
         return (self.heads // HEADS_PER_BATCH, HEADS_PER_BATCH) if self.heads > HEADS_PER_BATCH else (1, self.heads)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal numbers, fp32."""
+        """Return standard normal numbers, fp32."""
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32))
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """Uniform numbers in [low, high), fp32."""
+        """Return uniform numbers in [low, high), fp32."""
         return low + (high - low) * torch.from_numpy(self.rng.random(shape, dtype=np.float32))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` in the format of q and k, carried in fp32."""
+        """Return `x` in the format of q and k, carried in fp32."""
         return x.to(TORCH_DTYPES[self.formats.inputs]).float()
 
     def upstream(self, shape: torch.Size) -> Tensor:
-        """A gradient dO of one sign, negative, as the paper finds it in the columns that fail (figure 5b)."""
+        """Return a gradient dO of one sign, negative, as in the columns that fail in the paper (figure 5b)."""
         return self.rounded(-self.uniform(0.0, 1.0, *shape))
 
     def noise_seed(self) -> int:
-        """A seed for the dither and the stochastic casts of this batch."""
+        """Return a seed for the dither and the stochastic casts of this batch."""
         return int(self.rng.integers(0, 2**31))
 
     def inputs(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
     ) -> AttentionInputs:
-        """q, k and v, rounded, with an upstream gradient and a seed of the noise of their own."""
+        """Return q, k and v, rounded, with their own upstream gradient and seed of the noise."""
         q, k, v = map(self.rounded, (q, k, v))
         do, seed = self.upstream(q.shape), self.noise_seed()
         return AttentionInputs(q, k, v, do, self.formats, causal=causal, noise_seed=seed, softmax_scale=scale)
@@ -80,7 +80,7 @@ Recipe = Callable[[Draw], AttentionInputs]
 
 @dataclass(frozen=True)
 class FixedHeads:
-    """The heads of a case that are not generated but exist, such as captured ones."""
+    """The heads of a case that exist and are not generated, such as captured ones."""
 
     heads: int  # query heads in all
     groups: int  # query heads per key head: they stay together
@@ -89,14 +89,14 @@ class FixedHeads:
     checksum: Callable[[], int]  # of the tensors
 
     def part(self, batch: int, heads: int) -> slice:
-        """The key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
+        """Return the key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
         size, key_heads = max(1, heads // self.groups), self.heads // self.groups
         return slice(min(batch * size, key_heads), min((batch + 1) * size, key_heads))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input, made or at hand, with what is claimed about it."""
+    """One input, generated or existing, with the claims about it."""
 
     name: str  # how tables and --cases call it
     about: str  # one line
@@ -122,23 +122,23 @@ class Case:
 
     @property
     def bits_tell(self) -> bool:
-        """Whether a plan predicts the bits of O: not where O cancels, or is chaotic."""
+        """True if a plan predicts the bits of O: not where O cancels, or is chaotic."""
         return not (self.cancels or self.chaotic)
 
     @property
     def version(self) -> int:
-        """Records of other versions are not comparable: the recipe's revision, or the checksum of what is at hand."""
+        """The recipe's revision, or the checksum of existing heads: records of other versions are not comparable."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()
 
-    def has(self, batch: int, heads: int) -> bool:
-        """Whether there is a batch `batch` where a batch has `heads` query heads."""
+    def has_batch(self, batch: int, heads: int) -> bool:
+        """Return whether there is a batch `batch` where a batch has `heads` query heads."""
         if self.fixed_heads is None:
             return True
         part = self.fixed_heads.part(batch, heads)
         return bool(part.start < part.stop)
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
-        """Inputs of one batch of heads: the same on every platform.
+        """Return inputs of one batch of heads: the same on every platform.
 
         Args:
             seed: of the run.
@@ -154,7 +154,7 @@ class Case:
         return self.recipe(Draw(Generator(Philox(stream)), self.formats(fmt), heads, batch))
 
     def claim_about(self, declaration: Declaration | None, fmt: Format = BF16) -> Claim | None:
-        """The claim that holds for a kernel; None where the case claims nothing about it."""
+        """Return the claim that applies to a kernel; None where the case claims nothing about it."""
         return next((claim for claim in self.claims if claim.concerns(declaration, fmt)), None)
 
 
@@ -186,7 +186,7 @@ ONE_SIGNED = Values()
 def scripted(
     draw: Draw, scores: Scores = TWO_MAXIMA, values: Values = ONE_SIGNED, shape: Shape = SHAPE
 ) -> AttentionInputs:
-    """Rows whose scores are as scripted.
+    """Return rows whose scores are as scripted.
 
     alpha, 1/sqrt(d) unless the shape says otherwise, is a power of two for the default d; q and k carry the row
     maximum in dimension 0 (k_0 = 8) and the gap in dimension 1 (q_1 = 1 / alpha, k_1 = -gap), so every score is exact
@@ -218,7 +218,7 @@ def scripted(
 
 
 def growing(draw: Draw, growth: tuple[float, float]) -> AttentionInputs:
-    """Two maxima in one block of 32, 64 or 128 keys, but the first; one key of the first lies `growth` below them."""
+    """Draw two maxima in one block of 32, 64 or 128 keys after the first, whose one key is `growth` below them."""
     inputs = scripted(draw, Scores(positions=(145, 155)), shape=Shape(keys=256))
     k = inputs.k.clone()
     k[..., 17, 1] = -draw.uniform(*growth, *k.shape[:2]).bfloat16().float()
@@ -234,9 +234,9 @@ def normal_numbers(
     v_mean: float = 1.0,
     v_std: float = 0.25,
 ) -> AttentionInputs:
-    """Normally distributed q, k and v, scores of about `size`.
+    """Draw normally distributed q, k and v, scores of about `size`.
 
-    V is normal about 1: where it is about 0, O cancels and an error in ulps of O tells by how much, not how the kernel
+    V is normal about 1: about 0, O would cancel, and an error in ulps of O would show how much, not how the kernel
     rounds.
     """
     batch, heads = draw.batch_and_heads

@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 
 from tiebreak.cases.errors import Errors, difference
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, judge
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 
 
 def bias_text(measures: Errors) -> str:
-    """The bias in words, or the count of NaN and Inf in its place."""
+    """Return the bias in words, or the count of NaN and Inf instead."""
     if measures.nonfinite:
         return f"{measures.nonfinite} elements NaN or Inf"
     return f"bias {measures.bias.mean:+.3f} +- {measures.bias.half_width:.3f} ulp"
@@ -34,7 +34,7 @@ _FINITE = frozenset({"finite"})
 
 @dataclass(frozen=True)
 class Expectation:
-    """One thing that can be expected of a cell's measures."""
+    """A statement that can be expected to be true of a cell's measures."""
 
     name: str  # how reports call it
     passed: Callable[[Errors], bool | None]  # True, False, or None while the data do not decide it yet
@@ -43,24 +43,24 @@ class Expectation:
 
 
 def _judged(
-    verdict: Verdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
+    verdict: BiasVerdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
 ) -> Callable[[Errors], bool | None]:
-    """Whether a mean, that of the signed errors or another, is judged so, and of this sign."""
+    """Expect that a mean, of the signed errors or of another measure, gets this verdict and has this sign."""
 
     def passed(measures: Errors) -> bool | None:
         estimate = of(measures)
         if measures.nonfinite or math.isnan(estimate.mean):  # NaN: nothing could be compared
             return False
         judgement = judge(estimate)
-        if judgement is Verdict.UNDECIDED:
+        if judgement is BiasVerdict.UNDECIDED:
             return None
         return judgement is verdict and (sign == 0 or estimate.mean * sign > 0)
 
     return passed
 
 
-def _rows_err(name: str, verdict: Verdict) -> Expectation:
-    """Held to a bias' own margin: what a row's errors have in common is a bias, of that row."""
+def _rows_err(name: str, verdict: BiasVerdict) -> Expectation:
+    """Expect a verdict on row coherence by a bias' margin: the common part of a row's errors is a bias of that row."""
 
     def text(measures: Errors) -> str:
         excess = measures.coherence_excess
@@ -69,12 +69,12 @@ def _rows_err(name: str, verdict: Verdict) -> Expectation:
     return Expectation(name, _judged(verdict, of=lambda measures: measures.coherence_excess), text=text)
 
 
-UNBIASED = Expectation("unbiased", _judged(Verdict.UNBIASED))
-BIASED = Expectation("biased", _judged(Verdict.BIASED))
-BIASED_AWAY = Expectation("biased away from zero", _judged(Verdict.BIASED, +1))
-BIASED_TOWARD = Expectation("biased toward zero", _judged(Verdict.BIASED, -1))
-ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", Verdict.BIASED)
-ROWS_ERR_APART = _rows_err("the errors of a row are independent", Verdict.UNBIASED)
+UNBIASED = Expectation("unbiased", _judged(BiasVerdict.UNBIASED))
+BIASED = Expectation("biased", _judged(BiasVerdict.BIASED))
+BIASED_AWAY = Expectation("biased away from zero", _judged(BiasVerdict.BIASED, +1))
+BIASED_TOWARD = Expectation("biased toward zero", _judged(BiasVerdict.BIASED, -1))
+ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", BiasVerdict.BIASED)
+ROWS_ERR_APART = _rows_err("the errors of a row are independent", BiasVerdict.UNBIASED)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)
 # Harm that a rule does: such a cell is held to nothing else.
 BREAKS_DOWN = Expectation(
@@ -93,7 +93,7 @@ FLUSHED_OR_ACCURATE = Expectation(
 
 
 def _inaccurate(name: str, how: Callable[[Errors], bool]) -> Expectation:
-    """An error of a certain size, without a NaN."""
+    """Expect an error of a certain size, without a NaN."""
     return Expectation(name, lambda measures: measures.nonfinite == 0 and how(measures), _ACCURACY)
 
 
@@ -102,18 +102,18 @@ OUTSIDE = _inaccurate("some of O outside the range of V", lambda measures: measu
 
 
 def shrinks(low: float, high: float) -> Expectation:
-    """The output keeps only a share of its size, between `low` and `high`, without a NaN."""
+    """Expect that the output keeps only a share of its size, between `low` and `high`, without a NaN."""
     return _inaccurate(f"output shrinks to {low:g} .. {high:g}", lambda measures: low <= measures.gain <= high)
 
 
 def within(times: float) -> Expectation:
-    """The error keeps within so many times the plan's rounding-error bound, without a NaN."""
+    """Expect that the error is at most `times` the plan's rounding-error bound, without a NaN."""
     name = f"within {times:g} times the plan's error bound"
     return _inaccurate(name, lambda measures: measures.error_over_bound <= times)
 
 
 def breaks_down_in(most: float) -> Expectation:
-    """NaN or Inf in some of the output, but in no more than a share `most` of it; none decides nothing yet."""
+    """Expect NaN or Inf in some of the output, but in at most a share `most`; none decides nothing yet."""
     return Expectation(
         f"NaN or Inf in at most {most:.0%} of the output",
         lambda measures: measures.nonfinite <= most * measures.elements if measures.nonfinite else None,
@@ -123,7 +123,7 @@ def breaks_down_in(most: float) -> Expectation:
 
 @dataclass(frozen=True)
 class Claim:
-    """An expectation, for the kernels it is about."""
+    """An expectation, and the kernels that it is about."""
 
     expectation: Expectation
     rules: frozenset[str]  # shift rules it is about; empty: all
@@ -133,7 +133,7 @@ class Claim:
     tiled: bool | None = None  # whether of kernels whose tiles cut the scripted rows alone, of the others alone, or all
 
     def concerns(self, declaration: Declaration | None, fmt: Format) -> bool:
-        """Whether it is about a kernel that declares this, in this format; None: that declares nothing."""
+        """Return whether it is about a kernel of this declaration, None if it declares nothing, in this format."""
         if fmt.name not in self.formats:
             return False
         if declaration is None:
@@ -154,9 +154,9 @@ def claim(
     *,
     tiled: bool | None = None,
 ) -> Claim:
-    """A claim about the shift rules, plans and formats named, space-separated; about all where none are named.
+    """Return a claim about the shift rules, plans and formats named, space-separated; about all where none are named.
 
-    Formats are bf16 by default, of which the papers speak. In fp16 some of it is otherwise (docs/science.md).
+    The default format is bf16, which the papers are about. In fp16 some claims differ (docs/science.md).
     """
     about, at, among = (frozenset(words.split()) for words in (rules, plans, formats))
     return Claim(expectation, about, at, among, source, tiled)
@@ -177,7 +177,7 @@ _WITH_NUMBERS: Mapping[str, Callable[..., Expectation]] = {
 
 
 def expectation(name: str) -> Expectation:
-    """The expectation of this name, numbers in it included; KeyError: there is none."""
+    """Return the expectation of this name, numbers in it included; KeyError: there is none."""
     for pattern, made in _WITH_NUMBERS.items():
         if match := re.fullmatch(pattern, name):
             return made(*map(float, match.groups()))
@@ -186,10 +186,10 @@ def expectation(name: str) -> Expectation:
 
 @cache
 def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
-    """The claims of `claims.csv`, each after the names of the cases that it is about; one may end in `*`.
+    """Return the claims of `claims.csv`, each after the names of its cases; one may end in `*`.
 
-    A line that begins with # says what those behind it are about. Rules, plans, formats and cases are separated by
-    spaces; no rule or plan stands for all. `tiled` is yes or no, as `Claim.tiled`; empty: of all kernels.
+    A line that begins with # describes those after it. Rules, plans, formats and cases are separated by spaces; no rule
+    or plan means all. `tiled` is yes or no, as `Claim.tiled`; empty: all kernels.
     """
     with Path(__file__).with_name("claims.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
@@ -203,7 +203,7 @@ def written_claims() -> tuple[tuple[tuple[str, ...], Claim], ...]:
 
 
 def claims_about(case: str) -> tuple[Claim, ...]:
-    """What `claims.csv` claims about a case, by its name: the first that concerns a kernel holds for it."""
+    """Return the claims of `claims.csv` about a case, by its name: the first that concerns a kernel applies to it."""
     return tuple(
         claim
         for names, claim in written_claims()
@@ -212,27 +212,27 @@ def claims_about(case: str) -> tuple[Claim, ...]:
 
 
 def predicted(difference: Interval) -> bool | None:
-    """Whether a bias is what the emulation predicts: their paired difference is inside the margin; None: not known."""
+    """Return whether a bias is as the emulation predicts: their paired difference is within the margin, or None."""
     verdict = judge(difference, MARGIN_ULPS)
-    return None if verdict is Verdict.UNDECIDED else verdict is Verdict.UNBIASED
+    return None if verdict is BiasVerdict.UNDECIDED else verdict is BiasVerdict.UNBIASED
 
 
-def of_tied_outputs(bias: Interval, rounded: Interval) -> bool:
-    """Whether a bias is there because O itself ties, so that every deterministic cast of O has it.
+def comes_of_ties(bias: Interval, rounded: Interval) -> bool:
+    """Return whether a bias is there because O itself ties, so that every deterministic cast of O has it.
 
-    A correctly rounded O on the same heads, of bias `rounded`, errs to the same side, by as much but for the margin.
+    A correctly rounded O on the same heads, of bias `rounded`, then errs to the same side, by as much up to the margin.
     """
     same_side = bias.mean * rounded.mean > 0
-    return judge(rounded) is Verdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
+    return judge(rounded) is BiasVerdict.BIASED and same_side and abs(bias.mean) - abs(rounded.mean) <= MARGIN_ULPS
 
 
 def no_worse(ours: Errors, theirs: Errors) -> bool | None:
-    """Whether one output is no more biased than another on the same heads, beyond the margin; None: not decided yet."""
+    """Return whether one output is no more biased than another on the same heads, beyond the margin, or None."""
     if ours.nonfinite > theirs.nonfinite:
         return False
     verdict, apart = judge(ours.bias), difference(ours, theirs)
-    if verdict is Verdict.UNBIASED or apart.inside(MARGIN_ULPS):
+    if verdict is BiasVerdict.UNBIASED or apart.is_inside(MARGIN_ULPS):
         return True
-    if verdict is not Verdict.BIASED or not apart.beyond(MARGIN_ULPS):
+    if verdict is not BiasVerdict.BIASED or not apart.is_beyond(MARGIN_ULPS):
         return None
     return abs(ours.bias.mean) < abs(theirs.bias.mean)

@@ -14,7 +14,7 @@ from tiebreak.kernels.reference import Reference
 
 
 def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
-    """sign(ref) * (out - ref) / ulp(ref) in fp64: positive is away from zero.
+    """Return sign(ref) * (out - ref) / ulp(ref) in fp64: positive is away from zero.
 
     Args:
         out: a kernel's output.
@@ -25,12 +25,12 @@ def signed_error_ulps(out: Tensor, ref: Tensor, fmt: Format) -> Tensor:
 
 
 def units_of(ref: Tensor, fmt: Format) -> Tensor:
-    """What an error is to be multiplied by, exact: the reference's sign over its ulp; NaN where it has none."""
+    """Return the exact factor from errors to ulps: the reference's sign over its ulp; NaN where it has none."""
     return torch.where(ref == 0, torch.nan, torch.sign(ref) / ulp(ref, fmt))
 
 
 def in_units(difference: Tensor, units: Tensor) -> Tensor:
-    """Differences from the reference in its units (`units_of`), NaN where one is not finite."""
+    """Return differences from the reference in its units (`units_of`), NaN where one is not finite."""
     return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
@@ -39,7 +39,7 @@ _LARGEST = frozenset({"max_ulps", "error_over_bound", "outside_values"})  # of `
 
 @dataclass(frozen=True)
 class Errors:
-    """What was measured on one or more batches of heads. The samples are means over what shares K and V."""
+    """The error measures of one or more batches of heads. The samples are means over rows that share K and V."""
 
     head_bias: Tensor  # mean signed error in ulps, (batch * key heads,)
     head_square: Tensor  # mean squared error in ulps^2, (batch * key heads,)
@@ -59,29 +59,29 @@ class Errors:
 
     @property
     def bias(self) -> Interval:
-        """Mean signed error in ulps."""
+        """The mean signed error in ulps."""
         return interval(_finite(self.head_bias))
 
     @property
     def coherence_excess(self) -> Interval:
-        """Row coherence, less what it would be if the errors of a row, of the size they have, were independent."""
+        """Row coherence minus its value if the errors of a row, at the same size, were independent."""
         return interval(_finite(self.head_coherence))
 
     @property
     def rms_ulps(self) -> float:
-        """Root mean square error in ulps."""
+        """The root mean square error in ulps."""
         return _finite(self.head_square).mean().sqrt().item()
 
     @property
     def delta_bias(self) -> Interval:
-        """Mean of delta_lp - delta_hp, relative to mean |delta_hp|."""
+        """The mean of delta_lp - delta_hp, relative to mean |delta_hp|."""
         finite = torch.isfinite(self.head_delta)
         raw, size = interval(self.head_delta[finite]), self.head_delta_size[finite].mean().item()
         return Interval(raw.mean / size, raw.half_width / size) if size else Interval(torch.nan, torch.inf)
 
     @property
     def gain(self) -> float:
-        """sum |out| / sum |ref|: below 1 the output shrinks."""
+        """The ratio sum |out| / sum |ref|: below 1 the output shrinks."""
         return self.output_size / self.reference_size if self.reference_size else torch.nan
 
 
@@ -90,12 +90,12 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def coherence(error: Tensor) -> Tensor:
-    """The absolute mean signed error of every row: (..., d) -> (...); NaN is left out."""
+    """Return the absolute mean signed error of every row: (..., d) -> (...); NaN is left out."""
     return error.nanmean(-1).abs()
 
 
 def independent_coherence(error: Tensor) -> Tensor:
-    """What the same would be on average if the errors of a row, of the size they have, were independent.
+    """Return the mean coherence if the errors of a row, at the same size, were independent.
 
     The mean of n independent errors is about normal, of standard deviation rms / sqrt(n), and the mean of the absolute
     value of a normal number is sqrt(2/pi) of its standard deviation.
@@ -108,7 +108,7 @@ def _independent(square: Tensor, counted: Tensor) -> Tensor:
 
 
 def by_key_head(x: Tensor, groups: int) -> Tensor:
-    """Mean over all that shares one key head, NaN left out: (batch, heads, ...) -> (batch * key heads,)."""
+    """Return means over all that shares one key head, without NaN: (batch, heads, ...) -> (batch * key heads,)."""
     batch, heads = x.shape[:2]
     return x.reshape(batch * heads // groups, -1).nanmean(1)
 
@@ -167,7 +167,7 @@ def measure(
 
 
 def has_no_number(output: Tensor, ref: Reference) -> bool:
-    """Tell whether all of O is NaN or Inf though the reference is not: its largest error is that of no element."""
+    """Return whether all of O is NaN or Inf though the reference is not: its largest error is that of no element."""
     return not torch.isfinite(output).any() and bool(torch.isfinite(ref.o).any())
 
 
@@ -177,7 +177,7 @@ def _largest(numbers: list[float]) -> float:
 
 
 def merge(batches: list[Errors]) -> Errors:
-    """The measures of several batches as one."""
+    """Return the measures of several batches as one."""
 
     merged: dict[str, Any] = {}
     for field in fields(Errors):
@@ -188,5 +188,5 @@ def merge(batches: list[Errors]) -> Errors:
 
 
 def difference(ours: Errors, theirs: Errors) -> Interval:
-    """Bias of one output less that of another on the same heads, paired head by head."""
+    """Return the bias of one output minus that of another on the same heads, paired head by head."""
     return interval(_finite(ours.head_bias - theirs.head_bias))

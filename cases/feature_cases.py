@@ -65,20 +65,20 @@ def _sink_at_maximum(draw: Draw) -> AttentionInputs:
 
 
 def _window_cuts_tie(draw: Draw) -> AttentionInputs:
-    """Two maxima; the first two of four rows see both. The key before the cut is the first maximum itself."""
+    """Draw two maxima; the first two of four rows see both. The key before the cut is the first maximum itself."""
     inputs = scripted(draw, Scores(positions=(40, 100)))
     return replace(inputs, causal=True, window=(124 + 1 - 40, 0))
 
 
 def _block_mask_cuts(draw: Draw) -> AttentionInputs:
-    """Two maxima in the first and third of four blocks; the second, hidden, has a higher one, and a loud V."""
+    """Draw two maxima in the first and third of four blocks; the second, hidden, has a higher one, and a loud V."""
     inputs = scripted(draw, Scores(maxima=3, positions=(10, 40, 90), offsets=(0.0, 30.0, 0.0)))
     inputs.v[:, :, 32:64] = _LOUD
     return replace(inputs, block_mask=torch.tensor([True, False, True, True])[None, None, None], block_size=(4, 32))
 
 
 def _padded_maximum(draw: Draw) -> AttentionInputs:
-    """Two maxima; the last 32 keys, which are padding, have one 100 above them, and a loud V."""
+    """Draw two maxima; the last 32 keys, which are padding, have one 100 above them, and a loud V."""
     inputs = scripted(draw, Scores(maxima=3, positions=(10, 50, 100), offsets=(0.0, 0.0, 100.0)))
     inputs.v[:, :, 96:] = _LOUD
     return replace(inputs, key_padding=(torch.arange(128) < 96).expand(len(inputs.q), -1))
@@ -91,7 +91,7 @@ def _single_visible_key(draw: Draw) -> AttentionInputs:
 
 
 def _packed(draw: Draw) -> AttentionInputs:
-    """Three sequences packed into 256 keys, two maxima each: at the ends, and 1 above those of the one before."""
+    """Pack three sequences into 256 keys, two maxima each: at the ends, and 1 above those of the one before."""
     scores = Scores(
         maxima=6, gap=(9.0, 13.0), positions=(20, 95, 96, 175, 176, 255), offsets=(0.0, 0.0, 1.0, 1.0, 2.0, 2.0)
     )
@@ -101,21 +101,21 @@ def _packed(draw: Draw) -> AttentionInputs:
 
 
 def _bias_makes_tie(draw: Draw) -> AttentionInputs:
-    """Two keys whose scores lie 4 apart, and a bias of -4 on the higher one: the tie is there once it is added."""
+    """Draw two keys whose scores differ by 4, and a bias of -4 on the higher one, which makes the tie."""
     inputs = scripted(draw, Scores(positions=(30, 90), offsets=(0.0, 4.0)))
     return replace(inputs, bias=torch.where(torch.arange(128) == 90, -4.0, 0.0)[None, None, None])
 
 
 def _softcap_near_ties(draw: Draw) -> AttentionInputs:
-    """Scores of about 180 and 177.7, and -180 of a tail, under a cap of 30, which leaves 6e-5 between the two."""
+    """Draw scores of about 180 and 177.7, and -180 of a tail, under a cap of 30, which makes them 6e-5 apart."""
     scores = Scores(top=(176.0, 184.0), gap=(356.0, 372.0), offsets=(0.0, -2.296875))
     return replace(scripted(draw, scores), softcap=30.0)
 
 
 def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> AttentionInputs:
-    """One query and equal keys; from one column of V to the next the mean, which is -2.45 or above, grows by `apart`.
+    """Draw one query and equal keys; the mean, at least -2.45, grows by `apart` from one column of V to the next.
 
-    `jitters`: numbers that say by how much of `apart` it lies above: one a column or one a head.
+    `jitters` are shares of `apart` that are added: one for each column or for each head.
     """
     q, k = draw.normal(1, draw.heads, 1, d), draw.normal(1, draw.heads, 1, d)
     means = -2.45 + apart * (torch.arange(d) + draw.uniform(0.0, 1.0, 1, draw.heads, 1, jitters))
@@ -123,7 +123,7 @@ def _equal_keys(draw: Draw, keys: int, d: int, apart: float, jitters: int) -> At
 
 
 def _paged(draw: Draw) -> AttentionInputs:
-    """100 keys in pages of 16 that lie anywhere in a pool; the last page's other keys would be seen, and be loud."""
+    """Draw 100 keys in pages of 16 anywhere in a pool; the last page's other keys would be seen, and be loud."""
     inputs = scripted(draw, shape=Shape(keys=100))
     batch, pages = len(inputs.q), 7
     table = draw.rng.permutation(batch * pages + 3)[: batch * pages].reshape(batch, pages)
@@ -132,11 +132,11 @@ def _paged(draw: Draw) -> AttentionInputs:
 
 def _fp8_cache(draw: Draw) -> AttentionInputs:
     inputs = normal_numbers(draw, Shape(groups=4))
-    return _held(inputs, *(draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)))
+    return _e4m3(inputs, *(draw.uniform(0.01, 0.03, *inputs.k.shape[:2]) for _ in range(2)))
 
 
-def _held(inputs: AttentionInputs, k_descale: Tensor, v_descale: Tensor) -> AttentionInputs:
-    """K and V in e4m3, with these factors, (batch, key heads)."""
+def _e4m3(inputs: AttentionInputs, k_descale: Tensor, v_descale: Tensor) -> AttentionInputs:
+    """Return K and V in e4m3, with these factors, (batch, key heads)."""
     k, v = (
         (x / factors[..., None, None]).clamp(-FP8_E4M3.largest, FP8_E4M3.largest).to(torch.float8_e4m3fn).float()
         for x, factors in ((inputs.k, k_descale), (inputs.v, v_descale))
@@ -145,7 +145,7 @@ def _held(inputs: AttentionInputs, k_descale: Tensor, v_descale: Tensor) -> Atte
 
 
 def _mla(draw: Draw) -> AttentionInputs:
-    """Head dimensions 192 and 128, as DeepSeek's models have them."""
+    """Draw head dimensions 192 and 128, as DeepSeek's models have them."""
     inputs = normal_numbers(draw, Shape(d=192))
     return replace(inputs, v=inputs.v[..., :128].contiguous(), do=inputs.do[..., :128].contiguous())
 
@@ -207,62 +207,62 @@ _POISON = 3e4  # where no key lies: what a kernel that reads it must not add up
 
 
 def _lengths_of(last: int, draw: Draw) -> list[int]:
-    """Of four sequences, the last one's given; a batch begins with another of them."""
+    """Return lengths of four sequences, the last one's given; a batch begins with another of them."""
     lengths, first = [*_SEQUENCES, last], draw.batch % 4
     return lengths[first:] + lengths[:first]
 
 
 def _grouped(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
-    """Two query heads to a key head; of an odd number all."""
+    """Share a key head between two query heads; between all of an odd number."""
     step = inputs.q.shape[1] if inputs.q.shape[1] % 2 else 2
     return replace(inputs, k=inputs.k[:, ::step], v=inputs.v[:, ::step])
 
 
 def _values_cut(inputs: AttentionInputs, _: object) -> AttentionInputs:
-    """Half as many columns of V."""
+    """Keep half of the columns of V."""
     half = inputs.v.shape[3] // 2
     return replace(inputs, v=inputs.v[..., :half].contiguous(), do=inputs.do[..., :half].contiguous())
 
 
 def _other_lengths(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """Sequences of other lengths, packed, whose heads are those of all entries of the batch."""
+    """Pack sequences of other lengths, whose heads are those of all entries of the batch."""
     q, k, v, do = (x.flatten(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     begins = (0, *accumulate(_lengths_of(q.shape[2] - sum(_SEQUENCES), draw)))
     return replace(inputs, q=q, k=k, v=v, do=do, lengths=(begins, begins))
 
 
 def _other_keys(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """Keys behind the end of every sequence, each of another length."""
+    """Append keys to every sequence, each of another length."""
     lengths = torch.tensor(_lengths_of(inputs.k.shape[2], draw)[-len(inputs.k) :])
     return replace(inputs, key_padding=torch.arange(inputs.k.shape[2]) < lengths[:, None])
 
 
 def _own_ends(inputs: AttentionInputs, _: Draw) -> AttentionInputs:
-    """Causal rows that are the last of every sequence, which has as many keys at least."""
+    """Align causal rows with the end of every sequence, which has at least as many keys."""
     assert inputs.key_padding is not None
     rows = torch.arange(inputs.k.shape[2]) < inputs.q.shape[2]
     return replace(inputs, causal=True, own_ends=True, key_padding=inputs.key_padding | rows)
 
 
 def _both_sides(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """A window whose edges cross every tile, and which has a right side where no causal mask is."""
+    """Add a window whose edges cross every tile, and which has a right side where no causal mask is."""
     more = 8 * (draw.batch % 2)
     return replace(inputs, window=(37 + more, 0) if inputs.causal else (23 + more, 9))
 
 
 def _other_blocks(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """Blocks that every head sees others of, the diagonal's aside, which all see."""
+    """Add blocks that differ between heads; all heads see the diagonal's."""
     batch, heads, blocks = *inputs.q.shape[:2], -(-inputs.k.shape[2] // 64)
     seen = draw.uniform(0.0, 1.0, batch, heads, blocks, blocks) < 0.5
     return replace(inputs, block_mask=seen | torch.eye(blocks, dtype=torch.bool), block_size=(64, 64))
 
 
 def _other_pages(inputs: AttentionInputs, draw: Draw) -> AttentionInputs:
-    """Pages anywhere in a pool with some to spare, which holds large numbers where no key lies."""
+    """Place keys in pages anywhere in a pool with some to spare, which holds large numbers elsewhere."""
     pages = -(-inputs.k.shape[2] // 16)
     pool = len(inputs.q) * pages + 3
     table = torch.from_numpy(draw.rng.permutation(pool)[: pool - 3].reshape(-1, pages))
-    poison = inputs.poison if inputs.rescaled else _POISON
+    poison = inputs.poison if inputs.is_rescaled else _POISON
     return replace(inputs, block_table=table, pool_pages=pool, poison=poison)
 
 
@@ -274,21 +274,21 @@ VARIED: Mapping[Feature, Callable[[AttentionInputs, Draw], AttentionInputs]] = {
     CAUSAL: lambda inputs, draw: replace(inputs, causal=draw.batch % 2 > 0),
     OWN_SCALE: lambda inputs, draw: replace(inputs, softmax_scale=0.25 / 4 ** (draw.batch % 2)),
     # Factors of every sequence and key head, K's other than V's.
-    DESCALE: lambda inputs, draw: _held(inputs, *(draw.uniform(x, 3 * x, *inputs.k.shape[:2]) for x in (0.01, 0.003))),
+    DESCALE: lambda inputs, draw: _e4m3(inputs, *(draw.uniform(x, 3 * x, *inputs.k.shape[:2]) for x in (0.01, 0.003))),
     LENGTHS: _other_lengths,
     KEY_PADDING: _other_keys,
     OWN_ENDS: _own_ends,
     WINDOW: _both_sides,
     BLOCK_MASK: _other_blocks,
     BIAS: lambda inputs, draw: replace(inputs, bias=draw.rounded(draw.normal(*inputs.q.shape[:3], inputs.k.shape[2]))),
-    # That scores of about 1 feel, and their gradients more.
+    # Large enough to show in scores of about 1, and more in their gradients.
     SOFTCAP: lambda inputs, draw: replace(inputs, softcap=2.0 / (1 + draw.batch % 2)),
     # A logit of every head's own, about as large as a row's log-sum-exp.
     SINK: lambda inputs, draw: replace(inputs, sink=(4.0 + 2.0 * draw.normal(inputs.q.shape[1])).bfloat16().float()),
     PAGES: _other_pages,
     HIDDEN_NAN: lambda inputs, _: replace(inputs, poison=torch.nan),  # where no key lies
 }
-#: What kernels in service take together, those with gradients and those that read a cache.
+#: Features that kernels in service combine: those with gradients, and those that read a cache.
 _TRAINED = (
     *("lengths", "window", "block_mask", "bias", "softcap", "sink", "window.sink", "window.softcap", "window.lengths"),
     *("window.gqa", "window.bias", "sink.softcap", "sink.lengths", "sink.gqa", "softcap.lengths", "softcap.bias"),
@@ -301,7 +301,7 @@ _CACHED = (
 
 
 def _in_service(draw: Draw, needs: frozenset[Feature], shape: Shape, causal: bool) -> AttentionInputs:
-    """Normal numbers in four sequences, with some features."""
+    """Draw normal numbers in four sequences, with some features."""
     inputs = normal_numbers(draw, shape, causal=causal)
     if draw.heads == HEADS_PER_BATCH:
         q, k, v, do = (x.reshape(4, -1, *x.shape[2:]) for x in (inputs.q, inputs.k, inputs.v, inputs.do))
@@ -341,7 +341,7 @@ _RULES = frozenset({"safe", "as_printed_v1", "lazy", "dithered", "standard"})  #
 
 
 def _lengths(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """The first entries of a batch, four at most, as sequences of one."""
+    """Make the first entries of a batch, four at most, sequences of one."""
     few = inputs.part(slice(4))
     batch, queries, keys = len(few.q), few.q.shape[2], few.k.shape[2]
     q, k, v, do = (x.transpose(0, 1).flatten(1, 2)[None] for x in (few.q, few.k, few.v, few.do))
@@ -351,14 +351,14 @@ def _lengths(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
 
 
 def _padding(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """An eighth to a half of the keys, at the end, by sequence."""
+    """Pad an eighth to a half of the keys, at the end, by sequence."""
     batch, keys = len(inputs.k), inputs.k.shape[2]
     ends = keys - (1 + torch.arange(batch) % 4) * keys // 8
     return replace(inputs, key_padding=torch.arange(keys) < ends[:, None])
 
 
 def _weakest_first(inputs: AttentionInputs, weakest: int) -> AttentionInputs:
-    """The keys that weigh least in any row of a head before all others, where their order is all that this changes."""
+    """Move the keys that weigh least in any row of a head before all others, where only their order changes."""
     if inputs.masks() or inputs.bias is not None:
         return inputs
     s = products(inputs)
@@ -371,14 +371,14 @@ def _weakest_first(inputs: AttentionInputs, weakest: int) -> AttentionInputs:
 
 
 def _window(inputs: AttentionInputs, left: float | None) -> AttentionInputs:
-    """All keys but the weakest quarter."""
+    """Hide the weakest quarter of the keys with a window."""
     keys = inputs.k.shape[2]
     left = keys - keys // 4 - 1 if left is None else left
     return replace(_weakest_first(inputs, max(0, keys - int(left) - 1)), window=(int(left), None))
 
 
 def _block_mask(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """All blocks but the one of the weakest quarter of the keys, where no row can lose its only keys by that."""
+    """Hide the block with the weakest quarter of the keys, where no row can lose its only keys by that."""
     keys = max(1, inputs.k.shape[2] // 4)
     blocks = -(-inputs.q.shape[2] // 64), -(-inputs.k.shape[2] // keys)
     mask = torch.ones(1, 1, *blocks, dtype=torch.bool)
@@ -387,13 +387,13 @@ def _block_mask(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
 
 
 def _bias(inputs: AttentionInputs, _: float | None) -> AttentionInputs:
-    """One number a head, which softmax does not see."""
+    """Add one number a head, which softmax does not see."""
     heads = inputs.q.shape[1]
     return replace(inputs, bias=-0.5 * (1.0 + torch.arange(heads) % 4)[None, :, None, None])
 
 
 def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
-    """So far below the lowest maximum of a head's rows, 24 unless said, rounded to the inputs' format."""
+    """Add a sink `below` the lowest maximum of a head's rows, rounded to the inputs' format."""
     s = products(inputs) if inputs.bias is None else products(inputs) + inputs.bias
     hidden = inputs.hidden()
     top = (s if hidden is None else s.masked_fill(hidden, -torch.inf)).amax(-1)
@@ -403,7 +403,7 @@ def _sink(inputs: AttentionInputs, below: float | None) -> AttentionInputs:
 
 
 def _pages(inputs: AttentionInputs, size: float | None) -> AttentionInputs:
-    """Pages of 16 keys in the reverse order, in a pool with one to spare."""
+    """Place keys in pages of 16 in the reverse order, in a pool with one to spare."""
     keys = 16 if size is None else int(size)
     pages = -(-inputs.k.shape[2] // max(1, keys))
     table = torch.arange(len(inputs.q) * pages, 0, -1).reshape(len(inputs.q), pages)
@@ -412,7 +412,7 @@ def _pages(inputs: AttentionInputs, size: float | None) -> AttentionInputs:
 
 @dataclass(frozen=True)
 class _Added:
-    """How a feature comes into inputs."""
+    """A feature, and the way in which it is added to inputs."""
 
     feature: Feature
     add: Callable[[AttentionInputs, float | None], AttentionInputs]  # with a value of one's own; None: the usual one
@@ -420,7 +420,7 @@ class _Added:
     claims_stay: bool = True  # whether tied maxima tie, and break, as they did
 
 
-#: By the word that `takes` has for them, in the order in which they are added.
+#: By their word in `takes`, in the order in which they are added.
 _ADDED: Mapping[str, _Added] = {
     added.feature.taken: added
     for added in (
@@ -435,7 +435,7 @@ _ADDED: Mapping[str, _Added] = {
         _Added(SINK, _sink, "how far below the row's maximum"),
         # With a factor of 1/4. V of 4 bits ties otherwise.
         _Added(
-            DESCALE, lambda inputs, _: _held(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25)), claims_stay=False
+            DESCALE, lambda inputs, _: _e4m3(inputs, *torch.full((2, *inputs.k.shape[:2]), 0.25)), claims_stay=False
         ),
         _Added(PAGES, _pages, "keys of a page"),
     )
@@ -444,11 +444,11 @@ ADDED = tuple(_ADDED)
 
 
 def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
-    """Features that are added together, each with its value, if it was given one, in the order in which they are added.
+    """Return features to add together, in the order in which they are added, each with its value if given.
 
-    Words are those of a kernel's `takes`, perhaps with a value behind `=`; ValueError: one makes no sense.
+    The words are those of a kernel's `takes`, perhaps with a value after `=`; ValueError: one is wrong.
     """
-    asked: dict[str, float | None] = {}
+    values: dict[str, float | None] = {}
     for word in words:
         name, given, text = word.partition("=")
         if name not in _ADDED:
@@ -456,16 +456,16 @@ def added_features(words: Sequence[str]) -> dict[Feature, float | None]:
         if given and not _ADDED[name].value:
             raise ValueError(f"{word}: {name} takes no value")
         try:
-            asked[name] = float(text) if given else None
+            values[name] = float(text) if given else None
         except ValueError:
             raise ValueError(f"{word}: expected {name}=NUMBER, {_ADDED[name].value}") from None
-    return {added.feature: asked[name] for name, added in _ADDED.items() if name in asked}
+    return {added.feature: values[name] for name, added in _ADDED.items() if name in values}
 
 
 def with_features(case: Case, words: Sequence[str]) -> Case:
-    """A case with further features, as `added_features` takes them; one that it has already stays as it is."""
+    """Return a case with further features, as `added_features` takes them; one that it has already is unchanged."""
     features = added_features(words)
-    stay = _tied(case.recipe) and all(
+    stay = _scripts_ties(case.recipe) and all(
         value is None and _ADDED[feature.taken].claims_stay for feature, value in features.items()
     )
     kept = (replace(each, rules=each.rules & _RULES) for each in case.claims if each.rules & _RULES)
@@ -485,13 +485,13 @@ def with_features(case: Case, words: Sequence[str]) -> Case:
 def _made(draw: Draw, recipe: Recipe, features: Mapping[Feature, float | None]) -> AttentionInputs:
     inputs = recipe(draw)
     for feature, value in features.items():
-        if feature not in inputs.asks():
+        if feature not in inputs.required_features():
             inputs = _ADDED[feature.taken].add(inputs, value)
     return inputs
 
 
-def _tied(recipe: Recipe) -> bool:
-    """Whether a recipe scripts rows of maxima anywhere, as low as a cap leaves alone, above a tail that counts."""
+def _scripts_ties(recipe: Recipe) -> bool:
+    """Return whether a recipe scripts rows of maxima, low enough for a cap to spare, above a tail that counts."""
     if not isinstance(recipe, partial) or recipe.func is not scripted:
         return False
     scores: Scores = recipe.keywords["scores"]

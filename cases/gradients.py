@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiebreak.cases.bounds import IN_P, ErrorBounds
 from tiebreak.cases.errors import by_key_head
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, judge
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
 from tiebreak.kernels.kernel import Declaration
@@ -37,7 +37,7 @@ class GradientBounds:
 
 
 class _Casts(NamedTuple):
-    """Relative errors, and an absolute one."""
+    """The relative errors of the casts, and an absolute one."""
 
     unit: float  # of operands
     least: float  # that an operand may lose below the subnormals
@@ -47,7 +47,7 @@ class _Casts(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientErrorBounds:
-    """Bounds for one batch. What no plan changes is computed once, fp64."""
+    """Bounds for one batch. Parts that no plan changes are computed once, fp64."""
 
     forward: ErrorBounds
     exact: tuple[Tensor, Tensor, Tensor]  # the reference's dQ, dK and dV
@@ -55,7 +55,7 @@ class GradientErrorBounds:
     _of_norms: dict[Hashable, tuple[float, float, float]] = field(default_factory=dict)
 
     def of(self, declaration: Declaration) -> GradientBounds:
-        """What bounds the gradients under a declaration; computed once for all kernels that share it."""
+        """Return the bounds on gradients under a declaration; computed once for all kernels that share them."""
         key = self.forward.shared_by(declaration)
         if key not in self._bounds:
             p_error = self.forward.of_probabilities(declaration)
@@ -68,14 +68,14 @@ class GradientErrorBounds:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """|K|, |Q| and |dO|, which errors of dS and of P are multiplied by."""
+        """The absolute |K|, |Q| and |dO|, factors of errors of dS and of P."""
         inputs = self.forward.inputs
         k, q, do = (tensor.double().abs() for tensor in (inputs.expanded_k(), inputs.q, inputs.do))
         return k, q, do
 
     @cached_property
     def _dp(self) -> Tensor:
-        """dP = dO V^T, (batch, heads, queries, keys)."""
+        """The product dP = dO V^T, (batch, heads, queries, keys)."""
         return self.forward.inputs.do.double() @ self.forward.inputs.expanded_v().double().mT
 
     @cached_property
@@ -104,19 +104,19 @@ class GradientErrorBounds:
 
     @cached_property
     def _lost(self) -> Tensor:
-        """What a cast of P or dS may lose of a key that a row sees, as it falls below the subnormals."""
+        """The loss of a cast of P or dS below the subnormals, of a key that a row sees."""
         return self._casts.least * (self.forward.ref.p > 0)
 
     @cached_property
     def _delta_rounding(self) -> Tensor:
-        """What rowsum(dO O) errs by beside the error of O, a row."""
+        """The error of rowsum(dO O) other than that of O, a row."""
         size = (self._factors[2] * self.forward.ref.o.abs()).sum(-1, keepdim=True)
         return size.mul_(self._casts.unit + self._casts.accumulation).add_(self._casts.least)
 
     def _elements(
         self, declaration: Declaration, p_error: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-        """Bounds on every element, and on those of dSink.
+        """Return bounds on every element, and on those of dSink.
 
         |e_dS| <= e_P (|dP - delta| + e_dP + e_delta) + P (e_dP + e_delta) + u P |dP - delta| + w
         |e_dQ| <= alpha (|e_dS| |K| + (u_out + n u32) P |dP - delta| |K|), dK and dV likewise.
@@ -144,12 +144,12 @@ class GradientErrorBounds:
         dq = bound(ds_error, k, by_k, keys, inputs.scale)
         dk = bound(ds_error.mT, q, by_q, queries, inputs.scale)
         dv = bound(p_error.mT, do, by_do, queries, 1.0)
-        of_keys = inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
+        of_keys = inputs.gradients_as_stored(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
         of_sink = None if inputs.sink is None else self._of_sink(declaration, l_error, from_o + from_p)
         return (dq, *of_keys), of_sink
 
     def _of_sink(self, declaration: Declaration, l_error: Tensor, delta_error: Tensor) -> Tensor:
-        """|e_dSink| <= sum over rows of e_P |delta| + (P + e_P) e_delta + (u_out + n u32) P |delta|, P of the sink."""
+        """Bound |e_dSink| by the sum over rows of e_P |delta| + (P + e_P) e_delta + (u_out + n u32) P |delta|."""
         inputs, ref = self.forward.inputs, self.forward.ref
         p, delta = 1.0 - ref.p.sum(-1, keepdim=True), ref.delta.abs()
         p_error = self.forward.of_sink(declaration) + p * l_error
@@ -159,12 +159,12 @@ class GradientErrorBounds:
         return bound.nan_to_num(nan=torch.inf)
 
     def _norms(self, declaration: Declaration, p_error: Tensor) -> tuple[float, float, float]:
-        """Bounds on the Frobenius norms.
+        """Return bounds on the Frobenius norms.
 
-        Those of the elements add up errors of all keys as if all had one sign, and a backward pass that forgets the
-        scale is within that. Here errors of different keys are independent, so that their squares add up (Higham and
-        Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. What all keys
-        of a row have in common adds up as it is: the error of delta; in it those of O's columns do too, since ties give
+        The bounds on elements add up the errors of all keys as if they had one sign, and so allow a backward pass that
+        forgets the scale. Here errors of different keys are independent, so that their squares add up (Higham and Mary,
+        A New Approach to Probabilistic Rounding Error Analysis, 2019), each counted at its largest. Errors that all
+        keys of a row share add up as they are: that of delta, in which those of O's columns do too, since ties give
         them one sign.
         """
         inputs, ref, unit = self.forward.inputs, self.forward.ref, self._casts.unit
@@ -197,12 +197,12 @@ class GradientErrorBounds:
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Cosine of two tensors taken as vectors; NaN if one is zero."""
+    """Return the cosine of two tensors taken as vectors; NaN if one is zero."""
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
 class Faults(NamedTuple):
-    """What is wrong with gradients, at worst."""
+    """The worst errors of gradients."""
 
     nonfinite: int  # elements that are NaN or Inf where the reference's are finite
     over_bound: float  # the largest error as a share of its bound, of an element or of a norm
@@ -210,7 +210,7 @@ class Faults(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorsOfOne:
-    """What one gradient is off by, from a single look at tensors as large as K and V."""
+    """The errors of one gradient, from a single pass over tensors as large as K and V."""
 
     rows: Tensor  # norms of its rows, (..., N, 1)
     along: Tensor  # mean product with the reference's, by key head, (batch * key heads,)
@@ -219,7 +219,7 @@ class ErrorsOfOne:
 
 @dataclass(frozen=True)
 class GradientErrors:
-    """What dQ, dK and dV are off by, fp64."""
+    """The errors of dQ, dK and dV, fp64."""
 
     dq: Tensor  # the kernel's less the reference's
     each: tuple[ErrorsOfOne, ...]
@@ -228,7 +228,7 @@ class GradientErrors:
 
 @dataclass(frozen=True)
 class ExactGradients:
-    """The fp64 gradients of a batch, and what follows from them: as large as K and V, and computed once."""
+    """The fp64 gradients of a batch, and derived tensors: as large as K and V, and computed once."""
 
     gradients: tuple[Tensor, Tensor, Tensor]  # dQ, dK and dV
     fmt: Format  # that a kernel's are returned in
@@ -236,11 +236,11 @@ class ExactGradients:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, ref: Reference) -> "ExactGradients":
-        """Those of a batch."""
+        """Return the gradients of a batch."""
         return cls(reference_gradients(inputs, ref), inputs.formats.output, sink_gradient(inputs, ref))
 
     def errors(self, gradients: Gradients, bounds: GradientBounds, groups: int) -> GradientErrors:
-        """Of dQ, dK and dV, of a call with so many query heads a key head."""
+        """Return the errors of dQ, dK and dV, of a call with `groups` query heads a key head."""
         outs, sharing = (gradients.dq, gradients.dk, gradients.dv), (groups, 1, 1)
         each = tuple(map(_errors, outs, self.gradients, bounds.elements, bounds.norms, sharing))
         faults = [sink_faults(gradients.dsink, self.sink, bounds.sink), *(one.faults for one in each)]
@@ -249,22 +249,22 @@ class ExactGradients:
 
     @cached_property
     def norms(self) -> tuple[Tensor, ...]:
-        """Of each."""
+        """The norm of each gradient."""
         return tuple(gradient.norm() for gradient in self.gradients)
 
     @cached_property
     def units(self) -> tuple[Tensor, ...]:
-        """`row_units` of each."""
+        """The `row_units` of each gradient."""
         return tuple(row_units(gradient, self.fmt) for gradient in self.gradients)
 
     @cached_property
     def squares(self) -> tuple[Tensor, ...]:
-        """Their mean square, dQ's by head, (batch * heads,)."""
+        """The mean squares, dQ's by head, (batch * heads,)."""
         return tuple(by_key_head(gradient.square(), 1) for gradient in self.gradients)
 
 
 def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int) -> ErrorsOfOne:
-    """In pieces that stay in a core's cache, whole key heads each."""
+    """Return the errors in pieces that stay in a core's cache, whole key heads each."""
     key_heads = out.shape[0] * out.shape[1] // groups
     shape = (key_heads, out.numel() // key_heads // out.shape[-1], out.shape[-1])
     at_once = max(1, _AT_ONCE // (shape[1] * shape[2]))
@@ -286,7 +286,7 @@ def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int)
 
 
 def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None) -> Faults:
-    """What is wrong with dSink, (heads,); None: a kernel tells none, or there is no sink."""
+    """Return the errors of dSink, (heads,); None: a kernel returns none, or there is no sink."""
     if dsink is None or exact is None or bound is None:
         return Faults(0, 0.0)
     share = (dsink.double() - exact).abs() / bound
@@ -294,7 +294,7 @@ def sink_faults(dsink: Tensor | None, exact: Tensor | None, bound: Tensor | None
 
 
 def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
-    """dW_Q = dQ^T X of every head, summed over the batch: two of (batch, heads, n, d) -> (heads, d, d)."""
+    """Return dW_Q = dQ^T X of every head, summed over the batch, from two of (batch, heads, n, d): (heads, d, d)."""
     ours, theirs = (tensor.transpose(0, 1).flatten(1, 2) for tensor in (dq, x))
     return ours.transpose(-1, -2) @ theirs
 
@@ -302,7 +302,7 @@ def weight_gradient(dq: Tensor, x: Tensor) -> Tensor:
 def equation_cosines(
     output: AttentionOutput, dq_error: Tensor, inputs: AttentionInputs, ref: Reference
 ) -> tuple[float, float]:
-    """How much of dQ's and of dW_Q's error is the error of delta: cosines of each with what an equation makes of it.
+    """Return cosines of the errors of dQ and of dW_Q with those that the paper's equations predict from delta's.
 
     Equation 1: dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K; equation 2 is its sum over tokens against X. X is
     taken as Q, that is W_Q = 1. hp is the fp64 reference; `dq_error` is dQ less the reference's.
@@ -316,16 +316,16 @@ def equation_cosines(
 
 
 def row_units(exact: Tensor, fmt: Format) -> Tensor:
-    """An ulp of the largest element of each row of a gradient in a format, fp64, (..., N, 1); Inf in a row of zeros."""
+    """Return an ulp of the largest element of each row of a gradient, fp64, (..., N, 1); Inf in a row of zeros."""
     largest = exact.abs().amax(-1, keepdim=True)
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1 - fmt.mantissa_bits)
     return unit.masked_fill(largest == 0, torch.inf)
 
 
 def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
-    """Root mean square error of a gradient, each row of d elements in ulps of its largest, fp64, (..., N, 1) each.
+    """Return the rms error of a gradient, each row of d elements in ulps of its largest, fp64, (..., N, 1).
 
-    Elements of a gradient cancel, and an error in ulps of a small one says by how much it cancelled.
+    Elements of a gradient cancel, so an error in ulps of a small element would show how much it cancelled.
     """
     counted = int((units < torch.inf).sum()) * d  # a row of zeros has no ulp
     return ((rows / units).square_().sum() / counted).sqrt().item() if counted else torch.nan
@@ -334,8 +334,8 @@ def ulps_of_rows(rows: Tensor, units: Tensor, d: int) -> float:
 def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: Tensor) -> Tensor:
     """Return the mean error of delta by key head, relative to mean |delta| of all, read off dQ (paper, equation 1).
 
-    dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. What else
-    the kernel rounds in its backward pass counts too, where it falls along P K.
+    dQ_hp - dQ_lp = alpha diag(delta_lp - delta_hp) P K: the part of dQ's error along P K is delta's error. Other
+    roundings of the backward pass count too, as far as they are along P K.
     """
     along = ((exact - dq.double()) * ref.pk).sum(-1, keepdim=True) / (
         inputs.scale * ref.pk.square().sum(-1, keepdim=True)
@@ -343,9 +343,9 @@ def delta_errors_of(dq: Tensor, inputs: AttentionInputs, ref: Reference, exact: 
     return by_key_head(along, inputs.groups) / ref.delta.abs().mean()
 
 
-def contains_bias(delta: Interval, fmt: Format) -> Verdict:
-    """Tell whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
+def contains_bias(delta: Interval, fmt: Format) -> BiasVerdict:
+    """Return whether gradients contain a bias of O: delta, a product of O, then errs by as much (`delta_errors_of`).
 
-    A bias of the margin, in ulps of O's format, is at least as many unit roundoffs of O's size. Biased: they do.
+    A bias of the margin, in ulps, is at least as many unit roundoffs of O's size. Biased: they contain it.
     """
     return judge(delta, MARGIN_ULPS * fmt.unit_roundoff)

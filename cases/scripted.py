@@ -206,7 +206,7 @@ _GROUPS["maxima that differ by less than P-bar's rounding"] = {
 
 
 def _equal_keys(draw: Draw) -> AttentionInputs:
-    """Duplicate tokens: two tokens share one key of random direction, so their scores tie in any arithmetic."""
+    """Draw duplicate tokens: two share one key of random direction, so their scores tie in any arithmetic."""
     inputs = scripted(draw, Scores(positions=(0, 1)))
     q, k = inputs.q.clone(), inputs.k.clone()
     q[..., 2:] = draw.rounded(0.05 * draw.normal(*q[..., 2:].shape))
@@ -215,7 +215,7 @@ def _equal_keys(draw: Draw) -> AttentionInputs:
 
 
 def _tied_p_bar(draw: Draw) -> AttentionInputs:
-    """Every other head's ties lie above neighbours with an odd last bit."""
+    """Draw ties of P-bar, in every other head above neighbours with an odd last bit."""
     batch, heads = draw.batch_and_heads
     odd = (torch.arange(batch * heads) % 2 == 1).view(batch, heads)
     inputs = tied_p_bar(draw.rng, odd, draw.noise_seed())
@@ -224,11 +224,11 @@ def _tied_p_bar(draw: Draw) -> AttentionInputs:
 
 
 def _exact_p_bar(draw: Draw) -> AttentionInputs:
-    """Rows of one maximum, whose V shows 1 / l, and 15 keys of one P-bar, a number of bf16 of 1/4 to 1, whose V is 0.
+    """Draw rows of one maximum, whose V shows 1 / l, and 15 keys of one P-bar, in bf16 from 1/4 to 1, whose V is 0.
 
-    O errs by its own cast, whatever format P-bar is in, and by the exponential's error in 0.79 to 0.94 of l. One of
-    2^-13, as FlashAttention-4's polynomial (8.8e-5) and PyTorch's fast one (1.1e-4), makes 1.003 of the mean square in
-    bf16 and 1.08 in fp16; one of up to 1e-3, without a bias, 1.1 and 11.
+    The error of O is that of its own cast, whatever P-bar's format, and that of the exponential in 0.79 to 0.94 of l.
+    An exponential's error of 2^-13, as in FlashAttention-4's polynomial (8.8e-5) and PyTorch's fast one (1.1e-4), gives
+    1.003 of the mean square in bf16 and 1.08 in fp16; one of 1e-3, without a bias, 1.1 and 11.
     """
     batch, heads = draw.batch_and_heads
     scores = draw.uniform(0.25, 1.0, batch, heads, 16).bfloat16().double().log().float()
@@ -259,9 +259,9 @@ _GROUPS["controls"] = {
 
 
 def _sink(draw: Draw, height: float) -> AttentionInputs:
-    """Normal scores above a row's r_m, those of the first four keys `height` higher; V of the four is a 64th.
+    """Draw normal scores above a row's r_m, those of the first four keys `height` higher; V of the four is a 64th.
 
-    The four never tie, in bf16 either: they lie on quarters, each a sixteenth higher than the one before.
+    The four never tie, not even in bf16: they are multiples of a quarter, each a sixteenth higher than the one before.
     """
     inputs = scripted(draw, Scores(maxima=4, positions=(0, 1, 2, 3)))
     k, v = inputs.k.clone(), inputs.v.clone()
@@ -342,7 +342,7 @@ _GROUPS["normal numbers"] = {
 
 
 def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
-    """Random input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
+    """Draw input with a key padding mask; with `all_masked`, the first batch entry sees no key at all."""
     inputs = normal_numbers(draw)
     batch, keys = inputs.k.shape[0], inputs.k.shape[2]
     lengths = torch.from_numpy(draw.rng.integers(keys // 4, keys + 1, batch))
@@ -353,7 +353,7 @@ def _padded(draw: Draw, *, all_masked: bool) -> AttentionInputs:
 
 
 def _poisoned(draw: Draw, value: float, tensor: str) -> AttentionInputs:
-    """Random input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
+    """Draw input with one NaN or Inf in q (its row is lost) or in v (its column is)."""
     inputs = normal_numbers(draw)
     poisoned = getattr(inputs, tensor).clone()
     poisoned[:, :, 1, 0] = value

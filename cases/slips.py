@@ -25,12 +25,12 @@ class Slip:
     turned: bool = False  # whether heads and rows have changed places, in O too
 
     def seen(self, o: Tensor) -> Tensor:
-        """O as such attention has it, (batch, heads, queries, d)."""
+        """Return O as such attention has it, (batch, heads, queries, d)."""
         return o.transpose(1, 2) if self.turned else o
 
 
 def slips(inputs: AttentionInputs) -> Iterator[Slip]:
-    """Every mistake that changes what is computed of some inputs."""
+    """Yield every mistake that changes the output on some inputs."""
     yield Slip("scores are not scaled", _rescaled(inputs, 1 / inputs.scale))
     yield Slip("scores are scaled twice", _rescaled(inputs, inputs.scale))
     yield Slip("exp2 is taken of scores that log2 e is missing from", _rescaled(inputs, math.log(2)))
@@ -41,7 +41,7 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("the soft cap is not applied", replace(inputs, softcap=0.0))
     yield from _of_masks(inputs)
     yield from _of_keys(inputs)
-    if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.rescaled:
+    if inputs.groups > 1 and inputs.k.shape[1] > 1 and not inputs.is_rescaled:
         heads = torch.arange(inputs.q.shape[1]) % inputs.k.shape[1]
         k, v = inputs.k[:, heads], inputs.v[:, heads]
         yield Slip("query head h reads key head h mod the number of key heads", replace(inputs, k=k, v=v))
@@ -50,30 +50,30 @@ def slips(inputs: AttentionInputs) -> Iterator[Slip]:
         yield Slip("the sink is left out", replace(inputs, sink=None))
     if inputs.softmax_scale is not None:
         yield Slip("the scale that is given is not taken", replace(inputs, softmax_scale=None))
-    if inputs.rescaled:
+    if inputs.is_rescaled:
         yield Slip("V is multiplied by K's factors", replace(inputs, v_descale=inputs.k_descale))
-    if _plain(inputs) and inputs.groups == 1 and inputs.q.shape == inputs.k.shape and not inputs.causal:
+    if _is_plain(inputs) and inputs.groups == 1 and inputs.q.shape == inputs.k.shape and not inputs.causal:
         q, k, v, do = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
         yield Slip("heads and rows are taken for each other", replace(inputs, q=q, k=k, v=v, do=do), turned=True)
 
 
 @dataclass(frozen=True)
 class GradientSlip:
-    """One mistake of a backward pass behind a sound forward pass."""
+    """One mistake of a backward pass after a sound forward pass."""
 
     about: str  # what is wrong, as a clause
     gradients: tuple[Tensor, ...]  # dQ, dK and dV that it makes, fp64
 
 
 def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[GradientSlip]:
-    """Return every mistake that changes some gradient of some inputs."""
+    """Yield every mistake that changes some gradient of some inputs."""
     exact, groups, p = reference_gradients(inputs, ref), inputs.groups, (ref.s - log_sum_exp(inputs, ref)).exp()
-    own = inputs.q.shape[-1] ** -0.5
+    default_scale = inputs.q.shape[-1] ** -0.5
     factors = {
         "the scale is missing": 1 / inputs.scale,
         "the scale is applied twice": inputs.scale,
         "1 / scale is taken for the scale": inputs.scale**-2,
-        "the scale that is given is not taken": own / inputs.scale,
+        "the scale that is given is not taken": default_scale / inputs.scale,
         "a factor log2 e is left": 1 / math.log(2),
         "a factor ln 2 is left": math.log(2),
         "everything is counted twice": 2.0,
@@ -108,12 +108,13 @@ def _rescaled(inputs: AttentionInputs, factor: float) -> AttentionInputs:
     return replace(inputs, softmax_scale=inputs.scale * factor)
 
 
-def _plain(inputs: AttentionInputs) -> bool:
-    """Whether nothing but q, k, v and a causal mask is asked for."""
-    return len(inputs.asks()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
+def _is_plain(inputs: AttentionInputs) -> bool:
+    """Return whether the inputs are nothing but q, k, v and a causal mask."""
+    return len(inputs.required_features()) <= int(inputs.causal) + (inputs.groups > 1) and inputs.softcap == 0.0
 
 
 def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
+    """Yield the mistakes with masks: ignored, inverted, or aligned wrongly."""
     hidden = inputs.hidden()
     if hidden is None or inputs.lengths is not None:
         return
@@ -140,14 +141,14 @@ def _of_masks(inputs: AttentionInputs) -> Iterator[Slip]:
 
 
 def _masked(inputs: AttentionInputs, hidden: Tensor) -> AttentionInputs:
-    """Inputs with one mask in the place of all."""
+    """Return inputs with one mask instead of all."""
     return replace(inputs, causal=False, window=(None, None), key_padding=None, block_mask=~hidden, block_size=(1, 1))
 
 
 def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
-    """Keys that are left out at the end, or counted past it."""
+    """Yield the mistakes of leaving keys out at the end, or of counting past it."""
     keys = inputs.k.shape[2]
-    if not _plain(inputs) or inputs.causal:
+    if not _is_plain(inputs) or inputs.causal:
         return
     for tile in _TILES:
         beyond = keys % tile
@@ -162,6 +163,6 @@ def _of_keys(inputs: AttentionInputs) -> Iterator[Slip]:
 
 
 def _with_keys(inputs: AttentionInputs, more: int) -> AttentionInputs:
-    """With so many keys of 0 at the end, or, below 0, without so many of the last."""
+    """Return inputs with `more` keys of 0 at the end or, below 0, without as many of the last."""
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, more)) for x in (inputs.k, inputs.v))
     return replace(inputs, k=k, v=v)

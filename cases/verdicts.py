@@ -7,12 +7,12 @@ from statistics import NormalDist
 
 from torch import Tensor
 
-MARGIN_ULPS = 0.05  # a bias within this of 0 is none; a tie broken always one way costs 1/(2k) ulp, five times this
+MARGIN_ULPS = 0.05  # a bias within this of 0 is none; ties that always round one way cost 1/(2k) ulp, five times this
 CONFIDENCE = 0.999  # of a cell's verdict, over all looks at its data
 _STEP, MOST_HEADS = 16, 2**20  # of the numbers of heads that a run may be told to draw: more would tell nothing
 LIMIT = 1.1  # ratio of mean squared errors
 WORSE = 4.0  # mean squared error of one head over another's on normal numbers that no other way of rounding explains
-WAYS = 4.0  # larger than another's the mean squared error of one sound backward pass may be, beside `WORSE`
+WAYS = 4.0  # how much larger than another's the mean squared error of one sound backward pass may be, as `WORSE`
 GAIN = 1e-3  # gain error of dQ, dK and dV, and relative error of delta
 #: Mean squared error of a number that is rounded to nearest once, in ulps: where the plan errs by less, exact elements
 #: that the last bit of a sum turns into errors of an ulp would decide.
@@ -25,8 +25,8 @@ def batches_of(look: int) -> range:
     return range(2**look // 2, 2**look)
 
 
-class Verdict(enum.Enum):
-    """What the data say about a bias."""
+class BiasVerdict(enum.Enum):
+    """The conclusion from the data about a bias."""
 
     BIASED = "biased"  # the whole interval lies beyond the margin
     UNBIASED = "unbiased"  # the whole interval lies inside the margin
@@ -43,20 +43,20 @@ class Interval:
 
     @property
     def low(self) -> float:
-        """Lower end."""
+        """The lower end."""
         return self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        """Upper end."""
+        """The upper end."""
         return self.mean + self.half_width
 
-    def beyond(self, margin: float) -> bool:
-        """Whether the whole interval lies outside [-margin, margin]; False with NaN."""
+    def is_beyond(self, margin: float) -> bool:
+        """Return whether the whole interval is outside [-margin, margin]; False with NaN."""
         return self.low > margin or self.high < -margin
 
-    def inside(self, margin: float) -> bool:
-        """Whether the whole interval lies inside [-margin, margin]; False with NaN."""
+    def is_inside(self, margin: float) -> bool:
+        """Return whether the whole interval is inside [-margin, margin]; False with NaN."""
         return self.low >= -margin and self.high <= margin
 
 
@@ -64,7 +64,7 @@ Value = Interval | float | None  # of a measure; None: there is no such number h
 
 
 def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -> float:
-    """Two-sided Student quantile for `samples` values, the error split evenly over `looks` (Bonferroni).
+    """Return the two-sided Student quantile for `samples` values, the error split evenly over `looks` (Bonferroni).
 
     The normal quantile is widened by Cornish and Fisher's expansion (Abramowitz and Stegun, 26.7.5); at 15 degrees of
     freedom, the fewest the command line lets through, it is 0.1 % short of the true quantile at this confidence.
@@ -79,7 +79,7 @@ def quantile(samples: int, confidence: float = CONFIDENCE, looks: int = LOOKS) -
 
 
 def interval(samples: Tensor) -> Interval:
-    """Mean and confidence interval of independent samples (one dimension)."""
+    """Return the mean and confidence interval of independent samples (one dimension)."""
     count = samples.numel()
     if count < 2:
         return Interval(samples.mean().item() if count else math.nan, math.inf)
@@ -87,17 +87,17 @@ def interval(samples: Tensor) -> Interval:
 
 
 def heads_to_tell(mean: Interval, heads: int, limit: float = MARGIN_ULPS) -> int:
-    """Return how many heads to draw at first, so that all looks together tell what those drawn so far do not: about.
+    """Return about how many heads to draw at first so that all looks together tell what those so far do not.
 
-    The half width falls as 1 / sqrt(heads), and has to reach the limit. At least twice as many as this time.
+    The half width, which has to reach the limit, fails as 1 / sqrt(heads). At least twice as many as this time.
     """
     distance = abs(abs(mean.mean) - limit)
     needed = heads / 2 ** (LOOKS - 1) * max(2.0, (mean.half_width / distance) ** 2 if distance else math.inf)
     return _STEP * math.ceil(needed / _STEP) if needed < MOST_HEADS else MOST_HEADS  # NaN is not less
 
 
-def judge(bias: Interval, margin: float = MARGIN_ULPS) -> Verdict:
-    """The verdict on a bias at the interval's confidence."""
-    if bias.beyond(margin):
-        return Verdict.BIASED
-    return Verdict.UNBIASED if bias.inside(margin) else Verdict.UNDECIDED
+def judge(bias: Interval, margin: float = MARGIN_ULPS) -> BiasVerdict:
+    """Return the verdict on a bias at the interval's confidence."""
+    if bias.is_beyond(margin):
+        return BiasVerdict.BIASED
+    return BiasVerdict.UNBIASED if bias.is_inside(margin) else BiasVerdict.UNDECIDED

@@ -10,7 +10,7 @@ from tiebreak.kernels.formats import hashed_once
 @hashed_once
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to compute attention forward; the backward pass is one for all, and differs by the plan alone."""
+    """A way to compute attention forward; all have one backward pass, which varies with the plan alone."""
 
     name: str  # how tables call it, and its kernels where the shift rule is `safe`
     forward: Forward  # the algorithm, written once over an arithmetic
@@ -30,5 +30,5 @@ SPLIT_ATTENTION = Algorithm("split", split, tiled=True, takes=_TAKES, claimed_as
 STANDARD_ATTENTION = Algorithm(
     "standard", standard, tiled=False, takes=_TAKES, claimed_as="standard", unused=_OF_FLASH | {"sink"}
 )
-#: Those that a plan of flash attention goes with, by what stands before its @.
+#: Those that can have a plan of flash attention, by the text before its @.
 TILED = {algorithm.name: algorithm for algorithm in (FLASH_ATTENTION, FLASH_ATTENTION_1, SPLIT_ATTENTION)}

@@ -1,4 +1,4 @@
-"""What the algorithms need from a device: six operations that round. A backend brings them."""
+"""The interface that the algorithms need of a device: six operations that round. A backend implements it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,12 +27,12 @@ class Noise:
         return batch, head, row
 
     def dither(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
-        """One uniform number in [0, 1) a row, fp32, (batch, heads, rows, 1), from (seed, batch, head, row)."""
+        """Return one uniform number in [0, 1) a row, fp32, (batch, heads, rows, 1), from (seed, batch, head, row)."""
         # Not through float64, which an NPU lacks; the one rounding, of 32 bits to fp32, is the same.
         return random_bits(self.seed, DITHER_STREAM, *self._rows(shape, first_row, device)).float() * 2.0**-32
 
     def bits(self, shape: torch.Size, first_row: int, device: torch.device) -> Tensor:
-        """32 random bits an element of (batch, heads, rows, columns), from (seed, batch, head, row, column)."""
+        """Return 32 random bits an element of (batch, heads, rows, columns), from (seed, batch, head, row, column)."""
         column = torch.arange(shape[3], device=device)[None, None, None, :]
         return random_bits(self.seed, CAST_STREAM, *self._rows(shape, first_row, device), column)
 
@@ -42,25 +42,25 @@ class Arithmetic(Protocol):
 
     @property
     def has_fp64(self) -> bool:
-        """Whether the device has float64. What is measured in fp64 is measured on the host where it has none."""
+        """True if the device has float64. Without it, measures in fp64 are taken on the host."""
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """`x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""
+        """Return `x` rounded as `cast` says; a stochastic cast takes its random bits from `random`."""
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """`a @ b`, accumulated in at least fp32, the result rounded by `cast`."""
+        """Return `a @ b`, accumulated in at least fp32, the result rounded by `cast`."""
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """e to the `x`, in fp32."""
+        """Return e to the `x`, in fp32."""
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """The exponential's base to the x * factor + addend, a number that is rounded to fp32 once.
+        """Return the exponential's base to the x * factor + addend, a number that is rounded to fp32 once.
 
-        Whoever calls it has put log2(e) into the factor and the addend where the base is two.
+        If the base is two, callers have multiplied the factor and the addend by log2(e).
         """
 
     def tanh(self, x: Tensor) -> Tensor:
-        """The hyperbolic tangent of a soft cap, in fp32."""
+        """Return the hyperbolic tangent, of a soft cap, in fp32."""
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """Sum over the last dimension, kept, in fp32."""
+        """Return the sum over the last dimension, kept, in fp32."""

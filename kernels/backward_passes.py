@@ -17,22 +17,22 @@ _UNROUNDED: Mapping[str, Any] = {**dict.fromkeys(_POINTS, _FP32), "shift_attache
 
 @dataclass(frozen=True)
 class BackwardPass:
-    """One way to compute gradients from the S, the log-sum-exp and the O of some forward pass."""
+    """A way to compute gradients from the S, the log-sum-exp and the O of some forward pass."""
 
     points: Mapping[str, Any]  # fields of a rounding plan of the backward pass that are not fp32 throughout
     block: Block = ONE_TILE  # tiles after which sums are cast; where they are not, tiles change next to nothing
 
     @property
     def source(self) -> DeltaSource:
-        """What delta is computed from."""
+        """The numbers that delta is computed from."""
         return DeltaSource(self.points.get("delta_from", DeltaSource.OUTPUT))
 
     def shows(self, source: DeltaSource) -> bool:
-        """Whether dQ and dK lie near to what follows from a delta of O, or from an exact one."""
+        """Return whether dQ and dK show a delta from this source."""
         return self.source is source and not self.points.get("shift_attached")
 
     def after(self, forward: Declaration) -> Declaration:
-        """The plan of a forward pass, with the backward pass in this one's."""
+        """Return the plan of a forward pass, with this backward pass."""
         return _with(forward, {**self.points, "gradients": OUTPUT}, self._block(forward))
 
     def _block(self, forward: Declaration) -> Block:
@@ -41,9 +41,9 @@ class BackwardPass:
         return forward.block if tiled else self.block
 
     def exact_after(self, forward: Declaration) -> Declaration:
-        """The same without a rounding but those of the O or O-bar that delta comes from: what errors are measured from.
+        """Return the plan without roundings but those of the O or O-bar that delta comes from: the baseline of errors.
 
-        Beside the error of delta, and what autograd sends of it through the maximum, a cast of dS would not show.
+        Without it the error of delta, part of which autograd sends through the maximum, would hide a cast of dS.
         """
         kept = {name: self.points[name] for name in ("delta_from", "shift_attached") if name in self.points}
         return _with(forward, {**kept, "gradients": _FP32}, self._block(forward))
@@ -98,7 +98,7 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
     },
     "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW},
 }
-#: By name, as reports have it.
+#: By their name in reports.
 BACKWARD_PASSES: Mapping[str, BackwardPass] = {
     name: BackwardPass(points, _PYTORCH_TILES if name.startswith(_PYTORCH) else ONE_TILE)
     for name, points in _TABLE.items()
@@ -106,13 +106,10 @@ BACKWARD_PASSES: Mapping[str, BackwardPass] = {
 
 
 def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
-    """The backward passes that may follow a forward pass, by name: its plan's, if that is another, and those known.
-
-    A plan that rounds nothing in the backward pass, as most, says nothing of it. Gradients are in the format of O.
-    """
+    """Return the backward passes that may follow a forward pass, by name: its plan's, if any, and known ones."""
     plan = forward.plan
-    own = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
+    narrow = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
     source = {} if plan.delta_from is DeltaSource.OUTPUT else {"delta_from": plan.delta_from}
-    if not own or any(each.points == {**source, **own} for each in BACKWARD_PASSES.values()):
+    if not narrow or any(each.points == {**source, **narrow} for each in BACKWARD_PASSES.values()):
         return dict(BACKWARD_PASSES)
-    return {f"that of {forward.label}": BackwardPass({**source, **own}, forward.block), **BACKWARD_PASSES}
+    return {f"that of {forward.label}": BackwardPass({**source, **narrow}, forward.block), **BACKWARD_PASSES}

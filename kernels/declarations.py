@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, TILED
-from tiebreak.kernels.flash import ONE_TILE, Order
+from tiebreak.kernels.flash import ONE_TILE, TileOrder
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Rounding, parse_format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import (
@@ -35,7 +35,8 @@ _TILE, _SPLITS, _ORDER, _NONE, _SATURATES = "tile", "splits", "order", "none", "
 _OUTPUTS, _OF_PRODUCTS, _RUNNING = ("o", "gradients"), ("pv", "o_bar"), ("l", "o_bar")
 _MODES = {rounding.value: rounding for rounding in Rounding}
 _STEPS = (Steps.KEPT.value, Steps.ONCE.value)
-_OF_FLASH, _OF_SPLIT = (Order.FORWARDS, Order.BACKWARDS, Order.PREFIX), (Order.FORWARDS, Order.TILES, Order.TURNS)
+_OF_FLASH = (TileOrder.FORWARDS, TileOrder.BACKWARDS, TileOrder.PREFIX)
+_OF_SPLIT = (TileOrder.FORWARDS, TileOrder.TILES, TileOrder.TURNS)
 # Changes that are of no plan, and whose they are.
 _TAKEN_BY = {
     **dict.fromkeys(NUMBERS, (FLASH_ATTENTION,)),
@@ -50,7 +51,7 @@ _CASTS = (
 )
 _QUANTIZED = ("q8", "k8", "v8", "p8")
 _OTHERS = ("row_sum_of", "exponential", "contracted", "offset", *_QUANTIZED, "smooth_k", "sink", "accumulator")
-# Of fields that go by another name.
+# Fields that have another name in a text.
 _KEYS = {"row_sum": "l", "row_sum_of": "l_from", "exponential": "base", "contracted": "contract"}
 _FIELDS = {_KEYS.get(field, field): field for field in (*_CASTS, *_OTHERS)}
 _KNOWN = f"known are {', '.join((*_FIELDS, *_TAKEN_BY))}"
@@ -69,7 +70,7 @@ _WORDS: Mapping[str, Mapping[str, object]] = {
 
 
 def parse_declaration(text: str) -> Declaration:
-    """The declaration that a text names: a kernel or a plan, and changes behind commas.
+    """Return the declaration that a text names: a kernel or a plan, and changes separated by commas.
 
     The first part is `standard`, `fair`, `RULE@PLAN`, `flash_1@PLAN`, `split@PLAN`, or a plan alone, for plain flash
     attention at it. Each change is `KEY=VALUE`:
@@ -84,10 +85,10 @@ def parse_declaration(text: str) -> Declaration:
     - `accumulator=bfmmla`, how products are added up
     - `shift=-1` or `shift=ln1.5`, added to the shift; `lag=2`, how far a shift may stay behind
     - `tile=64`, `tile=64x32` (queries by keys) or `tile=one`; without it, the kernel's own tiles are unknown
-    - `splits=2`, of as many keys in tiles of their own, or by `order=tiles` or `turns` of whole tiles
+    - `splits=2`, of as many keys with separate tiles, or by `order=tiles` or `turns` of whole tiles
     - `order=backwards`, from the last tile on, or `prefix`, in tiles that begin anew where the queries' own keys do
 
-    Its label names what differs from the first part, in an order of its own. ValueError, one line: a name, key or value
+    Its label names what differs from the first part, in a fixed order. ValueError, one line: a name, key or value
     is unknown, or the algorithm makes nothing of it.
     """
     head, *changes = (part.strip() for part in text.split(","))
@@ -98,7 +99,7 @@ def parse_declaration(text: str) -> Declaration:
         if not equals:
             raise ValueError(f"{change!r} in {text!r}: expected KEY=VALUE, such as s=input; {_KNOWN}")
         if key in values:
-            raise ValueError(f"{key} stands twice in {text!r}")
+            raise ValueError(f"{key} is given twice in {text!r}")
         values[key] = value
     # Contraction and a rounded S - m exclude one another, and so do two roundings of q: what goes goes first.
     turns = {("contract", "no"): -1, ("q8", _NONE): -1, ("q", FP32.name): -1, ("contract", "yes"): 1}
@@ -111,9 +112,9 @@ def parse_declaration(text: str) -> Declaration:
 
 
 def shortest(declaration: Declaration) -> Declaration:
-    """What has the same forward pass, by the text with the fewest changes; ValueError: no text names it.
+    """Return the declaration with the same forward pass and the shortest text; ValueError: no text names it.
 
-    Its backward pass is the named plan's.
+    Its backward pass is that of the named plan.
     """
     rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
@@ -128,7 +129,7 @@ def shortest(declaration: Declaration) -> Declaration:
 
 @cache
 def _heads(name: str) -> tuple[Declaration, ...]:
-    """A rule, or an algorithm, at every plan that it makes something of."""
+    """Yield a rule, or an algorithm, at every plan that it supports."""
     heads = []
     for plan in PLANS:
         with suppress(ValueError):
@@ -138,9 +139,9 @@ def _heads(name: str) -> tuple[Declaration, ...]:
 
 
 def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
-    """A declaration's forward pass, as changes of a named one; None where changes can't say it."""
-    theirs, own = named.plan.exponential, declaration.plan.exponential
-    if (theirs.correction, theirs.lanes) != (own.correction, own.lanes):
+    """Return a declaration's forward pass as changes of a named one; None where changes can't express it."""
+    theirs, ours = named.plan.exponential, declaration.plan.exponential
+    if (theirs.correction, theirs.lanes) != (ours.correction, ours.lanes):
         return None
     fields = {field: getattr(declaration.plan, field) for field in FORWARD.values()}
     plan = _renamed(replace(named.plan, **fields), named.plan)
@@ -149,7 +150,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
 
 @cache
 def _named(head: str) -> Declaration:
-    """The declaration of a kernel, or of plain flash attention at a plan."""
+    """Return the declaration of a kernel, or of plain flash attention at a plan."""
     name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{FLASH_ATTENTION.name}@{head}"
     for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential
         if kernel.declaration is not None and kernel.declaration.label == name:
@@ -158,7 +159,7 @@ def _named(head: str) -> Declaration:
         kernel = composed_kernel(name)
     except ValueError:
         names = (*PLANS, "fair", *(f"{rule}@{plan}" for rule in rule_names() for plan in PLANS))
-        otherwise = ": `tiebreak list plans` names them, and the rules that stand before a plan and @"
+        otherwise = ": `tiebreak list plans` names them, and the rules that come before @ and a plan"
         raise ValueError(f"unknown plan {head!r}{_nearest(head, names) or otherwise}") from None
     assert kernel.declaration is not None
     return kernel.declaration
@@ -166,10 +167,10 @@ def _named(head: str) -> Declaration:
 
 @cache
 def values_of(key: str, inputs: Format) -> tuple[str, ...]:
-    """What a key of `FORWARD` may be given in `changed`: every word; of a cast the formats in use and all modes.
+    """Return every value that `changed` accepts for a key of `FORWARD`; of a cast, the formats in use and all modes.
 
-    `inputs` is the format of the call, which casts call by its role. Of what has a size, such as the rows that share a
-    scale, it is what plans with a name have.
+    `inputs` is the call's format, which casts name by its role. Values with a size, such as the rows that share a
+    scale, are those of plans with a name.
     """
     field = FORWARD[key]
     named = dict.fromkeys(_text(key, getattr(plan, field)) for plan in PLANS.values())
@@ -190,9 +191,9 @@ def values_of(key: str, inputs: Format) -> tuple[str, ...]:
 
 
 def changed(declaration: Declaration, key: str, value: str) -> Declaration:
-    """A declaration with one change, as it stands behind a comma; its name stays.
+    """Return a declaration with one change, as written after a comma; its name stays.
 
-    ValueError: the key or the value is unknown, the algorithm makes nothing of it, or it excludes another.
+    Raises ValueError: the key or the value is unknown, the algorithm ignores it, or it excludes another.
     """
     algorithm = declaration.algorithm
     if key in _TAKEN_BY:
@@ -213,7 +214,7 @@ def changed(declaration: Declaration, key: str, value: str) -> Declaration:
 
 
 def _value(key: str, value: str) -> object:
-    """What a text is the value of a key for; of a base whether it is two."""
+    """Parse the value of a key; of a base, return whether it is two."""
     if key in _WORDS:
         if value not in _WORDS[key]:
             raise ValueError(f"{key}={value}: expected {' or '.join(_WORDS[key])}")
@@ -228,6 +229,7 @@ def _value(key: str, value: str) -> object:
 
 
 def _cast(key: str, value: str) -> Cast:
+    """Parse a cast: a format, a mode unless it is RNE, and where it is repeated; ValueError: one is wrong."""
     value, slash, every = value.partition("/")
     if slash and key not in _OF_PRODUCTS:
         raise ValueError(f"{key}={value}/{every}: {' and '.join(_OF_PRODUCTS)} alone are a product's sums")
@@ -267,28 +269,29 @@ def _quantization(key: str, value: str) -> Quantization | None:
 
 
 def _in_blocks(declaration: Declaration, key: str, value: str) -> Declaration:
+    """Return a declaration with another tile, number of splits or order of tiles; ValueError: no such value."""
     block, split = declaration.block, declaration.algorithm is SPLIT_ATTENTION
     orders = [order.value for order in (_OF_SPLIT if split else _OF_FLASH)]
     sizes = [str(ONE_TILE.keys)] if (key, value) == (_TILE, str(ONE_TILE)) else value.split("x")
     if key == _ORDER and value in orders:
-        return replace(declaration, block=replace(block, order=Order(value)))
+        return replace(declaration, block=replace(block, order=TileOrder(value)))
     if key == _ORDER or len(sizes) > (2 if key == _TILE else 1) or not all(s.isascii() and s.isdigit() for s in sizes):
         sized = f"a size such as 64, queries by keys such as 64x32, or {ONE_TILE}"
-        known = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
-        raise ValueError(f"{key}={value}: expected {known[key]}")
+        expected = {_TILE: sized, _SPLITS: "how many, 0 for a tile each", _ORDER: " or ".join(orders)}
+        raise ValueError(f"{key}={value}: expected {expected[key]}")
     if key == _SPLITS:
         return replace(declaration, block=replace(block, splits=int(value)))
     return replace(declaration, block=replace(block, queries=int(sizes[0]), keys=int(sizes[-1])), tile_named=True)
 
 
 def _renamed(plan: RoundingPlan, named: RoundingPlan) -> RoundingPlan:
-    """The plan, called by the named one that it was made from and by what is otherwise."""
+    """Return the plan, named after the one that it was made from and after its changes."""
     changes = [f",{key}={value}" for key, value in values_apart(named, plan).items()]
     return replace(plan, name="".join([named.name, *changes]))
 
 
 def values_apart(one: RoundingPlan, other: RoundingPlan) -> dict[str, str]:
-    """What another plan has, where it differs from one, as text has it: by key."""
+    """Return the values of another plan where it differs from one, as text has them, by key."""
     differ = {key: field for key, field in _FIELDS.items() if getattr(one, field) != getattr(other, field)}
     return {key: _text(key, getattr(other, field)) for key, field in differ.items()}
 
@@ -305,7 +308,7 @@ def _text(key: str, value: object) -> str:
     return f"{fmt}{mode}{steps}{f':{_SATURATES}' if value.saturates else ''}{f'/{value.every}' if value.every else ''}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """`: did you mean ...?`, or nothing where nothing is near."""
-    matches = get_close_matches(name, list(known), n=3, cutoff=0.6)
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return `: did you mean ...?`, or nothing where no known name is similar."""
+    matches = get_close_matches(name, list(candidates), n=3, cutoff=0.6)
     return f": did you mean {' or '.join(matches)}?" if matches else ""

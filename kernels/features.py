@@ -1,11 +1,11 @@
-"""What inputs may ask of a kernel, and what a kernel may say that it takes: the one vocabulary of both."""
+"""The features that inputs may need of a kernel, and that a kernel may declare: one vocabulary for both."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing beyond attention of as many query as key heads, in which every query sees every key."""
+    """A property of inputs beyond attention with equal numbers of heads in which every query sees every key."""
 
     name: str  # how it is called
     words: str  # after "takes no", in the reason of a skip
@@ -19,7 +19,7 @@ CAUSAL = Feature("causal", "causal mask", "causal")
 GROUPED = Feature("grouped", "grouped-query heads", "gqa", ("enable_gqa",))
 # Aligned at its lower right.
 OBLONG_CAUSAL = Feature("oblong causal", "causal mask of fewer or more queries than keys", "oblong_causal")
-# By a number of keys of each sequence where no mask tells it, or where they are paged.
+# Given as a number of keys of each sequence where there is no mask, or where keys are paged.
 KEY_PADDING = Feature("key padding", "key padding mask", "padding", ("cache_seqlens", "seqused_k"))
 OWN_ENDS = Feature("own ends", "causal mask that ends with each sequence's own keys", "own_ends")
 BLIND_ROWS = Feature("blind rows", "row without a visible key", "blind_rows")
@@ -50,15 +50,15 @@ FEATURES = (
     *(CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, OWN_SCALE, HIDDEN_NAN, MIXED_FORMATS),
     *(VALUE_DIM, WINDOW, SOFTCAP, SINK, BIAS, LENGTHS, BLOCK_MASK, PAGES, DESCALE),
 )
-# That go by a value in every call; the others do where inputs ask for them, or where a kernel has no default.
+# Features with a value in every call; others have one where inputs need it, or a kernel has no default.
 ALWAYS_GIVEN = frozenset({GROUPED, OWN_SCALE})
 
-# That speak of a key's place in the call: to put dummies in is to change what they mean.
+# Features that depend on a key's place in the call: dummies would change what they mean.
 PLACED = frozenset({WINDOW, BIAS, LENGTHS, BLOCK_MASK, PAGES, OWN_ENDS})
 
-# What hides scores and does nothing else: who is given a mask of them takes it all.
+# Features that only hide scores: a kernel that takes a mask of scores takes them all.
 MASKS = frozenset({CAUSAL, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, WINDOW, LENGTHS, BLOCK_MASK})
 
-# What kernels take that mask every score on its own. What is added above later does not belong in here: each kernel
+# Features of kernels that mask each score separately. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.
 COMMON = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE})

@@ -27,8 +27,8 @@ Wanted = tuple[bool, bool, bool]  # which of dQ, dK and dV a backward pass is to
 ALL, DELTA_ALONE = (True, True, True), (False, False, False)
 
 
-class Order(enum.Enum):
-    """Which tiles of keys a row takes first, and which a split gets, of a number of splits."""
+class TileOrder(enum.Enum):
+    """The order in which a row takes tiles of keys, and how splits share them."""
 
     FORWARDS = "forwards"  # from key 0 on; of splits each gets as many keys, in tiles that begin with it
     BACKWARDS = "backwards"  # the last, cut short, comes first, as in FlashAttention-2 and -3
@@ -44,32 +44,32 @@ class Block:
     queries: int = 128
     keys: int = 128
     splits: int = 0  # of split attention; 0: every tile is one
-    order: Order = Order.FORWARDS
+    order: TileOrder = TileOrder.FORWARDS
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.keys < 1:
             raise ValueError(f"block sizes must be at least 1, not {self.queries} x {self.keys}")
 
     def __str__(self) -> str:
-        """As declarations have it: `64`, `64x32` for queries by keys, or `one` for the whole sequence."""
+        """Return the tiles as declarations have them: `64`, `64x32` for queries by keys, or `one` for a whole row."""
         if self.keys == self.queries == ONE_TILE.keys:
             return "one"
         return f"{self.keys}" if self.queries == self.keys else f"{self.queries}x{self.keys}"
 
     @property
-    def whole(self) -> bool:
-        """Whether a row is one tile."""
-        return self.keys == ONE_TILE.keys and not self.splits and self.order is not Order.PREFIX
+    def is_one_tile(self) -> bool:
+        """True if a row is one tile."""
+        return self.keys == ONE_TILE.keys and not self.splits and self.order is not TileOrder.PREFIX
 
     def of_keys(self, queries: int, keys: int) -> list[list[slice]]:
-        """Tiles of keys, by split, in the order in which a row takes them; without splits each by itself."""
-        prefix = max(0, keys - queries) if self.order is Order.PREFIX else 0
+        """Return tiles of keys, by split, in the order in which a row takes them; without splits each is one."""
+        prefix = max(0, keys - queries) if self.order is TileOrder.PREFIX else 0
         tiles = [*in_tiles(0, prefix, self.keys), *in_tiles(prefix, keys, self.keys)]
         if not self.splits:
-            return [[tile] for tile in (tiles[::-1] if self.order is Order.BACKWARDS else tiles)]
-        if self.order is Order.TURNS:
+            return [[tile] for tile in (tiles[::-1] if self.order is TileOrder.BACKWARDS else tiles)]
+        if self.order is TileOrder.TURNS:
             return [tiles[first :: self.splits] for first in range(min(self.splits, len(tiles)))]
-        if self.order is Order.TILES:
+        if self.order is TileOrder.TILES:
             return [tiles[part] for part in in_tiles(0, len(tiles), -(-len(tiles) // self.splits))]
         return [in_tiles(part.start, part.stop, self.keys) for part in in_tiles(0, keys, -(-keys // self.splits))]
 
@@ -90,30 +90,27 @@ class Softmax:
 
     @property
     def logit(self) -> float:
-        """What a difference of 1 between two logits is in the scores' units."""
+        """The difference in the scores' units that is a difference of 1 between two logits."""
         return 1.0 / self.scale if folds_scale(self.plan) else 1.0
 
     @property
     def rescale(self) -> Exponential:
-        """Of what is not as large as S: never a fast one."""
+        """The exponential of factors that rescale earlier sums: never a fast one."""
         return Exponential(self.plan.exponential.base_two)
 
     @cached_property
     def factor(self) -> float:
-        """c, contracted: log2 e where the base is two, times alpha where scores are unscaled, as an fp32 number.
-
-        alpha is an fp32 number before, as in FlashAttention-2 (`params.scale_softmax_log2`).
-        """
+        """The contraction's c in fp32: log2 e in base two, times alpha in fp32 if scores are unscaled (as in FA-2)."""
         alpha = torch.tensor(self.scale).item() if folds_scale(self.plan) else 1.0
         return torch.tensor(alpha * self.unit).item()
 
     @property
     def unit(self) -> float:
-        """What 1 in a natural logarithm is in the exponential's, contracted."""
+        """The exponent that 1 in a natural exponent is when contracted."""
         return base_of(self.plan, self.arithmetic)
 
     def p_bar(self, s: Tensor, shift: Tensor) -> Tensor:
-        """2^offset exp(S - shift), as the plan casts it."""
+        """Return 2^offset exp(S - shift), as the plan casts it."""
         plan, arithmetic = self.plan, self.arithmetic
         if plan.contracted:  # FlashAttention-3 and -4 take the offset off m c
             addend = shift * -self.factor + plan.offset * self.unit * _LN_2
@@ -124,26 +121,26 @@ class Softmax:
         return arithmetic.cast(p, plan.exp)
 
     def between(self, earlier: Tensor, shift: Tensor) -> Tensor:
-        """exp(m - m') of a rescaling; contracted plans multiply m - m' by c, as FlashAttention-2 and -4 do."""
+        """Return exp(m - m') of a rescaling; contracted plans multiply m - m' by c, as FlashAttention-2 and -4 do."""
         apart = earlier - shift
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(apart, self.factor, torch.zeros_like(apart), self.rescale)
         return self._power(self.arithmetic.cast(apart, self.plan.shifted), self.rescale)
 
     def _power(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """The exponential of what is not contracted, with the plan's own log2 e."""
+        """Return the exponential of an argument that is not contracted, with the plan's own log2 e."""
         if self.plan.log2_e.narrows and exponential.base_two:
             return self.arithmetic.exp_of_fma(x, self.unit, torch.zeros_like(x), exponential)
         return self.arithmetic.exp(x, exponential)
 
     def p(self, s: Tensor, lse: Tensor) -> Tensor:
-        """exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
+        """Return exp(S - log-sum-exp) of a backward pass, the log-sum-exp a natural logarithm."""
         if self.plan.contracted:
             return self.arithmetic.exp_of_fma(s, self.factor, lse * -self.unit, self.rescale)
         return self._power(s - lse, self.rescale)
 
     def p_of_sink(self, sink: Tensor, shift: Tensor) -> Tensor:
-        """2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
+        """Return 2^offset exp(sink - shift), as the row sum takes it, of a sink as a logit."""
         if self.plan.contracted:  # FlashAttention-3: exp2(sink log2 e - m c)
             p = self.arithmetic.exp_of_fma(sink.expand_as(shift), self.unit, shift * -self.factor, self.rescale)
         else:
@@ -151,23 +148,23 @@ class Softmax:
         return p * 2.0**self.plan.offset
 
     def natural(self, shift: Tensor) -> Tensor:
-        """A shift as a logit."""
+        """Return a shift as a logit."""
         return shift * self.scale if folds_scale(self.plan) else shift
 
 
 def _zeroed(x: Tensor, where: Tensor) -> Tensor:
-    """`x` with 0 in some rows, which are mostly none; to ask is cheap where nothing waits for a device."""
+    """Return `x` with 0 in some rows, which are mostly none; the test is cheap where it waits for no device."""
     return x if x.device.type == "cpu" and not where.any() else x.masked_fill(where, 0.0)
 
 
 def _finite(shift: Tensor) -> Tensor:
-    """A shift that leaves what is hidden, -Inf, as it is: 0 where there is nothing to shift by."""
+    """Return a shift that leaves hidden scores at -Inf: 0 where there is nothing to shift by."""
     return shift.masked_fill(shift == -torch.inf, 0.0)
 
 
 @dataclass(frozen=True)
 class _Tiled:
-    """What both passes over a call have in common."""
+    """The common part of both passes over a call."""
 
     operands: Operands
     block: Block
@@ -192,12 +189,12 @@ class _Pass(_Tiled):
         return self.block.of_keys(self.operands.q.shape[2], self.operands.k.shape[2])
 
     def running(self, cast: Cast, rescaled: Tensor, added: Tensor) -> Tensor:
-        """A running sum with what a tile adds to it."""
+        """Return a running sum with a tile's part added."""
         rescaled = rescaled if cast.steps is Steps.ONCE else self.arithmetic.cast(rescaled, cast)
         return self.arithmetic.cast(rescaled + added, cast)
 
     def begun(self, rows: slice, entry: SinkEntry | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What a row begins with: m, l, both as a sink that enters there has changed them, and an O of 0."""
+        """Return the start of a row: m, l, both changed by a sink that enters there, and an O of 0."""
         q, plan, sink = self.operands.q[:, :, rows], self.plan, self.operands.sink
         m = q.new_full((*q.shape[:-1], 1), -torch.inf)
         if sink is not None and entry in (SinkEntry.FIRST, SinkEntry.MAXIMUM):
@@ -207,7 +204,7 @@ class _Pass(_Tiled):
         return m, torch.full_like(m, 2.0**plan.offset if first else 0.0), o
 
     def weights(self, s: Tensor, shift: Tensor) -> tuple[Scaled, Tensor]:
-        """P-bar of a tile as its product takes it, and its sum as l counts it."""
+        """Return P-bar of a tile as its product takes it, and its sum as l counts it."""
         p = self.softmax.p_bar(s, shift)
         p_bar = self.operands.p_bar(p)
         if self.plan.row_sum_of is SumOf.ROUNDED:
@@ -220,7 +217,7 @@ class _Pass(_Tiled):
         return p_bar, self.arithmetic.cast(total, self.plan.row_sum.of_a_tile)
 
     def final(self, o: Tensor, rows: slice) -> Tensor:
-        """O's cast; rows without a visible key give zeros."""
+        """Return O after its cast; rows without a visible key give zeros."""
         cast, hidden = self.plan.o, self.operands.hidden
         if hidden is not None:
             o = _zeroed(o, cut(hidden, rows, slice(None)).all(-1, keepdim=True))
@@ -234,7 +231,7 @@ Forward = Callable[[AttentionInputs, RoundingPlan, ShiftRule, Arithmetic, Block]
 
 
 def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) -> Forward:
-    """A forward pass, of what gives O before its cast, and the log-sum-exp, for some rows."""
+    """Return a forward pass made of a function that gives O before its cast, and the log-sum-exp, for some rows."""
 
     @wraps(algorithm)
     def run(
@@ -254,7 +251,7 @@ def _tile_by_tile(algorithm: Callable[[_Pass, slice], tuple[Tensor, Tensor]]) ->
 
 @_tile_by_tile
 def flash(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
-    """Tiled attention with a running shift (paper, algorithm 1)."""
+    """Compute tiled attention with a running shift (paper, algorithm 1)."""
     plan, sink, tiles = forward.plan, forward.operands.sink, [keys for part in forward.tiles for keys in part]
     o, lse = _online(forward, rows, tiles, None if sink is None else plan.sink, plan.o_bar)
     if sink is None or plan.sink is not SinkEntry.AFTERWARDS:
@@ -270,7 +267,7 @@ def _with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 def _online(
     forward: _Pass, rows: slice, tiles: list[slice], entry: SinkEntry | None, o_bar_cast: Cast
 ) -> tuple[Tensor, Tensor]:
-    """O before its cast and the log-sum-exp of some tiles; NaN and -Inf in rows that see none of their keys."""
+    """Return O before its cast and the log-sum-exp of some tiles; NaN and -Inf in rows that see none of their keys."""
     operands, plan, softmax, rule = forward.operands, forward.plan, forward.softmax, forward.shift_rule
     q, sink, cast = operands.q[:, :, rows], operands.sink, forward.arithmetic.cast
     m, l, o_bar = forward.begun(rows, entry)
@@ -294,7 +291,7 @@ def _online(
             o_bar = forward.running(o_bar_cast, alpha * o_bar, pv)
         m = new_m
     if sink is not None and entry in (SinkEntry.MAXIMUM, SinkEntry.LAST):
-        # Of a row without a visible key the sink is all there is.
+        # A row without a visible key has only the sink.
         m = torch.where(m == -torch.inf, sink * softmax.logit, m)
         l = cast(l + softmax.p_of_sink(sink, m), plan.row_sum)
     o = operands.unscaled(o_bar / l)
@@ -303,13 +300,13 @@ def _online(
 
 @_tile_by_tile
 def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
-    """Tiled attention whose running O is normalised after every tile, and whose P is before its cast.
+    """Compute tiled attention whose running O is normalised after every tile, and whose P is before its cast.
 
-    FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which has it from
-    lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~,
-    O' = (l / l' alpha) O + cast(exp(S - m~) (beta / l')) V. `p_bar` of the plan casts the normalised P, `o_bar` is the
-    running O's; l sums P before its cast, always. Each tile is shifted by its maximum. A sink that does not come first
-    scales the last O.
+    FlashAttention-1 (arXiv 2205.14135, algorithm 1), in the order of SGLang's prefill kernel, which comes from
+    lightllm: with m~ and l~ of the tile, beta = exp(m~ - m'), l' = alpha l + beta l~, O' = (l / l' alpha) O +
+    cast(exp(S - m~) (beta / l')) V. The plan's `p_bar` casts the normalised P, `o_bar` the running O; l always sums P
+    before its cast. Each tile is shifted by its maximum. A sink that
+    does not come first scales the last O.
     """
     operands, plan, softmax, cast = forward.operands, forward.plan, forward.softmax, forward.arithmetic.cast
     m, l, o = forward.begun(rows, plan.sink)
@@ -335,11 +332,11 @@ def flash_1(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
 
 @_tile_by_tile
 def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
-    """Every split of the keys by itself, then their normalised O weighted by their log-sum-exp: split-KV decoding.
+    """Compute each split of the keys, then weigh their normalised O by their log-sum-exp: split-KV decoding.
 
-    Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer.
-    `o_bar` of the plan casts the O of a split, as it is stored in between; `row_sum` casts l and the sum of weights.
-    A split is one tile of keys, or, of a number of splits, flash attention over its tiles.
+    Flash-Decoding (https://pytorch.org/blog/flash-decoding), and the decode kernels of vLLM, SGLang and FlashInfer. The
+    plan's `o_bar` casts the O of a split, as it is stored between the passes; `row_sum` casts l and the sum of weights.
+    A split is one tile of keys, or, if there is a number of splits, flash attention over its tiles.
     """
     plan, cast, parts = forward.plan, forward.arithmetic.cast, []
     for tiles in forward.tiles:  # a sink is that of the first split, as in vLLM's unified kernel
@@ -358,10 +355,10 @@ def split(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
 
 @_tile_by_tile
 def standard(forward: _Pass, rows: slice) -> tuple[Tensor, Tensor]:
-    """Standard attention: softmax over the whole row, shifted by its maximum and normalised before P is cast.
+    """Compute standard attention: softmax over the whole row, shifted by its maximum, normalised before P is cast.
 
-    `p_bar` of the plan casts the normalised P, `exp` and `row_sum` what it is divided from; `o_bar` is the product's.
-    Rows are processed in tiles to bound memory.
+    The plan's `p_bar` casts the normalised P, `exp` and `row_sum` the terms that it is divided from, `o_bar` the
+    product. Rows are processed in tiles to bound memory.
     """
     operands, plan, softmax = forward.operands, forward.plan, forward.softmax
     every_key = slice(0, operands.k.shape[-2])
@@ -382,10 +379,10 @@ def backward(
     block: Block,
     wanted: Wanted = ALL,
 ) -> Gradients:
-    """Gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
+    """Return gradients from the stored O and log-sum-exp (paper, algorithm 2), for flash and standard attention alike.
 
-    The forward pass's tiles are used again where it had the same block. `delta_from` of the plan is all that separates
-    standard attention's backward pass from flash attention's. NaN stands for what of dQ, dK and dV is not `wanted`.
+    The forward pass's tiles are reused if it had the same block. The plan's `delta_from` is the only difference between
+    the backward passes of standard and flash attention. Parts of dQ, dK and dV that are not `wanted` are NaN.
     """
     assert output.lse is not None, "the forward pass must return its log-sum-exp"
     operands, groups = Operands.from_call(inputs, plan, arithmetic, output.tiles), inputs.groups
@@ -397,7 +394,7 @@ def backward(
     )
     if plan.group_sums.narrows:
         dk, dv = (x[:, ::groups] for x in (dk, dv))
-    # What dS is multiplied by, and what is left of the scale.
+    # The factor of dS, and the rest of the scale.
     left = 1.0 if plan.scaled_ds.narrows or plan.scaled_q.narrows else operands.scale
     q = arithmetic.cast(operands.q * operands.scale, plan.scaled_q) if plan.scaled_q.narrows else operands.q
     k, left_of_dq = (tape.scaled_k, _LN_2) if plan.scaled_k.narrows else (operands.k, left)
@@ -416,7 +413,7 @@ def backward(
         dq = dq * operands.scale
     if not plan.group_sums.narrows:
         dk, dv = sum_groups(dk, groups), sum_groups(dv, groups)
-    dk, dv = (x.to(dk.dtype) for x in inputs.of_held(dk, dv))
+    dk, dv = (x.to(dk.dtype) for x in inputs.gradients_as_stored(dk, dv))
     dq, dk, dv = (
         arithmetic.cast(gradient, plan.gradients) if needed else gradient
         for gradient, needed in zip((dq, dk, dv), wanted, strict=True)
@@ -454,7 +451,7 @@ class _Tape(_Tiled):
 
     @cached_property
     def do(self) -> Tensor:
-        """What enters dP and dV: dO, or dO / l of an unnormalised O."""
+        """The tensor that enters dP and dV: dO, or dO / l of an unnormalised O."""
         do = self.operands.do
         if not (self._unnormalised or self.plan.do_over_l.narrows):
             return do
@@ -463,14 +460,14 @@ class _Tape(_Tiled):
 
     @cached_property
     def _shift(self) -> Tensor:
-        """A row's maximum, a natural logarithm."""
+        """The row maxima, as natural logarithms."""
         every = slice(0, self.operands.q.shape[2]), slice(0, self.operands.k.shape[2])
         s = self.operands.with_sink(self.operands.scores(*every), self.softmax.logit)
         return self.softmax.natural(s.amax(-1, keepdim=True))
 
     @cached_property
     def _l(self) -> Tensor:
-        """Sum of P-bar; 1 in a row without a visible key."""
+        """The sum of P-bar; 1 in a row without a visible key."""
         return torch.exp(self.lse - self._shift).masked_fill(self.lse == -torch.inf, 1.0)
 
     @cached_property
@@ -487,7 +484,7 @@ class _Tape(_Tiled):
         return self.arithmetic.cast(ds * self.operands.scale, scaled) if scaled.narrows else ds
 
     def _through_maximum(self, ds: Tensor, rows: slice, keys: slice, delta: Tensor) -> Tensor:
-        """What is left of a row's sum, 0 without rounding, goes to its maximum, which a sink may be."""
+        """Send the rest of a row's sum, 0 without rounding, through its maximum, which may be the sink."""
         s, left = self.operands.scores(rows, keys), ds.sum(-1, keepdim=True)
         if self.operands.sink is not None:
             left = left - self._p_of_sink(self.operands.sink, rows) * delta
@@ -499,14 +496,14 @@ class _Tape(_Tiled):
         return self.arithmetic.exp(sink - self.lse[:, :, rows], _NATURAL)
 
     def dsink(self, delta: Tensor) -> Tensor | None:
-        """Less the sum over rows of P of the sink times delta, (heads,)."""
+        """Return minus the sum over rows of P of the sink times delta, (heads,)."""
         if self.operands.sink is None:
             return None
         of_heads = (self._p_of_sink(self.operands.sink, slice(None)) * delta).transpose(0, 1).flatten(1)
         return self.arithmetic.cast(-self.row_sum(of_heads)[:, 0], self.plan.gradients)
 
     def add_by_key(self, total: Tensor, added: Tensor) -> None:
-        """To dK or dV, which has every head's sum, or that of a key head."""
+        """Add to dK or dV, which hold the sum over each head, or over each key head."""
         groups, of_groups = added.shape[1] // total.shape[1], self.plan.group_sums
         for member in range(groups):
             self.add(total, added[:, member::groups], of_groups if of_groups.narrows else self.plan.sums)
@@ -523,7 +520,7 @@ class _Tape(_Tiled):
         return self.operands.tiles.shared("dp", rows, keys, make)
 
     def delta(self) -> Tensor:
-        """Delta (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
+        """Return delta, (batch, heads, queries, 1), from what the plan says (paper, section 3.2)."""
         do, v, source = self.operands.do, self.operands.v, self.plan.delta_from
         if source in (DeltaSource.OUTPUT, DeltaSource.UNNORMALISED):
             o = self._uncast() if self._unnormalised else self.o.float()

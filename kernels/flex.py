@@ -32,7 +32,7 @@ _OF_DISTANCE = frozenset({CAUSAL, WINDOW})  # masks that are a comparison of two
 
 
 def flex() -> Kernel:
-    """FlexAttention through torch.compile, forward and backward."""
+    """Return FlexAttention through torch.compile, forward and backward."""
     declared = fused_on_gpu(_BLOCK)
     return Kernel(
         "flex",
@@ -44,7 +44,7 @@ def flex() -> Kernel:
 
 
 def flex_elsewhere() -> Kernel:
-    """FlexAttention on a device of which nobody knows what torch.compile makes for it: tried first on a small call."""
+    """Return FlexAttention on a device for which torch.compile's code is unknown: tried first on a small call."""
     return replace(flex(), declaration=None, undeclared=lambda inputs: "torch.compile")
 
 
@@ -70,7 +70,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-    """Whether a key is seen, of (batch, head, query, key); None where all are. What is not a distance is looked up."""
+    """Return whether a key is visible, of (batch, head, query, key), irregular masks looked up; None where all are."""
     masks = inputs.masks()
     if not masks:
         return None
@@ -91,12 +91,12 @@ def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor],
 
 
 def _at(x: Tensor, *places: Tensor) -> Tensor:
-    """An element of a tensor in which 1 stands for any size."""
+    """Return an element of a tensor in which a dimension of 1 broadcasts."""
     return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
 
 
 def _score(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
-    """What is made of a score before softmax, of (score, batch, head, query, key); None for nothing."""
+    """Return the function of (score, batch, head, query, key) that changes scores before softmax; None for none."""
     cap, bias = inputs.softcap, inputs.bias
 
     def changed(score: Tensor, *places: Tensor) -> Tensor:
@@ -118,6 +118,7 @@ def _block_mask(inputs: AttentionInputs) -> Any:
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call FlexAttention, compiled; the weight of a sink, which it does not take, is applied afterwards."""
     from torch._dynamo import config
     from torch.nn.attention import flex_attention
 
@@ -142,9 +143,6 @@ def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _with_sink(o: Tensor, lse: Any, sink: Tensor) -> Tensor:
-    """O times what its keys weigh beside the sink, which FlexAttention has no argument for.
-
-    TorchTitan, vLLM and, in other words, Hugging Face's gpt-oss give it one in this way.
-    """
+    """Return O times its keys' share of the weight with the sink, as TorchTitan, vLLM and HF's gpt-oss compute it."""
     weight = torch.sigmoid(getattr(lse, "lse", lse) - sink[:, None])
     return (o * weight[..., None]).to(o.dtype)

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 def hashed_once(data_class: type[_T]) -> type[_T]:
-    """A frozen data class whose objects keep their hash: declarations and their parts are keys of what is shared."""
+    """Return a frozen data class whose objects keep their hash: declarations and their parts are often used as keys."""
     generated: Any = data_class.__hash__
 
     def hashed(self: Any) -> int:
@@ -30,7 +30,7 @@ def hashed_once(data_class: type[_T]) -> type[_T]:
 
 
 class Rounding(enum.Enum):
-    """How a value between two neighbours of a format is rounded."""
+    """The direction in which a value between two neighbours of a format is rounded."""
 
     RNE = "rne"  #: To the nearer neighbour; a tie to the one whose last bit is 0
     RTNA = "rtna"  #: To the nearer neighbour; a tie to the one of larger magnitude
@@ -113,9 +113,9 @@ class Formats:
     output: Format  # of O and of the gradients
 
     @classmethod
-    def of(cls, fmt: Format, **own: Format) -> "Formats":
-        """One format for all, but the fields that are named with their own; TypeError where no field is called so."""
-        return cls(**dict.fromkeys(("inputs", "v", "operands", "output"), fmt) | own)
+    def of(cls, fmt: Format, **others: Format) -> "Formats":
+        """Return one format for all, except for fields named with another; TypeError where no field is called so."""
+        return cls(**dict.fromkeys(("inputs", "v", "operands", "output"), fmt) | others)
 
 
 _KNOWN = {fmt.name: fmt for fmt in (FP32, BF16, FP16, TF32, FP8_E4M3, FP8_E5M2)}
@@ -123,7 +123,7 @@ _EXMY = re.compile(r"E([2-8])M([0-9]|1[0-9]|2[0-3])")
 
 
 def parse_format(name: str) -> Format:
-    """The format of this name: one of this module's, or ``E<x>M<y>``, IEEE-like, with Inf.
+    """Return the format of this name: one of this module's, or ``E<x>M<y>``, IEEE-like, with Inf.
 
     So ``E4M3`` (largest 240) is not ``fp8_e4m3`` (largest 448).
 
@@ -134,13 +134,13 @@ def parse_format(name: str) -> Format:
         return _KNOWN[name]
     match = _EXMY.fullmatch(name)
     if match is None:
-        known = ", ".join(_KNOWN)
-        raise ValueError(f"unknown format {name!r}: known are {known} and E<x>M<y> with 2 <= x <= 8, 0 <= y <= 23")
+        names = ", ".join(_KNOWN)
+        raise ValueError(f"unknown format {name!r}: known are {names} and E<x>M<y> with 2 <= x <= 8, 0 <= y <= 23")
     return Format(name, exponent_bits=int(match[1]), mantissa_bits=int(match[2]))
 
 
 def ulp(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The spacing of a format's values at |x|, exact, in float64; NaN where x is NaN or Inf.
+    """Return the spacing of a format's values at |x|, exact, in float64; NaN where x is NaN or Inf.
 
     That is ``2 ** (max(floor(log2 |x|), fmt.min_exponent) - fmt.mantissa_bits)``; around 0, and below the smallest
     normal value, the spacing of the subnormals. Beyond the largest value the format is taken to go on.

@@ -1,4 +1,4 @@
-"""What goes into an attention kernel and what comes out of it."""
+"""The inputs and outputs of an attention kernel."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from tiebreak.kernels.formats import BF16, FP16, FP32, Format, Formats
 # Formats that torch devices compute in.
 TORCH_DTYPES: Mapping[Format, torch.dtype] = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32}
 
-# What the first dimensions of a call's tensors are: b batch, h heads, g key heads. One that is 1 stands for all.
+# The first dimensions of a call's tensors: b batch, h heads, g key heads. One that is 1 applies to all.
 _DIMENSIONS: Mapping[str, str] = {
     **dict.fromkeys(("q", "do", "dlse", "bias", "block_mask"), "bh"),
     **dict.fromkeys(("k", "v", "k_descale", "v_descale"), "bg"),
@@ -36,9 +36,9 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 
 @lru_cache(maxsize=4)
 def _outside(queries: int, keys: int, sides: Sides, lengths: Lengths | None) -> Tensor:
-    """Bool (1, 1, queries, keys): True where a window hides a key; made once for all steps of a training.
+    """Return a bool tensor (1, 1, queries, keys), True where a window hides a key; cached for all steps of a training.
 
-    The last row's own key is the last, in each of packed sequences. Causal attention has no keys behind.
+    The last row's own key is the last, in each packed sequence. In causal attention no keys follow it.
     """
     hidden = torch.ones(queries, keys, dtype=torch.bool)
     for begun in zip(*map(pairwise, lengths or ((0, queries), (0, keys))), strict=True):
@@ -105,8 +105,8 @@ class AttentionInputs:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def asks(self) -> tuple[Feature, ...]:
-        """What a kernel has to take to run these inputs; one that doesn't would leave it out and answer wrongly."""
+    def required_features(self) -> tuple[Feature, ...]:
+        """Return the features that a kernel must take to run these inputs; without one it would answer wrongly."""
         queries, keys = self.lengths or ((0, self.q.shape[2]), (0, self.k.shape[2]))
         hidden, formats = self.hidden(), self.formats
         needed = {
@@ -131,10 +131,7 @@ class AttentionInputs:
         return tuple(feature for feature, needed in needed.items() if needed)
 
     def value_of(self, feature: Feature, keyword: str) -> object:
-        """What a kernel is given of a feature under one of its keywords.
-
-        `sliding_window` is a number of keys, the row's own among them.
-        """
+        """Return a feature's value under one of a kernel's keywords; `sliding_window` counts the row's own key."""
         if feature in (features.LENGTHS, features.PAGES, features.KEY_PADDING):
             return self._of_sequences(feature, keyword)
         if feature is features.DESCALE or keyword == "block_size":
@@ -152,7 +149,7 @@ class AttentionInputs:
         }[feature]
 
     def _of_sequences(self, feature: Feature, keyword: str) -> object:
-        """Where packed sequences begin, how long they are, or which pages they are in."""
+        """Return where packed sequences begin, how long they are, or which pages they are in."""
         sizes, device, of_keys = (self.q.shape[2], self.k.shape[2]), self.q.device, keyword.endswith("_k")
         if feature is features.LENGTHS:
             begins = self.lengths[of_keys] if self.lengths else (0, sizes[of_keys])
@@ -164,14 +161,14 @@ class AttentionInputs:
             return torch.tensor(lengths, dtype=torch.int32, device=device)
         return None if self.block_table is None else self.block_table.to(torch.int32)
 
-    def held(self, name: str) -> tuple[Tensor, torch.dtype]:
-        """K or V, by its name, as kernels get it, and in which format: in 8 bits, or in a pool of pages."""
+    def stored(self, name: str) -> tuple[Tensor, torch.dtype]:
+        """Return K or V, by its name, as kernels get it, and its format: in 8 bits, or in a pool of pages."""
         held: Tensor = getattr(self, name)
-        dtype = torch.float8_e4m3fn if self.rescaled else TORCH_DTYPES[self.formats.inputs]
+        dtype = torch.float8_e4m3fn if self.is_rescaled else TORCH_DTYPES[self.formats.inputs]
         return (held if self.block_table is None else self._pooled(held, self.block_table)), dtype
 
     def _pooled(self, x: Tensor, block_table: Tensor) -> Tensor:
-        """(pages of the pool, key heads, page size, d), poison where no key lies."""
+        """Return (pages of the pool, key heads, page size, d), with poison where no key lies."""
         batch, key_heads, keys, d = x.shape
         pages = -(-keys // self.page_size)
         filled = pad(x, (0, 0, 0, pages * self.page_size - keys), value=self.poison)
@@ -181,7 +178,7 @@ class AttentionInputs:
         return pool
 
     def part(self, batch: slice = _EVERY, *, heads: slice = _EVERY, key_heads: slice = _EVERY) -> "AttentionInputs":
-        """Some entries of the batch and some heads of it, with all that goes with them."""
+        """Return some entries of the batch and some heads of it, with all fields that belong to them."""
         cuts = {"b": batch, "h": heads, "g": key_heads}
         tensors = ((name, of_name, getattr(self, name)) for name, of_name in _DIMENSIONS.items())
         parts = {
@@ -192,47 +189,47 @@ class AttentionInputs:
         return replace(self, **parts)
 
     def expanded(self, x: Tensor) -> Tensor:
-        """What every key head has, (batch, key heads, ...), repeated for its query heads, (batch, heads, ...)."""
+        """Repeat the values of key heads, (batch, key heads, ...), for their query heads, (batch, heads, ...)."""
         return x.repeat_interleave(self.groups, 1) if self.groups > 1 else x
 
     @property
-    def rescaled(self) -> bool:
-        """Whether what K and V hold is multiplied by factors in every call."""
+    def is_rescaled(self) -> bool:
+        """True if K and V are stored with factors that multiply them in every call."""
         return self.k_descale is not None
 
     @property
     def whole_k(self) -> Tensor:
-        """What K stands for, (batch, key heads, keys, d), exact: in fp64 where factors go with what it holds."""
+        """The K that is meant, (batch, key heads, keys, d), exact: in fp64 where it is stored with factors."""
         return _descaled(self.k, self.k_descale)
 
     @property
     def whole_v(self) -> Tensor:
-        """The same of V, (batch, key heads, keys, d of V)."""
+        """The V that is meant, (batch, key heads, keys, d of V), as `whole_k`."""
         return _descaled(self.v, self.v_descale)
 
-    def of_held(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of what K and V hold, from those of what they stand for."""
+    def gradients_as_stored(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of K and V as stored, from those of the K and V that are meant."""
         return _descaled(dk, self.k_descale), _descaled(dv, self.v_descale)
 
     def expanded_k(self) -> Tensor:
-        """`whole_k` with every key head repeated for its query heads, (batch, heads, keys, d)."""
+        """Return `whole_k` with every key head repeated for its query heads, (batch, heads, keys, d)."""
         return self.expanded(self.whole_k)
 
     def expanded_v(self) -> Tensor:
-        """The same of V, (batch, heads, keys, d of V)."""
+        """Return `whole_v` likewise, (batch, heads, keys, d of V)."""
         return self.expanded(self.whole_v)
 
     def hidden(self) -> Tensor | None:
-        """Bool, broadcastable to (batch, heads, queries, keys): True where a score is masked out; None if nowhere."""
+        """Return a bool tensor that broadcasts to (batch, heads, queries, keys), True at masked scores, or None."""
         masks = self.masks().values()
         return reduce(or_, masks) if masks else None
 
     def masks(self) -> dict[Feature, Tensor]:
-        """What hides scores: of each feature that does, as `hidden` has them together."""
+        """Return the mask of each feature that hides scores; `hidden` combines them."""
         queries, keys, device, masks = self.q.shape[-2], self.k.shape[-2], self.q.device, {}
         if self.causal and self.own_ends and self.key_padding is not None:
-            own = (_outside(queries, n, (None, 0), None) for n in self.key_padding.sum(-1).tolist())
-            ended = [pad(mask, (0, keys - mask.shape[3]), value=True) for mask in own]
+            sequences = (_outside(queries, n, (None, 0), None) for n in self.key_padding.sum(-1).tolist())
+            ended = [pad(mask, (0, keys - mask.shape[3]), value=True) for mask in sequences]
             masks[features.OWN_ENDS] = torch.cat(ended).to(device)
         elif self.causal:
             masks[features.CAUSAL] = _outside(queries, keys, (None, 0), self.lengths).to(device)
@@ -269,7 +266,7 @@ class Tiles:
     tensors: dict[tuple[str, int, int, int, int], Tensor] = field(default_factory=dict)  # by name, rows and keys
 
     def shared(self, name: str, rows: slice, keys: slice, make: Callable[[], Tensor]) -> Tensor:
-        """One tile, made if it is not kept; nobody may write to it."""
+        """Return one tile, made if it is not kept; callers must not write to it."""
         at = (name, rows.start, rows.stop, keys.start, keys.stop)
         if at in self.tensors:
             return self.tensors[at]
@@ -281,7 +278,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What a kernel returned."""
+    """The tensors that a kernel returned."""
 
     o: Tensor  # (batch, heads, queries, d of V)
     lse: Tensor | None = None  # (batch, heads, queries, 1), log-sum-exp of the scores, where the kernel returns it
@@ -292,7 +289,7 @@ class AttentionOutput:
 
 
 def _descaled(x: Tensor, factors: Tensor | None) -> Tensor:
-    """(batch, key heads, N, d) times descale factors (batch, key heads), exact in fp64; itself without any."""
+    """Return (batch, key heads, N, d) times factors (batch, key heads), exact in fp64; unchanged without any."""
     return x if factors is None else x.double() * factors.double()[..., None, None]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Order, Wanted, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, TileOrder, Wanted, backward
 from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -18,7 +18,7 @@ from tiebreak.kernels.shift_rules import ShiftRule
 @hashed_once
 @dataclass(frozen=True)
 class Declaration:
-    """What a kernel declares: enough for the emulation to predict its output."""
+    """A kernel's declaration: enough for the emulation to predict its output."""
 
     algorithm: Algorithm  # how it goes over a row, and where it normalises
     plan: RoundingPlan  # where it rounds
@@ -28,21 +28,18 @@ class Declaration:
 
     @property
     def label(self) -> str:
-        """`standard`, or `rule@plan` with the rule `safe` called by the algorithm's name; then what is otherwise.
-
-        `tiebreak.kernels.declarations.parse_declaration` takes it back.
-        """
+        """The text that `parse_declaration` reads: `standard` or `rule@plan`, `safe` as its algorithm; then changes."""
         if not self.algorithm.tiled:
             return ",".join([self.algorithm.name, *self.plan.name.split(",")[1:]])
         name, *numbers = self.shift_rule.name.split(",")
-        block, order = self.block, self.block.order is not Order.FORWARDS and self.block.order.value
+        block, order = self.block, self.block.order is not TileOrder.FORWARDS and self.block.order.value
         changes = {"tile": self.tile_named and block, "splits": block.splits, "order": order}
         head = f"{self.algorithm.name if name == 'safe' else name}@{self.plan.name}"
         return ",".join([head, *numbers, *(f"{key}={value}" for key, value in changes.items() if value)])
 
     @property
     def claimed_as(self) -> str:
-        """What claims call it: its shift rule, unless all kernels of its algorithm go by one name."""
+        """The name that claims use: the shift rule, unless all kernels of its algorithm have one name."""
         return self.algorithm.claimed_as or self.shift_rule.name
 
 
@@ -52,32 +49,32 @@ Compute = Callable[[AttentionInputs, Arithmetic, bool], AttentionOutput]
 Objection = Callable[[AttentionInputs], str | None]
 
 
-class Whose(enum.Enum):
-    """Whose it is that a call gives no answer."""
+class Blame(enum.Enum):
+    """The party that is to blame for a call without an answer."""
 
     CALL = "call"  # it is none for this kernel, or not here: its cell is skipped
     KERNEL = "kernel"  # the kernel breaks its contract: its cell fails
 
 
 class CannotRunError(Exception):
-    """A call that gives no answer: why, in one line, and whose that is."""
+    """A call without an answer: the reason, in one line, and who is to blame."""
 
-    def __init__(self, reason: str, whose: Whose = Whose.CALL) -> None:
+    def __init__(self, reason: str, blame: Blame = Blame.CALL) -> None:
         super().__init__(reason)
-        self.whose = whose
+        self.blame = blame
 
 
 class OutOfBoundsError(IndexError):
-    """The kernel reads or writes where none of its arguments lies; one line with the kernel and the argument."""
+    """An access outside the kernel's arguments; one line with the kernel and the argument."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what was raised, all of it in one line."""
+    """Return an error's class and message, all of it in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -103,18 +100,18 @@ class Kernel:
     o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
-        """None, or why it can't run some inputs on their device, in one line.
+        """Return None, or why it can't run some inputs on their device, in one line.
 
-        That is what they ask for and it does not take; else what is wrong with their formats; else what it lacks.
+        The reason is a feature that it does not take, else the inputs' formats, else something that it lacks.
         """
-        untaken = [feature.words for feature in inputs.asks() if feature not in self.takes]
+        untaken = [feature.words for feature in inputs.required_features() if feature not in self.takes]
         if untaken:
             return f"{self.name} takes no {' and no '.join(untaken)}"
         return self.unsuited(inputs.formats) or self.missing_requirement(inputs)
 
 
 def run_forward(declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic) -> AttentionOutput:
-    """The forward pass of `run_declared` alone: O and the log-sum-exp."""
+    """Run only the forward pass of `run_declared`: return O and the log-sum-exp."""
     plan = declaration.plan.in_formats(inputs.formats)
     return declaration.algorithm.forward(inputs, plan, declaration.shift_rule, arithmetic, declaration.block)
 
@@ -126,17 +123,17 @@ def run_backward(
     arithmetic: Arithmetic,
     wanted: Wanted = ALL,
 ) -> Gradients:
-    """The backward pass of `run_declared` alone, from what the forward pass returned."""
+    """Run only the backward pass of `run_declared`, from what the forward pass returned."""
     return backward(inputs, output, declaration.plan.in_formats(inputs.formats), arithmetic, declaration.block, wanted)
 
 
 def run_declared(
     declaration: Declaration, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool, wanted: Wanted = ALL
 ) -> AttentionOutput:
-    """Attention exactly as declared, with the plan in the formats of the inputs: O, the log-sum-exp, the gradients.
+    """Compute attention exactly as declared, the plan in the inputs' formats: O, the log-sum-exp, gradients.
 
-    The inputs are on the arithmetic's device. The backward pass runs where `gradients` are asked for, and computes
-    those that are `wanted`, beside delta.
+    The inputs are on the arithmetic's device. The backward pass runs if `gradients` are asked for, and computes delta
+    and those that are `wanted`.
     """
     output = run_forward(declaration, inputs, arithmetic)
     backward = run_backward(declaration, inputs, output, arithmetic, wanted) if gradients else None
@@ -144,13 +141,13 @@ def run_declared(
 
 
 def delta_alone(kernel: Kernel) -> Kernel:
-    """A composed kernel whose backward pass ends with delta, its gradients NaN; any other kernel as it is."""
+    """Return a composed kernel whose backward pass ends with delta, its gradients NaN; any other kernel unchanged."""
     if kernel.declaration is None or not kernel.composed:
         return kernel
     return composed(kernel.name, kernel.declaration, DELTA_ALONE)
 
 
 def composed(name: str, declaration: Declaration, wanted: Wanted = ALL) -> Kernel:
-    """A kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
+    """Return a kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
     compute = partial(run_declared, declaration, wanted=wanted)
     return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True, o_first=True)

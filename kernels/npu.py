@@ -23,7 +23,7 @@ from tiebreak.kernels.kernel import Kernel
 # "S" and "N" of the operators' documents are our N and heads; H is heads x d.
 LAYOUTS = ("BNSD", "BSND", "SBH")
 INNER_PRECISE = (0, 1, 2)
-_COMPRESSED = 2048  # side of the triangle that stands for any causal mask
+_COMPRESSED = 2048  # side of the triangle that represents any causal mask
 _NO_LIMIT = 2**31 - 1  # of the tokens before and after that a query sees
 # Sparse modes: the mask as it is; causal, and a window, both from the lower right corner.
 _FULL_MASK, _CAUSAL, _BAND = 1, 3, 4
@@ -33,7 +33,7 @@ _PACKED = "TND"  # the layout of packed sequences
 _SINKS = ("sink", "learnable_sink")  # what operators call it; whether one has it, its schema tells
 _TAKES = COMMON | MASKS | {SINK}
 _TRAINING = ("npu_fusion_attention", "npu_fusion_attention_grad")
-# What the first returns, as the second calls it: O in the layout; a row's maximum and sum of exp(S - maximum), fp32,
+# The outputs of the first, by the second's names: O in the layout; a row's maximum and sum of exp(S - maximum), fp32,
 # (batch, heads, N, 8), one number eight times; what is not used; and a dropout's state, which is off.
 _RETURNED = ("attention_in", "softmax_max", "softmax_sum", "softmax_in", "seed", "offset", "numels")
 _NEWER = "install a newer {} (docs/devices.md)"
@@ -43,16 +43,16 @@ Operators = Callable[[str], Operator | None]  # the operator of a name; None whe
 
 
 def torch_npu_operators(name: str) -> Operator | None:
-    """torch-npu's operator of a name, None before it is imported or where its release has none."""
+    """Return torch-npu's operator of a name; None before torch_npu is imported, or where its release lacks it."""
     operator: Operator | None = getattr(torch.ops.npu, name, None)
     return operator
 
 
 def pack(x: Tensor, layout: str) -> Tensor:
-    """(batch, heads, N, d) in the order that a layout names, contiguous: the operators take no other.
+    """Return (batch, heads, N, d) in the order that a layout names, contiguous: the operators take no other.
 
-    Its letters are B, N (heads), S (our N) and D, or H for heads and d together, in the order of the dimensions; or T
-    for a batch of 1 and S together.
+    The layout's letters are B, N (heads), S (our N) and D, or H for heads and d together, in the order of the
+    dimensions; or T for a batch of 1 and S together.
     """
     order = layout.replace("H", "ND").replace("T", "S")
     x = x[0] if "T" in layout else x
@@ -61,7 +61,7 @@ def pack(x: Tensor, layout: str) -> Tensor:
 
 
 def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
-    """(batch, heads, N, d) of what `pack` made."""
+    """Return (batch, heads, N, d) from what `pack` made."""
     if "T" in layout:
         return x.transpose(0, 1)[None]
     order = layout.replace("H", "ND")
@@ -70,10 +70,10 @@ def unpack(x: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def masking(inputs: AttentionInputs, tokens: tuple[str, str] = _TOCKENS) -> dict[str, Any]:
-    """The arguments that say which scores are masked out, of every operator here; none where no score is.
+    """Return the arguments that say which scores are masked out, for every operator here; none where no score is.
 
-    `atten_mask`, bool, True where a score is masked out, `sparse_mode` and, for a window, its sides, by what the
-    operator calls the `tokens` before and after its own that a query sees.
+    They are `atten_mask`, a bool that is True where a score is masked out, `sparse_mode` and, for a window, its sides:
+    the `tokens` before and after its own that a query sees.
     """
     masks = inputs.masks().keys() - ({LENGTHS} if packs(inputs) else set())
     if masks == {CAUSAL}:
@@ -90,13 +90,13 @@ def masking(inputs: AttentionInputs, tokens: tuple[str, str] = _TOCKENS) -> dict
 
 
 def packs(inputs: AttentionInputs) -> bool:
-    """Whether a call is one of packed sequences to the training operator; with other masks it is one of a mask."""
+    """Return whether a call passes packed sequences to the training operator; with other masks it passes a mask."""
     return inputs.lengths is not None and inputs.masks().keys() <= {CAUSAL, WINDOW, LENGTHS}
 
 
 @cache
 def causal_mask(device: torch.device) -> dict[str, Any]:
-    """The arguments of a causal mask, query i seeing keys up to i + keys - queries, whatever the lengths."""
+    """Return the arguments of a causal mask, query i seeing keys up to i + keys - queries, whatever the lengths."""
     triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool).triu(1).to(device)
     return {"atten_mask": triangle, "sparse_mode": _CAUSAL}
 
@@ -110,14 +110,14 @@ class FusionAttention:
     operators: Operators = torch_npu_operators  # where they come from
 
     def forward(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """What the forward operator makes of q, k, v and masks on the NPU, by the backward operator's names."""
+        """Return the forward operator's outputs on the NPU, by the backward operator's names."""
         layout, options = self._asked(inputs)
         tensors, heads = _packed(inputs, layout, inputs.q, inputs.k, inputs.v), inputs.q.shape[1]
         returned = _operator(self.operators, _TRAINING[0])(*tensors, heads, layout, scale=inputs.scale, **options)
         return dict(zip(_RETURNED, returned, strict=True))
 
     def _asked(self, inputs: AttentionInputs) -> tuple[str, dict[str, Any]]:
-        """The layout, its own but for packed sequences, which have one; and what both operators are told."""
+        """Return the layout, its own except for packed sequences, which have one; and both operators' arguments."""
         options = masking(inputs) | {"inner_precise": self.inner_precise}
         options |= _sink(self.operators, _TRAINING[0], inputs)
         if inputs.lengths is None or not packs(inputs):
@@ -171,13 +171,13 @@ class _Inference:
 
 
 def _sink(operators: Operators, name: str, inputs: AttentionInputs) -> dict[str, Tensor]:
-    """The argument of a learned sink, in fp32, where a call has one."""
+    """Return the argument of a learned sink, in fp32, where a call has one."""
     keyword = None if inputs.sink is None else _keyword(operators, name)
     return {} if inputs.sink is None or keyword is None else {keyword: inputs.sink.float()}
 
 
 def _keyword(operators: Operators, name: str) -> str | None:
-    """What an operator calls a sink, by its schema; None where it has none."""
+    """Return an operator's keyword for a sink, by its schema; None where it has none."""
     schema = _operator(operators, name).default._schema  # type: ignore[attr-defined]
     names = {argument.name for argument in schema.arguments}
     return next((word for word in _SINKS if word in names), None)
@@ -211,17 +211,17 @@ def _training(layout: str, inner_precise: int, operators: Operators) -> Kernel:
 
 
 def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
-    """The vendor's kernels of a default run.
+    """Return the vendor's kernels of a default run.
 
-    npu_fusion_attention in every layout, and in the first at every `inner_precise`; the inference operators, forward
-    only. The other pairs of layout and `inner_precise` are in `every_fusion_attention`.
+    They are npu_fusion_attention in every layout, and in the first at every `inner_precise`; and the inference
+    operators, forward only. `every_fusion_attention` has the other pairs of layout and `inner_precise`.
     """
     training = [_training(layout, INNER_PRECISE[0], operators) for layout in LAYOUTS]
     training += [_training(LAYOUTS[0], precise, operators) for precise in INNER_PRECISE[1:]]
     inference = {"npu_prompt_flash": _Inference("npu_prompt_flash_attention", "scale_value", operators)}
     for precise in INNER_PRECISE[:2]:  # 2 and 3 differ from them in rows without a visible key only
-        own = {"inner_precise": precise, "softmax_lse_flag": True}
-        scored = _Inference("npu_fused_infer_attention_score", "scale", operators, own)
+        arguments = {"inner_precise": precise, "softmax_lse_flag": True}
+        scored = _Inference("npu_fused_infer_attention_score", "scale", operators, arguments)
         inference[f"npu_fused_infer_p{precise}"] = scored
     forward_only = (
         Kernel(
@@ -238,5 +238,5 @@ def npu_kernels(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...
 
 
 def every_fusion_attention(operators: Operators = torch_npu_operators) -> tuple[Kernel, ...]:
-    """npu_fusion_attention in every layout at every `inner_precise`."""
+    """Return npu_fusion_attention in every layout at every `inner_precise`."""
     return tuple(_training(layout, precise, operators) for layout in LAYOUTS for precise in INNER_PRECISE)

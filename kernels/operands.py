@@ -1,4 +1,4 @@
-"""What attention's two products take: q, K and V as the call has them or in 8 bits with scales, tile by tile."""
+"""The operands of attention's two products: q, K and V as given or in 8 bits with scales, tile by tile."""
 
 import math
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ _ROWS, _COLUMNS = -2, -1  # dimensions
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers that a product takes, and what its result is multiplied by."""
+    """Numbers that a product takes, and the factors of its result."""
 
     values: Tensor  # (batch, heads, rows, columns)
     scale: Tensor | None  # broadcastable to (batch, heads, rows, 1); None: 1, or the values have it in them
 
     @property
     def whole(self) -> Tensor:
-        """The numbers that they stand for, in fp32."""
+        """The numbers that are meant, in fp32."""
         return self.values if self.scale is None else self.values * self.scale
 
     def rows(self, rows: slice) -> "Scaled":
-        """Some of the rows."""
+        """Return some of the rows."""
         scale = self.scale
         if scale is not None and scale.shape[_ROWS] > 1:
             scale = scale[:, :, rows]
@@ -39,9 +39,9 @@ class Scaled:
 
 
 def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inner: int = _COLUMNS) -> Scaled:
-    """A tensor in 8 bits.
+    """Return a tensor in 8 bits.
 
-    A scale of microscaling is a power of two within the product's sum: it goes back into the values, exactly.
+    The scale of a microscaled block is a power of two within the product's sum, so it is multiplied back exactly.
     """
     if how is None:
         return Scaled(x, None)
@@ -54,7 +54,7 @@ def _quantized(x: Tensor, how: Quantization | None, arithmetic: Arithmetic, inne
 
 
 def _unscaled(product: Tensor, *scales: Tensor | None) -> Tensor:
-    """A product times the scales of what went into it, one after the other, each rounded to fp32."""
+    """Return a product times the scales of its operands, one after the other, each rounded to fp32."""
     for scale in scales:
         product = product if scale is None else product * scale
     return product
@@ -82,7 +82,7 @@ class Operands:
     def from_call(
         cls, inputs: AttentionInputs, plan: RoundingPlan, arithmetic: Arithmetic, tiles: Tiles | None = None
     ) -> "Operands":
-        """Those of a call; `tiles` are of an earlier pass over it."""
+        """Return the operands of a call; `tiles` are of an earlier pass over it."""
         k_held, v_held = (
             Scaled(inputs.expanded(x), None if factors is None else inputs.expanded(factors[..., None, None]))
             for x, factors in ((inputs.k, inputs.k_descale), (inputs.v, inputs.v_descale))
@@ -92,8 +92,8 @@ class Operands:
             hidden = hidden.to(q.device)
         small_q, small_k = q, k
         if plan.smooth_k:  # in the format of the call, as PyTorch takes a mean
-            own = Cast(inputs.formats.inputs)
-            small_k = arithmetic.cast(k - arithmetic.cast(k.mean(_ROWS, keepdim=True), own), own)
+            input_cast = Cast(inputs.formats.inputs)
+            small_k = arithmetic.cast(k - arithmetic.cast(k.mean(_ROWS, keepdim=True), input_cast), input_cast)
         if plan.q8 is not None and plan.q8.takes_scale:
             small_q = q * (inputs.scale * base_of(plan, arithmetic))
         taken = (
@@ -106,12 +106,12 @@ class Operands:
         return cls(q, k, v, inputs.do, *of_scores, tiles or Tiles(), plan, arithmetic, taken)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
-        """One tile of S: the product, its cast, scales, the scale alpha, S's cast, the soft cap, the bias, the mask.
+        """Return one tile of S: the product, its cast, scales, the scale alpha, S's cast, soft cap, bias and mask.
 
-        Where q's cast is narrow, or its 8 bits have it in them, alpha comes first: into q, with log2(e) where the
-        exponential is in base two. Where the plan contracts and casts neither q nor S, alpha is left to the
-        exponential's argument; softly capped scores then stay as tanh has them, and the cap is its factor. S's cast
-        follows each step that makes S anew.
+        If q's cast is narrow, or its 8 bits include it, alpha is applied to q first, with log2(e) if the exponential is
+        in base two. If the plan contracts and casts neither q nor S, alpha stays in the exponential's argument; softly
+        capped scores then stay as tanh gives them, and the cap is their factor. S's cast follows each step that
+        computes S anew.
         """
 
         def make() -> Tensor:
@@ -126,9 +126,9 @@ class Operands:
         return self.tiles.shared("s", rows, keys, make)
 
     def _capped(self, rows: slice, keys: slice) -> Tensor:
-        """Scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
+        """Return scores with their soft cap c: c tanh(s / c), every step in fp32, as Triton kernels have it.
 
-        Where alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
+        If alpha is left to the exponential it is tanh(s (alpha / c)), as in FlashAttention-2 and -3.
         """
         plan, arithmetic = self.plan, self.arithmetic
         q, k = self.taken[0].rows(rows), self.taken[1].rows(keys)
@@ -149,25 +149,25 @@ class Operands:
         return arithmetic.cast(self.softcap * arithmetic.tanh(s / self.softcap), plan.s) if self.softcap else s
 
     def of_products(self, ds: Tensor, rows: slice, keys: slice) -> Tensor:
-        """What dS of one tile is for the products that its scores are made of: of capped ones 1 - tanh^2 times it."""
+        """Return dS of one tile by the products that scores are made of: 1 - tanh^2 times it if they are capped."""
         if not self.softcap:
             return ds
         s = self._capped(rows, keys)
         return ds * (1.0 - (s if folds_scale(self.plan) else s / self.softcap).square())
 
     def with_sink(self, s: Tensor, logit: float) -> Tensor:
-        """Scores of some rows and, behind them, the sink as one more, if there is one; 1 is `logit` in their unit."""
+        """Return scores of some rows with the sink as the last, if there is one; 1 is `logit` in their unit."""
         if self.sink is None:
             return s
         return torch.cat([s, (self.sink * logit).expand(*s.shape[:-1], 1)], -1)
 
     @property
     def unit(self) -> float:
-        """What scores that the exponential is to multiply have to be multiplied by to be logits."""
+        """The factor that turns scores which the exponential is to multiply into logits."""
         return self.softcap or self.scale
 
     def masked(self, s: Tensor, rows: slice, keys: slice) -> Tensor:
-        """A tile of scores with -inf where the mask hides them."""
+        """Return a tile of scores with -inf where the mask hides them."""
         if self.hidden is None:
             return s
         hidden = cut(self.hidden, rows, keys)
@@ -178,7 +178,7 @@ class Operands:
         return s.masked_fill(hidden, -torch.inf)
 
     def _rounded_scale(self) -> float:
-        """What scores are multiplied by; in fp32 where nothing is narrow."""
+        """Return the factor of scores; in fp32 where nothing is narrow."""
         if self.plan.divisor.narrows:
             divisor = torch.tensor(1.0 / self.scale, dtype=torch.float32)
             return 1.0 / self.arithmetic.cast(divisor, self.plan.divisor).item()
@@ -187,18 +187,18 @@ class Operands:
         return self.scale
 
     def p_bar(self, p: Tensor) -> Scaled:
-        """P-bar of one tile as the product takes it."""
+        """Return P-bar of one tile as the product takes it."""
         return _quantized(self.cast_p(p), self.plan.p8, self.arithmetic)
 
     def cast_p(self, p: Tensor) -> Tensor:
-        """A tile of P-bar after its cast; of a stochastic one, by a hash of each number's place in the tile."""
+        """Return a tile of P-bar after its cast; a stochastic one hashes each number's place in the tile."""
         cast, bits = self.plan.p_bar, None
         if cast.rounding is Rounding.STOCHASTIC:
             bits = random_bits(0, torch.arange(p.numel(), device=p.device).view(p.shape))
         return self.arithmetic.cast(p, cast, bits)
 
     def weighted(self, p: Scaled, keys: slice, cast: Cast) -> Tensor:
-        """P-bar V of one tile, cast; a block's scale of V is in it, a head's not. ValueError: V of several blocks."""
+        """Return P-bar V of one tile, cast, with a block's scale of V, no head's; ValueError: V of several blocks."""
         plan, v = self.plan, self.taken[2].rows(keys)
         first = plan.pv if plan.pv.narrows else cast
         pv = self.arithmetic.cast(self.arithmetic.matmul(p.values, v.values, first, plan.accumulator), cast)
@@ -209,7 +209,7 @@ class Operands:
         return _unscaled(pv, p.scale, v.scale[:, :, :1])
 
     def unscaled(self, o: Tensor) -> Tensor:
-        """O times the scale of V that is one for a whole head."""
+        """Return O times the scale of V that a whole head shares."""
         return o if self._v_by_blocks else _unscaled(o, self.taken[2].scale)
 
     @property
@@ -218,24 +218,24 @@ class Operands:
 
 
 def folds_scale(plan: RoundingPlan) -> bool:
-    """Whether alpha is a factor of the exponential's argument, and scores stay as Q K^T has them."""
+    """Return whether alpha is a factor of the exponential's argument, so that scores stay as Q K^T has them."""
     in_q = plan.q.narrows or plan.k.narrows or (plan.q8 is not None and plan.q8.takes_scale)
     return plan.contracted and not plan.s.narrows and not in_q
 
 
 def base_of(plan: RoundingPlan, arithmetic: Arithmetic) -> float:
-    """What 1 in a natural logarithm is in the exponential's, as the plan has that constant."""
+    """Return the exponent that 1 in a natural exponent is, by the constant that the plan has."""
     if not plan.exponential.base_two:
         return 1.0
     return arithmetic.cast(torch.tensor(LOG2_E), plan.log2_e).item() if plan.log2_e.narrows else LOG2_E
 
 
 def cut(mask: Tensor, rows: slice, keys: slice) -> Tensor:
-    """One tile of a mask, or of a bias, that may have one row for all queries, or one column for all keys."""
+    """Return one tile of a mask or a bias, which may have one row for all queries or one column for all keys."""
     rows, keys = (part if n > 1 else slice(None) for part, n in zip((rows, keys), mask.shape[_ROWS:], strict=True))
     return mask[:, :, rows, keys]
 
 
 def in_tiles(first: int, end: int, size: int) -> list[slice]:
-    """Rows of q, or of K and V, `size` at a time."""
+    """Return the tiles' rows of q, or of K and V, `size` at a time."""
     return [slice(start, min(start + size, end)) for start in range(first, end, size)]

@@ -10,14 +10,14 @@ from tiebreak.kernels.quantization import Quantization, Scaling
 
 
 class Follows(enum.Enum):
-    """Which of a call's formats a rounding point of a plan is in."""
+    """The formats of a call that a rounding point of a plan may follow."""
 
     OPERANDS = "operands"  # what products take: P-bar and, in some plans, S, l and O-bar
     OUTPUT = "output"  # O and the gradients
 
 
 class Steps(enum.Enum):
-    """At which steps of a tile a running sum, O-bar or l, is cast."""
+    """The steps of a tile at which a running sum, O-bar or l, is cast."""
 
     EVERY = "every"  # what the tile adds, what is rescaled, and their sum
     KEPT = "kept"  # what is rescaled, and the sum
@@ -38,17 +38,17 @@ class Cast:
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether the cast drops bits of fp32."""
+        """True if the cast drops bits of fp32."""
         return self.fmt != FP32
 
     @property
     def of_a_tile(self) -> "Cast":
-        """Of a running sum's, that of what a tile adds."""
+        """The cast of a tile's part of a running sum."""
         return self if self.steps is Steps.EVERY else Cast(FP32)
 
 
 class Accumulator(enum.Enum):
-    """How the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
+    """The way in which the products of a matrix product, or the terms of a row sum, are added up to one fp32 value."""
 
     EXACT = "exact"  # in fp64, rounded once to fp32
     # Matrix products alone; row sums are in fp32, as a balanced tree. Operands of tensor cores count as bf16 (Volta's
@@ -66,7 +66,7 @@ class Accumulator(enum.Enum):
 
 
 class SumOf(enum.Enum):
-    """Which P-bar the row sum l adds up. What P V takes is always P-bar after its cast."""
+    """The P-bar that the row sum l adds up. P V always takes P-bar after its cast."""
 
     UNROUNDED = "unrounded"  # before the cast, as FlashAttention-2 to -4 do
     CLAMPED = "clamped"  # before the cast, but no more than the largest value of its format
@@ -74,7 +74,7 @@ class SumOf(enum.Enum):
 
 
 class SinkEntry(enum.Enum):
-    """Where a learned sink, a logit s without a V, enters a row of tiled attention."""
+    """The point at which a learned sink, a logit s without a V, enters a row of tiled attention."""
 
     FIRST = "first"  # the row begins with m = s and l = 1, as in vLLM's unified kernel: l is rounded with 1 in it
     MAXIMUM = "maximum"  # it begins with m = s alone, and exp(s - m) is added to l at the end, as in gpt-oss
@@ -83,7 +83,7 @@ class SinkEntry(enum.Enum):
 
 
 class DeltaSource(enum.Enum):
-    """What delta, the row term of the softmax's gradient, is computed from (paper, section 3.2)."""
+    """The numbers from which delta, the row term of the softmax's gradient, is computed (paper, section 3.2)."""
 
     OUTPUT = "rowsum(dO*O)"  # flash attention: from the stored O, with its rounding error
     PROBABILITIES = "rowsum(dP*P)"  # standard attention: never sees O
@@ -96,9 +96,9 @@ class DeltaSource(enum.Enum):
 class Exponential:
     """The exponential function of a kernel. It is a rounding point too.
 
-    A fast one computes 2**y, y = x log2(e), by taking y for the bits of an fp32 number, exponent and fraction: between
-    the powers of two these lie on straight lines, and a polynomial in y's fraction, taken off first, makes up for that
-    (Malossi, Ineichen, Bekas, Curioni, Fast Exponential Computation on SIMD Architectures, 2015).
+    A fast one computes 2**y, y = x log2(e), by taking y as the bits of an fp32 number, exponent and fraction: between
+    powers of two these are on straight lines, which a polynomial in y's fraction, subtracted first, corrects (Malossi,
+    Ineichen, Bekas, Curioni, Fast Exponential Computation on SIMD Architectures, 2015).
     """
 
     base_two: bool = False  # exp2(x * log2(e)), the product rounded to fp32, as production kernels compute it
@@ -107,7 +107,7 @@ class Exponential:
 
     @property
     def at_zero(self) -> float:
-        """Its value at 0, where every tie sits; a fast one misses 1."""
+        """The value at 0, where every tie is; a fast one misses 1."""
         # The correction takes y into the binade below 1, where the lines are half as steep.
         return 1.0 - self.correction[0] / 2 if self.correction else 1.0
 
@@ -141,7 +141,7 @@ class RoundingPlan:
     q8: Quantization | None = None  # q in 8 bits with scales
     k8: Quantization | None = None  # K in 8 bits with scales
     v8: Quantization | None = None  # V in 8 bits with scales
-    p8: Quantization | None = None  # P-bar in 8 bits with scales of its own, in the place of its cast
+    p8: Quantization | None = None  # P-bar in 8 bits with its own scales, instead of its cast
     smooth_k: bool = False  # whether the mean of K over the keys is taken off K first, which softmax does not see
     sink: SinkEntry = SinkEntry.FIRST  # where a learned sink enters a row; standard attention has it as one more score
     shifted: Cast = Cast(FP32)  # S - m, the exponential's argument, and m - m' of a rescaling
@@ -172,28 +172,28 @@ class RoundingPlan:
 
     @property
     def quantizes(self) -> bool:
-        """Whether an operand is put into 8 bits with scales."""
+        """True if an operand is put into 8 bits with scales."""
         return any(quantization is not None for quantization in (self.q8, self.k8, self.v8, self.p8))
 
     @property
-    def stochastic(self) -> bool:
-        """Whether any cast is stochastic."""
+    def is_stochastic(self) -> bool:
+        """True if any cast is stochastic."""
         return any(cast.rounding is Rounding.STOCHASTIC for _, cast in self.casts())
 
     def casts(self) -> tuple[tuple[str, Cast], ...]:
-        """All rounding points, by name."""
+        """Return all rounding points, by name."""
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
         return tuple((name, value) for name, value in pairs if isinstance(value, Cast))
 
     def in_formats(self, formats: Formats) -> "RoundingPlan":
-        """The same plan for a call in these formats: every rounding point that follows one of them is in it."""
+        """Return the same plan for a call in these formats: every rounding point that follows one of them is in it."""
         return _in_formats(self, formats)
 
 
 @lru_cache(maxsize=1024)
 def _in_formats(plan: RoundingPlan, formats: Formats) -> RoundingPlan:
-    own = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
-    casts = {name: (cast, own[cast.follows]) for name, cast in plan.casts()}
+    format_of = {None: None, Follows.OPERANDS: formats.operands, Follows.OUTPUT: formats.output}
+    casts = {name: (cast, format_of[cast.follows]) for name, cast in plan.casts()}
     changed = {name: replace(cast, fmt=fmt) for name, (cast, fmt) in casts.items() if fmt not in (None, cast.fmt)}
     return replace(plan, **changed) if changed else plan  # type: ignore[arg-type]
 
@@ -206,12 +206,12 @@ _LOW = Cast(BF16, follows=Follows.OPERANDS)
 OUTPUT = Cast(BF16, follows=Follows.OUTPUT)  # O's cast in any kernel that returns it in the format of the call
 _HIGH = Cast(FP32)
 
-#: Every plan that has a name. They stand as they are for a call in bf16.
+#: Every plan that has a name. They are as written for a call in bf16.
 PLANS: dict[str, RoundingPlan] = {}
 
 
 def _plan(name: str, like: RoundingPlan, **changes: Any) -> RoundingPlan:
-    """A plan with a name: another one's casts but for some."""
+    """Return a plan with a name: another one's casts but for some."""
     PLANS[name] = replace(like, name=name, **changes)
     return PLANS[name]
 
@@ -233,7 +233,7 @@ ISOLATION = (
     _plan("pv_fp32", PAPER, p_bar=_HIGH, o_bar=_HIGH),
 )
 
-# Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): a bias of its own.
+# Ties go away from zero, as public AscendC attention code casts P (CAST_ROUND): another bias.
 _AWAY, _OUTPUT_AWAY = (replace(cast, rounding=Rounding.RTNA) for cast in (_LOW, OUTPUT))
 FUSED_P_BAR_AWAY = _plan("fused_p_bar_away", FUSED, p_bar=_AWAY)
 FUSED_P_BAR_O_AWAY = _plan("fused_p_bar_o_away", FUSED, p_bar=_AWAY, o=_OUTPUT_AWAY)
@@ -244,9 +244,9 @@ FUSED_FP8 = _plan("fused_fp8", FUSED, p_bar=Cast(FP8_E4M3, saturates=True))
 FUSED_FP8_OFFSET = _plan("fused_fp8_offset", FUSED_FP8, offset=8)
 # Where FlashAttention-4's running maximum is behind by up to 4 in base two (rule `lazy_4`), 2^4 of it is all that fits.
 FUSED_FP8_OFFSET_4 = _plan("fused_fp8_offset_4", FUSED_FP8, offset=4)
-# What l counts is what P V gets where both are clamped.
+# Where both are clamped, l counts what P V gets.
 FUSED_FP8_CLAMPED = _plan("fused_fp8_clamped", FUSED_FP8_OFFSET, row_sum_of=SumOf.CLAMPED)
-# What fairness takes in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
+# Conditions of fairness in 8 bits: a shift that moves makes P-bar's cast err, so l has to count what the cast left.
 FUSED_FP8_FAIR = _plan("fused_fp8_fair", FUSED_FP8_OFFSET, row_sum_of=SumOf.ROUNDED, o=FUSED_STOCHASTIC.o)
 FUSED_E5M2_OFFSET = _plan("fused_e5m2_offset", FUSED_FP8_OFFSET, p_bar=Cast(FP8_E5M2, saturates=True))
 

@@ -16,7 +16,7 @@ _E8M0 = (-127.0, 127.0)  # exponents of the powers of two that microscaling has 
 
 
 class Scaling(enum.Enum):
-    """Which numbers of q, K, V or P-bar share a scale factor."""
+    """The numbers of q, K, V or P-bar that share a scale factor."""
 
     TENSOR = "tensor"  # all
     HEAD = "head"  # those of one batch and head
@@ -32,7 +32,7 @@ SIZED = (Scaling.BLOCK, Scaling.MICRO)  # what takes a size
 class Quantization:
     """An operand as numbers of a narrow format times scale factors. The largest number of a scale fills the format.
 
-    ValueError: a size where none belongs, or none where one does.
+    Raises ValueError: a size where there can be none, or none where there must be one.
     """
 
     fmt: Format  # what the numbers are held in; what lies beyond it becomes its largest value
@@ -46,7 +46,7 @@ class Quantization:
             raise ValueError(f"scales a {self.scaling.value} {'need' if self.scaling in SIZED else 'take no'} size")
 
     def __str__(self) -> str:
-        """As declarations have it: `fp8_e4m3/head`, `int8/block128:rtna+scale`."""
+        """Return the quantization as declarations have it: `fp8_e4m3/head`, `int8/block128:rtna+scale`."""
         mode = "" if self.rounding is Rounding.RNE else f":{self.rounding.value}"
         size, scaled = self.size or "", _TAKES_SCALE if self.takes_scale else ""
         return f"{self.fmt.name}/{self.scaling.value}{size}{mode}{scaled}"
@@ -69,10 +69,7 @@ class Quantization:
         return max(self.fmt.unit_roundoff, beyond)
 
     def scales(self, x: Tensor, inner: int) -> Tensor:
-        """The scale of every number of x (batch, heads, rows, columns), fp32, broadcastable to it; 1 where all is 0.
-
-        `inner` is the dimension that the product sums over, -1 or -2.
-        """
+        """Return the scale of every number of x, fp32, broadcastable; `inner`: the dimension that products sum over."""
         match self.scaling:
             case Scaling.TENSOR:
                 most = x.abs().amax().expand(1, 1, 1, 1)
@@ -91,7 +88,7 @@ class Quantization:
 
 
 def _shared(x: Tensor, size: int, dim: int) -> Tensor:
-    """The largest of every `size` numbers along a dimension, in the place of each of them."""
+    """Return the largest of every `size` numbers along a dimension, repeated for each of them."""
     parts = [part.amax(dim, keepdim=True).expand_as(part) for part in torch.split(x, size, dim)]
     return torch.cat(parts, dim)
 
@@ -103,7 +100,7 @@ _TEXT = re.compile(
 
 
 def parse_quantization(text: str) -> Quantization:
-    """The quantization that a text names, as `str` gives it; ValueError, one line: it names none."""
+    """Return the quantization that a text names, as `str` gives it; ValueError, one line: it names none."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(

@@ -23,7 +23,7 @@ class Reference:
 
 
 def reference(inputs: AttentionInputs) -> Reference:
-    """softmax(alpha Q K^T) V in fp64, and the terms of the paper's equation 1; zeros where all keys are masked."""
+    """Return softmax(alpha Q K^T) V in fp64, and the terms of the paper's equation 1; 0 where all keys are masked."""
     groups, entries = inputs.groups, []
     for at in range(inputs.q.shape[0]):  # each entry of a batch stays in a core's cache
         entry = inputs.part(slice(at, at + 1))
@@ -61,13 +61,13 @@ def _reference(inputs: AttentionInputs) -> Reference:
 
 
 def products(inputs: AttentionInputs) -> Tensor:
-    """alpha Q K^T in fp64, (batch, heads, queries, keys)."""
+    """Return alpha Q K^T in fp64, (batch, heads, queries, keys)."""
     s: Tensor = inputs.q.double() @ inputs.expanded_k().double().mT * inputs.scale
     return s
 
 
 def scores(inputs: AttentionInputs) -> Tensor:
-    """What softmax is of, before masking, likewise: the products, softly capped, and then the bias."""
+    """Return the argument of softmax, before masking, likewise: the products, softly capped, and then the bias."""
     s = products(inputs)
     if inputs.softcap:
         s = s.div_(inputs.softcap).tanh_().mul_(inputs.softcap)
@@ -75,13 +75,13 @@ def scores(inputs: AttentionInputs) -> Tensor:
 
 
 def slope(inputs: AttentionInputs, s: Tensor) -> Tensor:
-    """The derivative of softly capped scores by what they were before: 1 - (s / c)^2, s without its bias."""
+    """Return the derivative of softly capped scores by the uncapped ones: 1 - (s / c)^2, s without its bias."""
     capped = s if inputs.bias is None else s - inputs.bias.double()
     return 1.0 - (capped / inputs.softcap).square()
 
 
 def probabilities(s: Tensor, hidden: Tensor | None, sink: Tensor | None = None) -> Tensor:
-    """Row softmax of fp64 scores (..., heads, queries, keys); a row with every key `hidden` gives zeros.
+    """Return the row softmax of fp64 scores (..., heads, queries, keys); a row with every key `hidden` gives zeros.
 
     Args:
         s: scores.
@@ -100,7 +100,7 @@ def _column(s: Tensor, sink: Tensor) -> Tensor:
 
 
 def log_sum_exp(inputs: AttentionInputs, ref: Reference) -> Tensor:
-    """Return that of every row, its sink counted, in fp64, (batch, heads, queries, 1); -Inf where it sees no key."""
+    """Return the log-sum-exp of every row with its sink, fp64 (batch, heads, queries, 1); -Inf where it sees no key."""
     hidden = inputs.hidden()
     visible = ref.s if hidden is None else ref.s.masked_fill(hidden, -torch.inf)
     lse = visible.logsumexp(-1, keepdim=True)
@@ -108,7 +108,7 @@ def log_sum_exp(inputs: AttentionInputs, ref: Reference) -> Tensor:
 
 
 def sink_gradient(inputs: AttentionInputs, ref: Reference) -> Tensor | None:
-    """dSink in fp64, (heads,): less the sum over rows of P of the sink times delta; None without a sink."""
+    """Return dSink in fp64, (heads,): minus the sum over rows of P of the sink times delta; None without a sink."""
     if inputs.sink is None:
         return None
     p = (_column(ref.s, inputs.sink) - log_sum_exp(inputs, ref)).exp()
@@ -116,7 +116,7 @@ def sink_gradient(inputs: AttentionInputs, ref: Reference) -> Tensor | None:
 
 
 def reference_gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV in fp64, in the shapes of q, k and v."""
+    """Return dQ, dK and dV in fp64, in the shapes of q, k and v."""
     k, v, do = inputs.expanded_k().double(), inputs.expanded_v().double(), inputs.do.double()
     ds = ref.p * (do @ v.transpose(-1, -2) - ref.delta)
     if inputs.softcap:
@@ -124,4 +124,4 @@ def reference_gradients(inputs: AttentionInputs, ref: Reference) -> tuple[Tensor
     dq = inputs.scale * (ds @ k)
     dk = inputs.scale * (ds.transpose(-1, -2) @ inputs.q.double())
     dv = ref.p.transpose(-1, -2) @ do
-    return dq, *inputs.of_held(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))
+    return dq, *inputs.gradients_as_stored(sum_groups(dk, inputs.groups), sum_groups(dv, inputs.groups))

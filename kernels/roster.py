@@ -20,15 +20,15 @@ _NAMED = {
 
 
 def rule_names() -> tuple[str, ...]:
-    """What stands before the @ of a composed kernel's name."""
+    """Return the words before the @ of a composed kernel's name."""
     return (*TILED, *(rule for rule in SHIFT_RULES if rule != "safe"))
 
 
 def composed_kernel(name: str) -> Kernel:
-    """The composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
+    """Return the composed kernel called `name`: `standard`, `fair`, or `rule@plan`.
 
-    With the rule `safe` it is called by its algorithm: `flash`, `flash_1` or `split`. ValueError: no such rule or plan;
-    the message lists those there are.
+    A kernel with the rule `safe` has the name of its algorithm: `flash`, `flash_1` or `split`. Raises ValueError: no
+    such rule or plan; the message lists those there are.
     """
     if name in _NAMED:
         return composed(name, _NAMED[name])
@@ -47,7 +47,7 @@ def composed_kernel(name: str) -> Kernel:
     return composed(name, Declaration(algorithm, plan, rule))
 
 
-# What the emulation runs on inputs with a V in 8 bits, which these plans are for.
+# Kernels that the emulation runs on inputs with V in 8 bits, which these plans are for.
 _EIGHT_BITS = (
     *("flash@fused_fp8", "flash@fused_fp8_offset", "stabilized@fused_fp8_offset", "dithered@fused_fp8_offset"),
     *("lazy_4@fused_fp8_offset", "lazy_4@fused_fp8_offset_4", "lazy_4@fused_fp8_clamped", "lazy_4@fused_e5m2_offset"),
@@ -56,7 +56,7 @@ _EIGHT_BITS = (
 
 
 def eight_bit_kernels() -> tuple[Kernel, ...]:
-    """Attention in 8 bits, for inputs whose V is."""
+    """Return the kernels of attention in 8 bits, for inputs whose V is."""
     return tuple(replace(composed_kernel(name), unsuited=_wide_v) for name in _EIGHT_BITS)
 
 
@@ -64,7 +64,7 @@ def _wide_v(formats: Formats) -> str | None:
     return None if formats.v in (FP8_E4M3, FP8_E5M2) else f"of attention in 8 bits: V is in {formats.v.name}"
 
 
-# What the matrix runs by default: every plan with plain flash attention, every shift rule at its authors' plan.
+# The matrix' kernels by default: every plan with plain flash attention, every shift rule at its authors' plan.
 DEFAULT_ROSTER = (
     *("standard", "flash@paper", "flash@all_bf16", "flash@fused", "flash@fused_contracted", "flash@fused_stochastic"),
     *("flash@fp32", "stabilized@paper", "stabilized@fused", "stabilized_v1@paper", "stabilized_authors@all_bf16"),
@@ -75,6 +75,6 @@ DEFAULT_ROSTER = (
 
 @cache
 def roster_labels() -> frozenset[str]:
-    """What the kernels of `DEFAULT_ROSTER` declare, as `Declaration.label` has it."""
+    """Return the declarations of the kernels of `DEFAULT_ROSTER`, as `Declaration.label` has them."""
     declarations = (composed_kernel(name).declaration for name in DEFAULT_ROSTER)
     return frozenset(declaration.label for declaration in declarations if declaration is not None)

@@ -31,8 +31,8 @@ _CPU_FLASH_BLOCK = Block(queries=32, keys=512)
 FLASH_2_BLOCK = Block(queries=128, keys=128)
 _EFFICIENT_BLOCK = Block(queries=64, keys=64)
 
-# Of V's own head dimension `missing_requirement` asks PyTorch. Without a mask, is_causal alone gives a causal one,
-# which is another where queries and keys are not as many.
+# `missing_requirement` asks PyTorch about a separate head dimension of V. Without a mask, only is_causal gives a causal
+# one, which differs unless there are as many queries as keys.
 _WITHOUT_MASK = frozenset({CAUSAL, GROUPED, OWN_SCALE, VALUE_DIM})
 _WITH_MASK = COMMON | MASKS | {VALUE_DIM, BIAS}
 _MASK_ARGUMENTS = frozenset({"attn_mask", "attn_bias"})  # what operators call it
@@ -42,7 +42,7 @@ _COMPOSED_OPERATOR = "aten::_scaled_dot_product_attention_math"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation behind `scaled_dot_product_attention`. It computes attention, forced, if it is called."""
+    """One implementation of `scaled_dot_product_attention`. To call it computes attention, by this one alone."""
 
     backend: SDPBackend  # PyTorch's name of it
     operator: str | None  # the one operator that PyTorch calls where it runs; None: it is composed of many
@@ -50,7 +50,7 @@ class Implementation:
 
     @property
     def takes(self) -> frozenset[Feature]:
-        """What inputs may ask of it: where its operator has no argument for a tensor that masks scores, not all."""
+        """The features of inputs that it takes: all where its operator takes a tensor that masks scores."""
         if self.operator is None:
             return _WITH_MASK
         schema = getattr(torch.ops.aten, self.operator.removeprefix("aten::")).default._schema
@@ -61,7 +61,7 @@ class Implementation:
         return through_autograd(self._o, inputs, arithmetic, gradients)
 
     def _arguments(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """What a call has beside q, k and v: a mask, True where a key is seen, or with a bias the bias and -Inf.
+        """Return a call's arguments after q, k and v: a mask, True where a key is seen, or with a bias that and -Inf.
 
         PyTorch's flag lets query i see keys 0 .. i, this suite's inputs keys 0 .. i + keys - queries.
         """
@@ -77,7 +77,7 @@ class Implementation:
         return {"attn_mask": mask, "is_causal": flag, "scale": inputs.softmax_scale, "enable_gqa": grouped}
 
     def _o(self, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One call, and the proof that it went where it was sent. Its backward pass is bound to the same operator."""
+        """Return O of one call, and check which operator ran. Its backward pass is bound to the same one."""
         arguments = self._arguments(inputs)
         with sdpa_kernel([self.backend]), Operators() as ran:
             out = scaled_dot_product_attention(q, k, v, **arguments)
@@ -89,15 +89,15 @@ class Implementation:
         return out
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
-        """None, or what keeps it from running some inputs on their device, in one line.
+        """Return None, or what keeps it from running some inputs on their device, in one line.
 
-        The reason is PyTorch's: head dimensions, formats and grouped heads that an implementation takes differ
-        between releases and cards. Nothing is computed.
+        PyTorch gives the reason: the head dimensions, formats and grouped heads that an implementation takes vary with
+        releases and cards. Nothing is computed.
         """
         if (reason := empty(inputs)) is not None:
             return reason
         arguments, dtype = self._arguments(inputs), TORCH_DTYPES[inputs.formats.inputs]
-        # As for a backward pass: some implementations take more without one.
+        # With gradients, since some implementations take more without.
         q, k, v = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
         with warnings.catch_warnings(record=True) as caught, sdpa_kernel([self.backend]):
             warnings.simplefilter("always")
@@ -121,7 +121,7 @@ CUDA_CUDNN = Implementation(SDPBackend.CUDNN_ATTENTION, "aten::_scaled_dot_produ
 CUDA_EFFICIENT = Implementation(
     SDPBackend.EFFICIENT_ATTENTION, "aten::_scaled_dot_product_efficient_attention", causal_flag=True
 )
-# What devices that PyTorch knows nothing of put their own in, and Intel's GPUs.
+# The dispatch key of out-of-tree devices, and that of Intel's GPUs.
 OVERRIDEABLE = Implementation(
     getattr(SDPBackend, "OVERRIDEABLE", SDPBackend.ERROR),  # older releases don't name it
     "aten::_scaled_dot_product_fused_attention_overrideable",
@@ -137,7 +137,7 @@ _ON_GPUS = {
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Notes the names of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
+    """A recorder of the operators that PyTorch calls, below autograd: what runs, not what was requested."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -153,9 +153,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
 
 
 def measure_exp_at_zero(scores: int = 64) -> float:
-    """exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
+    """Return exp(0) as PyTorch's CPU flash kernel computes it: its log-sum-exp of n zeros is log(n exp(0)).
 
-    That is a mean where a fast exponential takes some scores alone.
+    It is a mean if a fast exponential takes only some of the scores.
     """
     zeros = torch.zeros(1, 1, scores, 16, dtype=torch.bfloat16)
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(zeros, zeros, zeros)
@@ -168,7 +168,7 @@ def _kernel(name: str, implementation: Implementation, declaration: Declaration 
 
 
 def cpu_sdpa_flash() -> Kernel:
-    """PyTorch's CPU flash kernel: `fused` in every point but the exponential, which its build for the CPU decides."""
+    """Return PyTorch's CPU flash kernel: `fused` but for the exponential, which its build for the CPU decides."""
     plan = FUSED
     for lanes in (1, 2, 4, 8, 16, 32, 64):  # the keys that it takes at a time: with fewer, all have the exact one
         measured = measure_exp_at_zero(lanes)
@@ -179,24 +179,24 @@ def cpu_sdpa_flash() -> Kernel:
 
 
 def sdpa_math() -> Kernel:
-    """PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
+    """Return PyTorch's composed implementation, which upcasts narrow inputs to fp32 and casts O only."""
     return Kernel("sdpa_math", MATH, Declaration(FLASH_ATTENTION, FP32_INSIDE, SHIFT_RULES["safe"]), takes=MATH.takes)
 
 
 def registered_sdpa_kernels(device: str) -> tuple[Kernel, ...]:
-    """PyTorch's implementations that have code for a device, none of which says where it rounds, and the composed one.
+    """Return PyTorch's implementations that have code for a device, which declare nothing, and the composed one.
 
-    The composed one declares nothing either where a device puts code of its own in its place, as MPS does.
+    The composed one declares nothing either where a device replaces it with its own code, as MPS does.
     """
     key, has = torch._C._dispatch_key_for_device(device), torch._C._dispatch_has_kernel_for_dispatch_key
     implementations = {name: each for name, (each, _) in _ON_GPUS.items()} | {"sdpa_overrideable": OVERRIDEABLE}
-    own = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
+    kernels = [_kernel(name, each, None) for name, each in implementations.items() if has(str(each.operator), key)]
     places = (f"{_COMPOSED_OPERATOR}_for_mps", "aten::scaled_dot_product_attention")
     replaced = any(has(place, at) for place in places for at in (key, f"Autograd{key}"))
-    return (*own, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
+    return (*kernels, replace(sdpa_math(), declaration=None) if replaced else sdpa_math())
 
 
 def gpu_sdpa_kernels() -> tuple[Kernel, ...]:
-    """PyTorch's implementations on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, and the composed one."""
-    own = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
-    return (*own, sdpa_math())
+    """Return PyTorch's kernels on a GPU: FlashAttention-2, cuDNN's, the memory-efficient one, the composed one."""
+    kernels = (_kernel(name, each, fused_on_gpu(block)) for name, (each, block) in _ON_GPUS.items())
+    return (*kernels, sdpa_math())

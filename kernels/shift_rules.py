@@ -24,8 +24,8 @@ AUTHORS_ROW_SUM_FLOOR = 1e-10  # the published code clamps each block's row sum 
 class ShiftRule:
     """A rule that proposes one block's shift; the running shift of a row is the maximum over its blocks, or near it.
 
-    In numbers, from which both writings of the algorithm take it: a row's maximum is scaled, then moved,
-    m = factor * r_m + offset + u ln 2.
+    A row's maximum is scaled, then moved: m = factor * r_m + offset + u ln 2. Both implementations of the algorithm
+    read these numbers.
     """
 
     name: str  # how tables and --kernels call it
@@ -42,16 +42,16 @@ class ShiftRule:
 
     @property
     def scales(self) -> bool:
-        """Whether any maximum is scaled."""
+        """True if any maximum is scaled."""
         return self.above != 1.0 or self.below != 1.0
 
     @property
-    def plain(self) -> bool:
-        """Whether it takes a row's maximum as it is, also where that repeats: no fix for ties."""
+    def is_plain(self) -> bool:
+        """True if it takes a row's maximum as it is, also where that repeats: no fix for ties."""
         return not (self.scales or self.offset or self.dithered)
 
     def propose(self, scores: Tensor, row_max: Tensor, dither: Tensor, unit: float = 1.0) -> Tensor:
-        """The shift (..., rows, 1) that one block of scores asks for.
+        """Return the shift (..., rows, 1) that one block of scores asks for.
 
         Args:
             scores: (..., rows, keys).
@@ -76,7 +76,7 @@ _LARGEST = 64.0  # of those: P-bar's exponent stays within fp32's
 
 
 def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
-    """A rule with one of its numbers given: `-1`, or `ln1.5`, a logarithm; ValueError where it is none."""
+    """Return a rule with one of its numbers given: `-1`, or `ln1.5`, a logarithm; ValueError where it is none."""
     try:
         number = math.log(float(value[2:])) if value.startswith("ln") else float(value)
     except ValueError:
@@ -88,9 +88,9 @@ def with_number(rule: ShiftRule, key: str, value: str) -> ShiftRule:
 
 
 def repeated(scores: Tensor, row_max: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Which rows of scores (..., rows, keys) hold more than one within `epsilon` of their maximum (..., rows, 1).
+    """Return which rows of scores (..., rows, keys) have several within `epsilon` of their maximum (..., rows, 1).
 
-    0 asks for exact equality (v1), the default for the published code's tolerance.
+    An epsilon of 0 is exact equality (v1); the default is the published code's tolerance.
     """
     return ((row_max - scores) <= epsilon).sum(-1, keepdim=True) > 1
 

@@ -21,7 +21,7 @@ _TAKES = _BY_KEYWORD | {CAUSAL, OBLONG_CAUSAL, BLIND_ROWS}
 
 
 def varlen() -> Kernel:
-    """PyTorch's varlen_attn; a batch that is not packed is packed for it."""
+    """Return PyTorch's varlen_attn; a batch that is not packed is packed for it."""
     return Kernel(
         "varlen",
         partial(through_autograd, _call),
@@ -43,14 +43,14 @@ def _missing_requirement(inputs: AttentionInputs) -> str | None:
         return "this PyTorch has no torch.nn.attention.varlen: install 2.10 or newer"
     if inputs.formats.inputs not in (BF16, FP16):
         return f"varlen_attn takes {BF16.name} and {FP16.name}, not {inputs.formats.inputs.name}"
-    for feature in _BY_KEYWORD.intersection(_as_called(inputs).asks()) if empty(inputs) is None else ():
+    for feature in _BY_KEYWORD.intersection(_as_packed(inputs).required_features()) if empty(inputs) is None else ():
         if parameters.keys().isdisjoint(feature.keywords):
             return f"varlen_attn knows no {feature.words} here: install a newer release"
     return empty(inputs)
 
 
-def _as_called(inputs: AttentionInputs) -> AttentionInputs:
-    """The call that is made: a batch as sequences of one, a causal mask as a window without keys behind."""
+def _as_packed(inputs: AttentionInputs) -> AttentionInputs:
+    """Return the call that is made: a batch as sequences of one, a causal mask as a window without keys behind."""
     if inputs.causal:
         inputs = replace(inputs, causal=False, window=(inputs.window[0], 0))
     if inputs.lengths is not None:
@@ -62,13 +62,14 @@ def _as_called(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _in_one(x: Tensor) -> Tensor:
-    """(batch, heads, N, d) as (1, heads, batch N, d)."""
+    """Return (batch, heads, N, d) as (1, heads, batch N, d)."""
     return x.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _call(inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    function, called = _function(), _as_called(inputs)
-    words = [(feature, word) for feature in _BY_KEYWORD.intersection(called.asks()) for word in feature.keywords]
+    function, called = _function(), _as_packed(inputs)
+    features = _BY_KEYWORD.intersection(called.required_features())
+    words = [(feature, word) for feature in features for word in feature.keywords]
     parameters = inspect.signature(function).parameters
     options = {word: called.value_of(feature, word) for feature, word in words if word in parameters}
     o = function(*(_in_one(tensor)[0].transpose(0, 1) for tensor in (q, k, v)), **options).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What the kernels of PyTorch and others have in common: how they are called, and what they declare."""
+"""The common part of the kernels of PyTorch and others: how they are called, and what they declare."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,23 +20,23 @@ Call = Callable[[AttentionInputs, Tensor, Tensor, Tensor], Tensor]
 
 
 def fused_on_gpu(block: Block = BLOCK) -> Declaration:
-    """What fused kernels on GPUs do by their source: `fused`, its exponential in base two with the scale folded in.
+    """Return the plan of fused GPU kernels by their source: `fused`, the exponential in base two with the scale in it.
 
-    The tiles are those at a head dimension of 64; the suite's own where they are not documented.
+    The tiles are those at a head dimension of 64; the suite's own where none are documented.
     """
     plan = replace(FUSED, exponential=Exponential(base_two=True))
     return Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], block)
 
 
 def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-    """O of a kernel that torch can differentiate, in the inputs' format, and if asked for the gradients.
+    """Return O of a kernel that torch can differentiate, in the inputs' format, and if asked for the gradients.
 
-    q, k, v and dO are on the device; in their format already, they reach the kernel as they lie. The kernel brings its
-    own arithmetic, and whatever it raises is raised.
+    q, k, v and dO are on the device; if they are in their format already, the kernel gets the same memory. The kernel
+    uses its own arithmetic, and its errors are raised.
     """
     del arithmetic
     dtype = TORCH_DTYPES[inputs.formats.inputs]
-    # Of a graph the leaves are tensors of their own, also where nothing is copied.
+    # The leaves of a graph are new tensors, also where nothing is copied.
     q, k, v = (tensor.to(dtype).detach() for tensor in (inputs.q, inputs.k, inputs.v))
     with exact_products():
         if not gradients:
@@ -51,7 +51,7 @@ def through_autograd(call: Call, inputs: AttentionInputs, arithmetic: Arithmetic
 
 
 def empty(inputs: AttentionInputs) -> str | None:
-    """None, or that there is no query or no key, in one line."""
+    """Return None, or that there is no query or no key, in one line."""
     if inputs.q.numel() and inputs.k.numel():
         return None
     return f"nothing to attend to: q {tuple(inputs.q.shape)}, k {tuple(inputs.k.shape)}"
@@ -67,11 +67,11 @@ _REDUCED = (
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Switch off, for a while, all that lets a GPU compute a matrix product in less than the requested precision.
+    """Switch off all that lets a GPU compute a matrix product in less than the requested precision.
 
-    Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 from end to end: by
-    default cuBLAS may add up the parts of a split one in the narrow format. The switches are the process's, and a
-    user's kernel may set its own, so they are put back afterwards. On a CPU they change nothing.
+    Products of fp32 operands are fp32's, not tf32's, and those of bf16 and fp16 are summed in fp32 throughout: by
+    default cuBLAS may add up the parts of a split product in the narrow format. The switches belong to the process, and
+    a user's kernel may set them, so they are restored afterwards. On a CPU they change nothing.
     """
     cuda = torch.backends.cuda
     # PyTorch 2.9 has a new switch for tf32, and reading the old one raises where a user's code has touched the new one.

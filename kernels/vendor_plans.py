@@ -1,4 +1,4 @@
-"""The rounding plans of kernels that vendors ship, by their sources: the table beside this file."""
+"""The rounding plans of kernels that vendors ship, by their sources: the table next to this file."""
 
 import tomllib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True)
 class VendorPlan:
-    """What a vendor's kernel rounds in bf16, as `--plan` takes it."""
+    """The rounding of a vendor's kernel in bf16, as `--plan` takes it."""
 
     name: str
     kernel: str  # what it is called where it is used, and when

@@ -46,7 +46,7 @@ LEGEND = (
 
 
 class Audit(Data, frozen=True, omit_defaults=False):
-    """What one kernel's assembly for one target says of its rounding. Lists are sorted and hold every kind once."""
+    """The rounding that one kernel's assembly for one target shows. Lists are sorted, each kind once."""
 
     target: str  # the architecture: sm_90, gfx942
     kernel: str  # name of the kernel and its settings
@@ -62,7 +62,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
     flushes: tuple[str, ...]  # instructions that take subnormals for zero
     mode: str  # who sets the rounding mode of additions and multiplications, and which it is
     fused: Integer  # how many fma the softmax has; not gated: it changes with the schedule
-    separate: Integer  # how many multiplications and additions beside them; not gated
+    separate: Integer  # how many other multiplications and additions; not gated
 
     @classmethod
     def skip(cls, target: str, kernel: str, reason: str) -> "Audit":
@@ -72,7 +72,7 @@ class Audit(Data, frozen=True, omit_defaults=False):
 
     @property
     def id(self) -> str:
-        """Target and kernel."""
+        """The target and the kernel."""
         return f"{self.target} {self.kernel}"
 
 
@@ -86,11 +86,11 @@ class Audits(FileData, frozen=True):
 
     @property
     def kernels(self) -> list[str]:
-        """Return the names of the kernels, each once."""
+        """The names of the kernels, each once."""
         return list(dict.fromkeys(audit.kernel for audit in self.audits))
 
     def check(self) -> None:
-        """Hold audits to each other and to the cards; FieldError: one kernel twice, or a target without its cards."""
+        """Compare audits with each other and the cards; FieldError: one kernel twice, or a target without its cards."""
         for name, often in Counter(audit.id for audit in self.audits).items():
             if often > 1:
                 raise FieldError(f"{name} twice", "audits")
@@ -100,7 +100,7 @@ class Audits(FileData, frozen=True):
 
 
 def differences(expected: Sequence[Audit], compiled: Sequence[Audit]) -> list[str]:
-    """List where audits are not what was expected, a line each: instructions, kernels that one side lacks."""
+    """List how audits differ from the expected ones, a line each: instructions, kernels that one side lacks."""
     old, new = ({audit.id: audit for audit in side} for side in (expected, compiled))
     lines = [f"{name}: expected, but not compiled" for name in old if name not in new]
     for name, audit in new.items():
@@ -133,11 +133,11 @@ def check_update(path: Path, coming: Collection[tuple[str, str]]) -> None:
 
 
 def audit_tables(audits: Audits) -> list[Part]:
-    """Return one table a kernel, one row a target, then why what was skipped was, where they come from, the legend."""
+    """Return a table a kernel, with a row a target, then reasons of skips, where they come from, the legend."""
     parts: list[Part] = []
-    for kernel, own in grouped(audits.audits, lambda audit: audit.kernel).items():
+    for kernel, group in grouped(audits.audits, lambda audit: audit.kernel).items():
         rows = [
-            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in own
+            [f"{audit.target} ({audits.cards[audit.target]})", *map(partial(_cell, audit), _COLUMNS)] for audit in group
         ]
         parts.append(Grid(["target", *_COLUMNS.values()], rows, kernel))
     skips = [f"skipped {audit.id}: {audit.skipped}" for audit in audits.audits if audit.skipped is not None]
@@ -155,7 +155,7 @@ def _cell(audit: Audit, name: str) -> str:
 
 
 def csv_grid(audits: Audits) -> Grid:
-    """Return a row an audit; what has none of a kind is empty."""
+    """Return a row an audit; a kind without entries is empty."""
     names = Audit.__struct_fields__
     rows = [
         [audits.triton, audits.cards[each.target], *(getattr(each, name) for name in names)] for each in audits.audits

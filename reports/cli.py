@@ -20,14 +20,14 @@ PASSED, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
 def count(text: str, least: int = 0) -> int:
-    """The number that an option is given, which can't be negative."""
+    """Return the number that an option is given, which can't be negative."""
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """The same of an option that can't be 0 either."""
+    """Return the number that an option is given, which can't be negative or 0."""
     return count(text, 1)
 
 
@@ -63,7 +63,7 @@ _CODES = "exit codes: 0 all passed, 1 a claim or the gate failed, 2 bad usage or
 
 @dataclass(frozen=True)
 class _Output:
-    """The standard output. Where its reader (head, a pager) has had enough, the rest goes nowhere."""
+    """The standard output. After its reader (head, a pager) has closed it, the rest is dropped."""
 
     stream: TextIO
 
@@ -85,7 +85,7 @@ class _Output:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; those of the process by default. Returns the exit code, see `_CODES`."""
+    """Run the command line; the process' own by default. Return the exit code, see `_CODES`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # a command makes hundreds of thousands of objects and no garbage; looking for some takes a third
     try:
         with contextlib.redirect_stdout(_Output(sys.stdout)):
-            # Of a verb of the core no plug-in has to be looked for.
+            # A verb of the core needs no search for plug-ins.
             code = _choose("tiebreak", VERBS if arguments and arguments[0] in VERBS else verbs(), arguments)
             sys.stdout.flush()
         return code
@@ -115,7 +115,7 @@ def verbs() -> dict[str, Verb]:
 
 
 def _help(verb: Verb) -> str:
-    """Return what a verb is for: a plug-in's by the first line of its module's docstring, which is not imported."""
+    """Return the help of a verb: for a plug-in's, the first line of its module's docstring, without importing it."""
     if verb.help:
         return verb.help
     try:
@@ -129,22 +129,22 @@ def _help(verb: Verb) -> str:
 
 def _choose(command: str, verbs: Mapping[str, Verb], arguments: Sequence[str]) -> int:
     """Call the verb that the first argument names, or the first ones."""
-    known, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
+    groups, name = dict[str, dict[str, Verb]](), arguments[0] if arguments else ""
     for words, verb in verbs.items():
         first, _, more = words.partition(".")
-        known.setdefault(first, {})[more] = verb
+        groups.setdefault(first, {})[more] = verb
     if name in ("-h", "--help"):
-        width = max(map(len, known)) + 2
-        helps = {word: _help(own[""]) if "" in own else ", ".join(own) for word, own in known.items()}
+        width = max(map(len, groups)) + 2
+        helps = {word: _help(inner[""]) if "" in inner else ", ".join(inner) for word, inner in groups.items()}
         lines = [f"  {word:{width}}{text}" for word, text in helps.items()]
         print("\n".join([f"usage: {command} VERB ...; {command} VERB --help says more", "", *lines, "", _CODES]))
         return PASSED
-    if name not in known:
+    if name not in groups:
         problem = f"unknown verb {name!r}" if name else "a verb is missing"
-        print(f"{command}: {problem}: known are {', '.join(known)}; --help says more", file=sys.stderr)
+        print(f"{command}: {problem}: known are {', '.join(groups)}; --help says more", file=sys.stderr)
         return USAGE
-    command, own, rest = f"{command} {name}", known[name], arguments[1:]
-    return _call(command, own[""], rest) if "" in own else _choose(command, own, rest or ["--help"])
+    command, inner, rest = f"{command} {name}", groups[name], arguments[1:]
+    return _call(command, inner[""], rest) if "" in inner else _choose(command, inner, rest or ["--help"])
 
 
 def _call(command: str, verb: Verb, arguments: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""What the command line answers with one line and exit code 2."""
+"""The error that the command line answers with one line and exit code 2."""
 
 
 class UsageError(Exception):
-    """Something wrong with the command line or the configuration, in one line."""
+    """An error in the command line or the configuration, in one line."""

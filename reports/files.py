@@ -1,4 +1,4 @@
-"""Kinds of file beside records: what `show`, `page` and `schema` have to know of one, which its plug-in registers."""
+"""Kinds of file other than records: what `show`, `page` and `schema` need to know, which its plug-in registers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _D = TypeVar("_D", bound=Data)
 
 @dataclass(frozen=True)
 class FileKind(Generic[_D]):
-    """A kind of file. Of one that has but a `type`, there is a schema and no more."""
+    """A kind of file. For one that only has a `type`, there is a schema and no more."""
 
     type: type[_D]  # what it holds
     about: str = ""  # what it is: an audit, a pair
@@ -37,7 +37,7 @@ FILES = Door[FileKind[Any]]("tiebreak.files", FileKind, {"records": FileKind(Run
 
 
 def read(path: Path) -> Any:
-    """Read records or another kind of file or folder; UnreadableRecordsError says what is wrong with it."""
+    """Read records or another kind of file or folder; UnreadableRecordsError: what is wrong with it."""
     content = None if path.is_dir() else store.content_of(path)
     try:
         parts = {each.name for each in path.iterdir()} if content is None else decode(content, dict[str, msgspec.Raw])
@@ -45,20 +45,20 @@ def read(path: Path) -> Any:
         parts = {}
     if content is not None and ("records" in parts or not parts):
         return store.decoded(content, path, Run)
-    known = [kind for kind in FILES.usable().values() if kind.told_by and (kind.folder is None) == bool(content)]
-    for kind in known:
+    kinds = [kind for kind in FILES.usable().values() if kind.told_by and (kind.folder is None) == bool(content)]
+    for kind in kinds:
         if kind.told_by in parts:
             return kind.folder(path) if kind.folder else store.decoded(content or b"", path, kind.type)
     broken = "".join(f"; {line}" for line in problems() if line.startswith(FILES.group))
-    names = ", ".join(f"{kind.told_by} ({kind.about})" for kind in known)
+    names = ", ".join(f"{kind.told_by} ({kind.about})" for kind in kinds)
     raise UnreadableRecordsError(f"{path}: neither records nor anything else with one of {names}{broken}")
 
 
 def read_all(paths: Sequence[Path]) -> dict[Path, Any]:
-    """Read what is in several files, by file; raises as `read`, or if two are the same."""
-    found = [(path, read(path)) for path in paths]
-    store.refuse_repeated(found)
-    return dict(found)
+    """Read the contents of several files, by file; raise as `read`, or if two are the same."""
+    contents = [(path, read(path)) for path in paths]
+    store.refuse_repeated(contents)
+    return dict(contents)
 
 
 def kind_of(data: Data) -> FileKind[Any]:

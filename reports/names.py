@@ -1,4 +1,4 @@
-"""Names on a command line: comma lists and globs, and what to say of one that stands for nothing."""
+"""Names on a command line: comma lists and globs, and the message for one that matches nothing."""
 
 import difflib
 import fnmatch
@@ -28,9 +28,9 @@ def matching(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
-    """Return one line to say of a name that stands for nothing, with those that may be meant, or else the known ones.
+    """Return one line about a name that matches nothing, with those that may be meant, or else the known ones.
 
-    `listed` is what shows them where they are many, as in "`tiebreak list cases` names".
+    `listed` says what lists the names if they are many, as in "`tiebreak list cases` names".
     """
     meant = _meant(name, known)
     hint = f"did you mean {' or '.join(meant)}?" if meant else _all_of(known, listed)
@@ -38,15 +38,12 @@ def unknown(kind: str, name: str, known: Collection[str], listed: str) -> str:
 
 
 def none_named(kind: str, known: Collection[str], listed: str) -> str:
-    """Return what to say of a list without a name; see `unknown`."""
+    """Return the message for a list without a name; see `unknown`."""
     return f"no {kind} named: {_all_of(known, listed)}"
 
 
 def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str = "") -> list[str]:
-    """Return the known names that a comma list of names and globs stands for, each once; UsageError if one has none.
-
-    `listed` is as in `unknown`; `flag` is what was given the list, if an option was.
-    """
+    """Return the known names that a list's globs match, each once; UsageError if one has none. `flag`: the option."""
     picked, where = dict[str, None](), f"{flag}: " if flag else ""
     for name in split(names):
         if not (fitting := matching(name, known)):
@@ -58,7 +55,7 @@ def pick(kind: str, names: str, known: Collection[str], listed: str, flag: str =
 
 
 def _meant(name: str, known: Collection[str]) -> list[str]:
-    """Return names that are spelled alike, or that begin alike, or else those that have this one in them."""
+    """Return names that are spelled alike, or that begin alike, or else those that contain this one."""
     bare = name.strip("*?")
     if not bare:
         return []

@@ -1,6 +1,6 @@
-"""What pytest loads wherever tiebreak is installed: it looks for `--kernel`, and until then imports nothing else.
+"""The plug-in that pytest loads wherever tiebreak is installed: until it sees `--kernel` it imports nothing else.
 
-`pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with tests of its own.
+`pytest --kernel my_attention.py:attention` then runs the matrix for that kernel, in a repository with its own tests.
 """
 
 from collections.abc import Generator
@@ -17,8 +17,8 @@ def pytest_load_initial_conftests(
 ) -> Generator[None, None, None]:
     """Bring the matrix in, after the repository's own conftest files: their options come first."""
     yield
-    asked = any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
-    if early_config.pluginmanager.has_plugin(_PLUGIN) or not asked:
+    has_kernel = any(word == _FLAG or word.startswith(f"{_FLAG}=") for word in args)
+    if early_config.pluginmanager.has_plugin(_PLUGIN) or not has_kernel:
         return
     try:
         early_config.pluginmanager.import_plugin(_PLUGIN)
@@ -27,4 +27,4 @@ def pytest_load_initial_conftests(
         raise pytest.UsageError(f"{problem}; `tiebreak check` loads no conftest.py") from error
     early_config.option.plugins.append(_PLUGIN)  # for the workers, which are not told what was asked for
     if _CELLS not in args:
-        args += ["--pyargs", _CELLS]  # beside what else is named: a kernel that is given is never left out
+        args += ["--pyargs", _CELLS]  # in addition to what is named: a kernel that is given is never left out

@@ -17,18 +17,18 @@ _FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `schema`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `schema`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak schema", description="The JSON Schema of a kind of file.")
-    known = [name for name, kind in FILES.usable().items() if kind.folder is None]
-    parser.add_argument("file", choices=known, help="what the file has")
+    names = [name for name, kind in FILES.usable().items() if kind.folder is None]
+    parser.add_argument("file", choices=names, help="what the file has")
     print(json.dumps(schema_of(parser.parse_args(arguments).file), indent=2))
     return PASSED
 
 
 def schema_of(name: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a kind of file; each field is described by its comment."""
-    own = FILES[name].type
-    kinds = [own, *(EVIDENCE.values() if own is Run else ())]
+    file_type = FILES[name].type
+    kinds = [file_type, *(EVIDENCE.values() if file_type is Run else ())]
     (whole, *evidence), parts = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     for kind in _subclasses(Data):
         if kind.__name__ in parts:

@@ -28,8 +28,8 @@ from tiebreak.reports.tables.run import counted, counts
 from tiebreak.reports.tables.texts import plain_text
 
 FILE, SUMMARY = "statement.json", "summary.md"
-WAIVED = "waived"  # in the place of the outcome of a cell that a waiver excuses
-# What may differ between runs of one platform: what is of the moment, or of the backends that ran.
+WAIVED = "waived"  # instead of the outcome of a cell that a waiver excuses
+# Fields that may differ between runs of one platform: momentary ones, and those of the backends that ran.
 _OF_THE_MOMENT = frozenset({"fingerprint", "evidence", "memory_gib", "cores"})
 # How a suite is named, in words, and what to do where its files are not those.
 _SUITES = {
@@ -44,7 +44,7 @@ _NO_DAY = "missing: a waiver of a statement has a last day"
 
 @dataclass(frozen=True)
 class Profile:
-    """Cells that must be there. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
+    """The cells that are required. Plain data: `tiebreak.programs.statement.profiles` knows cases and kernels."""
 
     name: str
     about: str  # one line
@@ -64,7 +64,7 @@ class Profile:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all that it asks for."""
+        """The SHA-256 of all that it requires."""
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "about"}
         return digest(json.dumps(plain, sort_keys=True).encode())
 
@@ -77,7 +77,7 @@ class StatedFile(Data, frozen=True, omit_defaults=False):
 
 
 class Statement(FileData, frozen=True):
-    """What `statement.json` has."""
+    """The contents of `statement.json`."""
 
     schema: Schema  # version of this layout
     profile: str  # its name
@@ -102,7 +102,7 @@ def read_waivers(path: Path, checks: Collection[str]) -> list[Expected]:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -113,13 +113,13 @@ def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Seque
 
 
 def waived(runs: Iterable[Run], waivers: Sequence[Expected]) -> list[Record]:
-    """All records; excused by the waivers alone, whatever excused them in their runs."""
+    """Return all records; excused by the waivers alone, whatever excused them in their runs."""
     excuses = Excuses(waivers)
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
 
 
 def is_users(record: Record) -> bool:
-    """Return whether --kernel has brought in the kernel of a record, as the command that runs it again tells."""
+    """Return whether --kernel brought in the kernel of a record, by the command that runs it again."""
     return "--kernel" in record.command.split()
 
 
@@ -136,14 +136,14 @@ def faults_of_runs(runs: Mapping[str, Run], profile: Profile) -> Iterator[str]:
             if record.id in seen:
                 yield f"{name}: {record.id}: a second record of this cell, the first is in {seen[record.id]}"
             seen.setdefault(record.id, name)
-    asked = dict.fromkeys(record_id(*cell, profile.format) for cell in _asked(list(runs.values()), profile))
+    needed = dict.fromkeys(record_id(*cell, profile.format) for cell in _required_cells(list(runs.values()), profile))
     there = {record.id: record.outcome for run in runs.values() for record in run.records}
-    yield from (f"missing: {name}, which profile {profile.name} asks for" for name in asked if name not in there)
-    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in asked)
-    if not asked:
+    yield from (f"missing: {name}, which profile {profile.name} asks for" for name in needed if name not in there)
+    ran = sum(there.get(name, SKIPPED) != SKIPPED for name in needed)
+    if not needed:
         yield f"no record of a cell that profile {profile.name} asks for"
-    elif ran < profile.ran * len(asked):
-        yield f"{ran} of {counted(len(asked), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
+    elif ran < profile.ran * len(needed):
+        yield f"{ran} of {counted(len(needed), 'cell')} ran; profile {profile.name} asks for {profile.ran:.0%} of them"
 
 
 def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
@@ -161,16 +161,16 @@ def _faults_of_run(run: Run, profile: Profile) -> Iterator[str]:
         yield "complete: the run was interrupted"
     if not run.records:
         yield "records: none"
-    for option, asked in (("seed", profile.seed), ("heads", profile.heads)):
-        if str(run.options.get(option)) != str(asked):
-            yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {asked}"
+    for option, required in (("seed", profile.seed), ("heads", profile.heads)):
+        if str(run.options.get(option)) != str(required):
+            yield f"options.{option}: {run.options.get(option)}, profile {profile.name} asks for {required}"
 
 
-def _asked(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
-    """Backend, kernel and case of each cell that must be there.
+def _required_cells(runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str, str]]:
+    """Yield backend, kernel and case of each required cell.
 
-    A user's kernel has every case of a default run; one of the backend's own, which may be for one format alone, every
-    input of each kind that it has; a composed one, whose name is its plan, what the profile says of it alone.
+    A user's kernel needs every case of a default run; one of the backend's own, which may be for one format only, every
+    input of each kind that it has; a composed one, whose name is its plan, only what the profile lists for it.
     """
     yield from asked_of_suite(runs, profile)
     tried = grouped((record for run in runs for record in run.records), lambda record: (record.backend, record.kernel))
@@ -194,7 +194,7 @@ def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: 
     records = [record for run in runs for record in run.records]
     for waiver in waivers:
         name = f"waiver {waiver.cells}, {waiver.check}"
-        if waiver.expired:
+        if waiver.is_expired:
             yield f"{name}: expired on {waiver.expires}"
         if waiver.check not in checks:
             yield f"{name}: unknown check"
@@ -203,12 +203,12 @@ def faults_of_waivers(runs: Iterable[Run], waivers: Sequence[Expected], checks: 
 
 
 def result(records: Iterable[Record]) -> str:
-    """Return `passed` where nothing failed and nothing is undecided but what is waived, else `failed`."""
+    """Return `passed` where nothing failed or is undecided except what is waived, else `failed`."""
     return FAILED if any(record.fails for record in records) else PASSED
 
 
 def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
-    """Return the summary, as Markdown, of what is handed in: its runs and the profile that they are held to."""
+    """Return the summary, as Markdown, of what is handed in: its runs and the profile that they must satisfy."""
     records = waived(runs, statement.waivers)
     where = ", ".join(sorted({record.backend for record in records}))
     failed = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
@@ -245,8 +245,8 @@ def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[P
 def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> Iterator[tuple[str, str]]:
     yield "profile", f"{profile.name} ({profile.about}), {statement.profile_hash[:_DIGITS]}"
     records = [record for run in runs for record in run.records]
-    for backend, own in sorted(grouped(records, lambda record: record.backend).items()):
-        brought = {record.kernel: is_users(record) for record in own}
+    for backend, of_backend in sorted(grouped(records, lambda record: record.backend).items()):
+        brought = {record.kernel: is_users(record) for record in of_backend}
         suite = brought.keys() & profile.kernels_on(backend).keys()
         names = [f"{name} (given by --kernel)" if brought[name] else name for name in sorted(brought.keys() - suite)]
         suites = [f"{counted(len(suite), 'kernel')} of the suite"] if suite else []
@@ -262,13 +262,13 @@ def _platform(statement: Statement, runs: Sequence[Run], profile: Profile) -> It
 
 
 def _biased(records: Sequence[Record], runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Yield a row a kernel that failure inputs were run with: of how many it is biased, or has NaN, on which."""
+    """Yield a row for each kernel run on failure inputs: on how many, and which, it is biased or has NaN."""
     failure = {name for run in runs for name, about in run.cases.items() if about.failure}
     ran = (record for record in records if record.case in failure and record.outcome != SKIPPED)
-    for (backend, kernel), asked in grouped(ran, lambda record: (record.backend, record.kernel)).items():
-        failing = [record for record in asked if record.verdict in (BIASED, NONFINITE)]
+    for (backend, kernel), of_kernel in grouped(ran, lambda record: (record.backend, record.kernel)).items():
+        failing = [record for record in of_kernel if record.verdict in (BIASED, NONFINITE)]
         texts = [f"{record.case} {plain_text(record)}" for record in failing]
-        yield backend, kernel, f"{len(failing)} of {len(asked)}", first_few(texts, _NAMED)
+        yield backend, kernel, f"{len(failing)} of {len(of_kernel)}", first_few(texts, _NAMED)
 
 
 KIND = FileKind(Statement)

@@ -1,4 +1,4 @@
-"""What goes to the terminal: its width, colours, commands to paste, nothing that a record smuggles in."""
+"""Output on the terminal: its width, colours, commands to paste, no control characters from a record."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from typing import TextIO
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.store import one_line, write_text
 
-STDOUT = "-"  # in the place of a file
+STDOUT = "-"  # instead of a file
 
 _COLOURS = {"!": "31", "?": "33"}  # marks of cells that failed and that are not known yet: red, yellow
 _MARKED = re.compile(r"([!?])(?! )[^!?\n]*?\1|^(?:failed|crashed|timed_out) .*$", re.MULTILINE)
@@ -32,16 +32,16 @@ def clean(text: str) -> str:
 def show(text: str) -> None:
     """Print tables and lists, whose strings come from records.
 
-    What failed is red and what is not known yet yellow on a terminal that can, unless NO_COLOR is set (no-color.org).
+    On a terminal that can, failures are red and undecided ones yellow, unless NO_COLOR is set (no-color.org).
     """
     text = clean(text)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
-        text = _MARKED.sub(lambda found: f"\033[{_COLOURS.get(found[1], '31')}m{found[0]}\033[0m", text)
+        text = _MARKED.sub(lambda match: f"\033[{_COLOURS.get(match[1], '31')}m{match[0]}\033[0m", text)
     print(text)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write how far something is on a terminal, in the place of what was said before; standard error by default."""
+    """Write progress on a terminal, over the last line; standard error by default."""
     stream = stream or sys.stderr
     if stream.isatty():
         stream.write(f"\r{text:80.80}\r")
@@ -73,8 +73,8 @@ def runnable(command: str) -> str:
 def _pytest(folder: str) -> str:
     """Return how pytest is called from a folder: by name, or through this Python, which `make` leaves off the PATH."""
     shells = shutil.which(_PYTEST)
-    own = Path(sys.executable).parent / _PYTEST
-    if shells is not None and own.exists() and os.path.samefile(shells, own):
+    executable = Path(sys.executable).parent / _PYTEST
+    if shells is not None and executable.exists() and os.path.samefile(shells, executable):
         return _PYTEST
     python = os.path.relpath(sys.executable, folder)
     shorter = python if not python.startswith("..") else sys.executable

@@ -1,4 +1,4 @@
-"""What a run says of a kernel: an object, from which the first lines that its author reads are made, and JSON."""
+"""The verdict of a run on a kernel: an object from which the first lines for its author, and JSON, are made."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_text, percent, plain_text, shown_text
 from tiebreak.reports.terminal import runnable
 
-# What there is to say of a kernel, the worst first. A run fails with any of the first three.
+# Severities of a kernel, the worst first. A run fails with any of the first three.
 DID_NOT_RUN, WRONG, UNDECIDED, TIED = "did not run", "wrong", records.UNDECIDED, "biased where O itself ties"
 MARGIN, FAIR = "at the margin", "fair"
 SEVERITIES = (DID_NOT_RUN, WRONG, UNDECIDED, records.BIASED, TIED, MARGIN, FAIR)
@@ -33,7 +33,7 @@ _SOFTWARE = ("python", "torch", "numpy", "triton", "cpu", "level")  # of a platf
 
 
 class Finding(Data, frozen=True, omit_defaults=False):
-    """One thing that there is to say of a kernel."""
+    """One statement about a kernel."""
 
     name: str  # a word or two, by which it is looked up
     text: str  # in words
@@ -50,7 +50,7 @@ class FailedCell(Data, frozen=True, omit_defaults=False):
 
 
 class Verdict(Data, frozen=True, omit_defaults=False):
-    """What a run says of one kernel on one backend."""
+    """The verdict of a run on one kernel on one backend."""
 
     headline: str  # the result, the names, and the most serious finding, in one line
     result: records.ResultName  # as the exit code has it: FAIL and UNDECIDED are 1; INCOMPLETE 130, or 0 in its budget
@@ -84,12 +84,12 @@ class Verdict(Data, frozen=True, omit_defaults=False):
         return self.headline.replace(f" {_names(self.kernel, self.backend, self.formats)}", " ", 1)
 
     def __str__(self) -> str:
-        """As `tiebreak check` prints it: the headline, and a line for each finding."""
+        """Return the lines that `tiebreak check` prints: the headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {finding.name:{_WIDTH}} {finding.text}" for finding in self.findings)])
 
 
 class Verdicts(FileData, frozen=True):
-    """What `tiebreak check --json` writes."""
+    """The contents of `tiebreak check --json`."""
 
     schema: Schema  # version of this layout
     ok: bool  # of all of them, and there are some
@@ -97,22 +97,22 @@ class Verdicts(FileData, frozen=True):
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
-    """Return what `tiebreak check --json` writes."""
+    """Return the text of `tiebreak check --json`."""
     ok = bool(verdicts) and all(verdict.ok for verdict in verdicts)
     return encode(Verdicts(SCHEMA, ok, tuple(verdicts)), indent=2) + "\n"
 
 
 def verdicts(run: Run, command: str = "", failures: Sequence[str] = ()) -> list[Verdict]:
-    """Return what a run says of its kernels, the worst first.
+    """Return a run's verdicts on its kernels, the worst first.
 
-    `command` runs it again; `failures` are what fails it though no cell failed.
+    `command` runs it again; `failures` are the reasons why the run fails though no cell does.
     """
     kernels = grouped(run.records, lambda record: (record.backend, record.kernel))
     return worst_first(_Kernel(*names, cells, run, failures).verdict(command) for names, cells in kernels.items())
 
 
 def worst_first(judged: Iterable[Verdict]) -> list[Verdict]:
-    """Return verdicts by what they come to: what fails a run, then the severest, then what is said of most cells."""
+    """Return verdicts in order: those that fail a run, then the severest, then those about most cells."""
 
     def rank(verdict: Verdict) -> tuple[bool, int, int, int]:
         return verdict.ok, (*SEVERITIES, None).index(verdict.severity), -len(verdict.failed), -verdict.biased
@@ -161,11 +161,11 @@ class _Kernel:
         self.worst = max(failed, key=lambda cell: (_share_off(cell), len(_not_passed(cell))), default=None)
 
     def verdict(self, command: str) -> Verdict:
-        """Return what there is to say of it."""
+        """Return the verdict on it."""
         run, first, explained = self.run, self.cells[0], self.explanation
         backend, formats = run.backend_text(first.backend), tuple(dict.fromkeys(cell.format for cell in self.cells))
         done = Counter(cell.outcome for cell in self.cells if cell.skipped != records.NO_TIME)
-        # Whether gradients or training runs contain a bias: the worst of what they say.
+        # The worst of the answers whether gradients or training runs contain a bias.
         contained = [cell.in_training for cell in self.cells if cell.in_training is not None]
         return Verdict(
             headline=f"{self.result}: {_names(first.kernel, backend, formats)}{self._statement(done.total())}",
@@ -179,7 +179,7 @@ class _Kernel:
             inputs=len(self.asked),
             biased=len(self.biased),
             nonfinite=len(self.nonfinite),
-            # What crashed, or has too few heads, is no sign of health.
+            # A crashed cell, or one with too few heads, is no sign of health.
             unknown=sum(cell.verdict in (None, records.UNDECIDED) for cell in self.asked),
             tied=self.tied,
             findings=self._findings(),
@@ -199,6 +199,7 @@ class _Kernel:
         )
 
     def _severity(self) -> str | None:
+        """Return the severity of the most serious finding; None where no failure input was run."""
         if all(cell.shown is None and cell.outcome != records.FAILED for cell in self.cells):
             return DID_NOT_RUN
         if self.wrong or self.undecided:
@@ -207,8 +208,8 @@ class _Kernel:
             return TIED
         if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
             return records.BIASED
-        told = all(cell.verdict == records.UNBIASED for cell in self.asked)
-        return None if not self.asked else FAIR if told else MARGIN
+        all_unbiased = all(cell.verdict == records.UNBIASED for cell in self.asked)
+        return None if not self.asked else FAIR if all_unbiased else MARGIN
 
     def _result(self) -> str:
         """Return the first word of its verdict; what fails for sure comes before what too few heads can tell."""
@@ -235,7 +236,7 @@ class _Kernel:
         return f"by {', '.join(checks)} on {counted(len(cells), 'input')}"
 
     def _finding(self) -> str:
-        """Return the most serious thing that there is to say of it."""
+        """Return the most serious finding."""
         if self.severity == DID_NOT_RUN:
             reasons = Counter("; ".join(cell.reasons) for cell in self.ran or self.cells)
             return f"{'never ran' if self.ran else 'no cell ran'}: {reasons.most_common(1)[0][0]}"
@@ -247,17 +248,17 @@ class _Kernel:
             return NOT_ASKED
         unbiased = sum(cell.verdict == records.UNBIASED for cell in self.asked)
         words = {"biased": len(self.biased), "NaN or Inf": len(self.nonfinite)}
-        said = [f"{word} on {number}" for word, number in words.items() if number]
+        counts = [f"{word} on {number}" for word, number in words.items() if number]
         near = [self._interval(cell) for cell in self.margin]
         unknown = len(self.asked) - unbiased - sum(words.values()) - len(near)
         left = f", {len(near)} at the margin ({first_few(near, 1)})" if near else ""
         left += f", {unknown} not known" if unknown else ""
-        told = f"{' and '.join(said) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
+        text = f"{' and '.join(counts) or f'unbiased on {unbiased}'} of {counted(len(self.asked), 'failure input')}"
         biased, tied, origin = len(self.biased), self.tied, ""
         if biased and tied is not None:
             both = f": {tied} {_TIED}, {biased - tied} {_OWN}"
             origin = both if 0 < tied < biased else f", {_TIED if tied else _OWN}"
-        return f"{told}{left}{origin}"
+        return f"{text}{left}{origin}"
 
     def _interval(self, cell: Record) -> str:
         """Return a case with its headline and the interval of that."""
@@ -273,7 +274,7 @@ class _Kernel:
         return f"{first_few([self._interval(cell) for cell in self.margin], _LISTED)}{more}"
 
     def _brief(self, cell: Record) -> str:
-        """Return what is wrong in a cell: what is off by most, or the bias with the first clause of a reason."""
+        """Return what is wrong in a cell: the largest error, or the bias with the first clause of a reason."""
         if off := cell.evidence.get("off"):
             return str(next(iter(off)))
         not_passed = _not_passed(cell)
@@ -285,18 +286,18 @@ class _Kernel:
 
     def _findings(self) -> tuple[Finding, ...]:
         failing, without_result = (records.BIASED, records.NONFINITE), (records.CRASHED, records.TIMED_OUT)
-        found, (failed, passed) = [Finding("looks like", self._slip())], self._checks()
+        findings, (failed, passed) = [Finding("looks like", self._slip())], self._checks()
         if self.worst is not None:
             text = f"rerun {self.worst.case} alone: {runnable(self.worst.command)}"
-            found.append(Finding("next", text, (self.worst.case,)))
+            findings.append(Finding("next", text, (self.worst.case,)))
         if self.severity != DID_NOT_RUN:
             ended = [cell for cell in self.cells if cell.outcome in without_result]
-            found += [Finding("failed", failed), _listed("ended", ended)]
+            findings += [Finding("failed", failed), _listed("ended", ended)]
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
         skipped = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
-        found += [
+        findings += [
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
             _listed("biased", self.biased),
             _listed("NaN", self.nonfinite),
@@ -315,7 +316,7 @@ class _Kernel:
             Finding("skipped", shorten("; ".join(skipped), _BRIEF, placeholder=" ...")),
             Finding("left out", f"{first_few(left_out, _LISTED)}; {_ALL} runs all" if left_out else "", left_out),
         ]
-        return tuple(finding for finding in found if finding.text)
+        return tuple(finding for finding in findings if finding.text)
 
     def _fix(self) -> str:
         """Return whether the shift that it follows, by its bits or as it declares, is a fix for ties, and fails."""
@@ -352,18 +353,20 @@ class _Kernel:
         slips = [pair for cell in self.wrong for pair in cell.evidence.get("slips", {}).items()]
         if not slips:
             return ""
-        found = {about: [share for _, share in own] for about, own in grouped(slips, lambda pair: pair[0]).items()}
-        about, shares = max(found.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
+        by_slip = {about: [share for _, share in each] for about, each in grouped(slips, lambda pair: pair[0]).items()}
+        about, shares = max(by_slip.items(), key=lambda pair: (len(pair[1]), sum(pair[1])))
         return f"{about} (explains {percent(sum(shares) / len(shares))} in {counted(len(shares), 'cell')})"
 
     def _checks(self) -> tuple[str, str]:
         """Return the checks that failed, with where, and those that passed wherever they were asked."""
         answers = grouped(((name, cell) for cell in self.cells for name in cell.answers), lambda pair: pair[0])
         not_passed = {
-            name: [cell.case for _, cell in own if cell.passed(name) is False] for name, own in answers.items()
+            name: [cell.case for _, cell in cells if cell.passed(name) is False] for name, cells in answers.items()
         }
         failed = [f"{name} in {first_few(cases, _LISTED)}" for name, cases in not_passed.items() if cases]
-        passed = [f"{name} {len(own)}" for name, own in answers.items() if all(cell.passed(name) for _, cell in own)]
+        passed = [
+            f"{name} {len(cells)}" for name, cells in answers.items() if all(cell.passed(name) for _, cell in cells)
+        ]
         return "; ".join(failed), f"passed wherever asked: {', '.join(passed)} cells" if passed else ""
 
     def _in_gradients(self) -> str:
@@ -376,7 +379,7 @@ class _Kernel:
         if any(cell.in_training == records.UNDECIDED for cell in measured):
             return "not known: too few heads to tell whether its gradients contain it"
         if measured:
-            if not self.ok:  # nothing that reassures stands below a failure
+            if not self.ok:  # nothing that reassures is below a failure
                 return ""
             largest = 100 * max(abs(self._carried(cell) or 0.0) for cell in measured)
             return f"harmless: its gradients don't contain it, delta is off by {largest:.1g} % at most"
@@ -416,24 +419,24 @@ class _Kernel:
         """Return which known backward pass its gradients come from."""
         cells = [cell.evidence["backward"] for cell in self.cells if cell.evidence.get("backward")]
         if not cells:
-            told = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
-            return "none: autograd has no gradients of what it returns" if self.ran_backward and not told else ""
+            is_known = any(cell.fails or self._carried(cell) is not None for cell in self.ran_backward)
+            return "none: autograd has no gradients of what it returns" if self.ran_backward and not is_known else ""
         common = [name for name in cells[0] if all(name in cell for cell in cells)]
         shares = {name: [share for cell in cells for share in cell[name].values()] for name in common}
-        follows = {name: min(own) >= records.FOLLOWED_BACKWARD for name, own in shares.items()}
+        follows = {name: min(values) >= records.FOLLOWED_BACKWARD for name, values in shares.items()}
         nearest = max(shares, key=lambda name: (follows[name], sum(shares[name])))
         agreed = f"{percent(sum(shares[nearest]) / len(shares[nearest]))} of bits in {counted(len(cells), 'cell')}"
-        found = f"follows {nearest}: " if follows[nearest] else f"unexplained: nearest is {nearest} with "
-        return found + agreed
+        prefix = f"follows {nearest}: " if follows[nearest] else f"unexplained: nearest is {nearest} with "
+        return prefix + agreed
 
     def _rules(self) -> str:
         """Return which acceptance rules in public use it passes."""
-        told = [(name, cell.case, answer.passed) for cell in self.cells for name, answer in answers_of(cell).items()]
-        failed = grouped((each for each in told if each[2] is False), lambda each: each[0])
-        passed = {name for name, _, passes in told if passes} - failed.keys()
+        answers = [(name, cell.case, answer.passed) for cell in self.cells for name, answer in answers_of(cell).items()]
+        failed = grouped((each for each in answers if each[2] is False), lambda each: each[0])
+        passed = {name for name, _, passes in answers if passes} - failed.keys()
         if not passed and not failed:
             return ""
-        where = {name: own[0][1] if len(own) == 1 else counted(len(own), "input") for name, own in failed.items()}
+        where = {name: hits[0][1] if len(hits) == 1 else counted(len(hits), "input") for name, hits in failed.items()}
         texts = [f"{name} ({at})" for name, at in where.items()]
         turned = f"; turned down by {first_few(texts, _LISTED)}" if texts else ""
         return f"passes {len(passed)} of {counted(len(passed) + len(failed), 'acceptance rule')} on every input{turned}"
@@ -463,7 +466,7 @@ def _not_passed(cell: Record) -> list[str]:
 
 
 def _changes(cell: Record) -> str:
-    """Return what came of a call that was compared with itself; empty for a cell of another kind."""
+    """Return the results of a call that was compared with itself; empty for a cell of another kind."""
     changes = cell.evidence.get("changes")
     undecided = [answer.why for answer in cell.answers.values() if answer.passed is None]
     return "" if not changes else f"not known: {undecided[0]}" if undecided else changes_text(changes)
@@ -476,5 +479,5 @@ def _listed(name: str, cells: Sequence[Record]) -> Finding:
 
 
 def _bare(cell: Record) -> str:
-    """Return what tables show without the verdict, which its line says."""
+    """Return a cell's text in tables without the verdict, which its line says."""
     return plain_text(cell) if cell.shown is None else shown_text(replace(cell.shown, verdict=None))

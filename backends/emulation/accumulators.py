@@ -45,7 +45,7 @@ MATMULS: Mapping[Accumulator, Matmul] = {
 
 
 def row_total(x: Tensor, accumulator: Accumulator) -> Tensor:
-    """Sums of rows, (..., k) -> (..., 1), fp32: exact and rounded once, or by a balanced binary tree in fp32."""
+    """Return sums of rows, (..., k) -> (..., 1), fp32: exact and rounded once, or by a balanced binary tree in fp32."""
     if accumulator is Accumulator.EXACT:
         return x.sum(-1, keepdim=True, dtype=torch.float64).float()
     half = x.shape[-1] // 2

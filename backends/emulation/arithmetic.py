@@ -19,7 +19,7 @@ class EmulatedArithmetic:
     has_fp64 = True  # in which it computes
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
-        """`x` rounded by `round_to`; fp32 to fp32 is the identity."""
+        """Return `x` rounded by `round_to`; fp32 to fp32 is the identity."""
         if not cast.narrows:
             return x
         if cast.saturates:
@@ -27,7 +27,7 @@ class EmulatedArithmetic:
         return round_to(x, cast.fmt, cast.rounding, random_bits=random)
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """`a @ b` in the accumulator's order, then the cast, or a cast of the sum after each block of terms."""
+        """Return `a @ b` in the accumulator's order, cast at the end, or after each block of terms."""
         matmul = MATMULS[accumulator]
         first, *others = torch.split(torch.arange(a.shape[-1]), cast.every) if cast.every else (slice(None),)
         total = self.cast(matmul(a[..., first], b[..., first, :]), cast)
@@ -36,7 +36,7 @@ class EmulatedArithmetic:
         return total
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
-        """The exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
+        """Return the exponential in fp64, rounded once to fp32; the plan's fast one for the keys that it takes."""
         # In base two the product is one more fp32 rounding, as in a kernel that folds log2(e) into its scale.
         if exponential.base_two:
             wide = (x * LOG2_E).double().exp2_()
@@ -49,21 +49,21 @@ class EmulatedArithmetic:
         return result
 
     def exp_of_fma(self, x: Tensor, factor: float, addend: Tensor, exponential: Exponential) -> Tensor:
-        """The power in fp64 of a correctly rounded fma, rounded once to fp32."""
+        """Return the power in fp64 of a correctly rounded fma, rounded once to fp32."""
         wide = fma(x, factor, addend).double()
         return (wide.exp2_() if exponential.base_two else wide.clamp_(min=_LOWEST).exp_()).float()
 
     def tanh(self, x: Tensor) -> Tensor:
-        """The hyperbolic tangent in fp64, rounded once to fp32."""
+        """Return the hyperbolic tangent in fp64, rounded once to fp32."""
         return x.double().tanh_().float()
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
-        """The sum in the accumulator's order."""
+        """Return the sum in the accumulator's order."""
         return row_total(x, accumulator)
 
 
 def _fast_exp(x: Tensor, correction: tuple[float, ...]) -> Tensor:
-    """See `Exponential`: in fp32, a product and the sum that it goes into rounded once; 0 below the normal numbers."""
+    """Return a fast `Exponential` in fp32, a product and its sum rounded once; 0 below the normal numbers."""
     y = x * LOG2_E
     fraction = (y - y.floor()).double()
     *lower, highest = torch.tensor(correction, dtype=torch.float32)

@@ -20,7 +20,7 @@ _AMX_TERMS = 32  # of a row that a tile takes at once
 
 
 def sequential_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by fused multiply-adds of fp32, term after term."""
+    """Return a @ b by fused multiply-adds of fp32, term after term."""
     add, total = _adder(a, b), _zeros(a, b)
     for k in range(a.shape[-1]):
         total = add(total, k)
@@ -28,7 +28,7 @@ def sequential_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def vdpbf16_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by x86's VDPBF16PS (Intel SDM, volume 2): fused multiply-adds, of two terms the second first."""
+    """Return a @ b by x86's VDPBF16PS (Intel SDM, volume 2): fused multiply-adds, of two terms the second first."""
     a, b = _pairs(a, b)
     add, total = _adder(a, b, flushes=True), _zeros(a, b)
     for k in range(0, a.shape[-1], 2):
@@ -37,9 +37,9 @@ def vdpbf16_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by x86's TDPBF16PS: of 32 terms the even and the odd are added up apart, then their sum to what there is.
+    """Return a @ b by x86's TDPBF16PS: of 32 terms the even and the odd are summed apart, then added to the total.
 
-    As the document has it (Intel SDM, volume 2): no AMX has run here.
+    This follows the document (Intel SDM, volume 2): no AMX has run here.
     """
     a, b = _pairs(a, b)
     add, total = _adder(a, b, flushes=True), _zeros(a, b)
@@ -52,10 +52,10 @@ def amx_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def bfmmla_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by Arm's BFMMLA and BFDOT (Arm ARM, DDI 0487, BFDotAdd).
+    """Return a @ b by Arm's BFMMLA and BFDOT (Arm ARM, DDI 0487, BFDotAdd).
 
-    The sum of two products is rounded to odd, and so is its sum with what there is. Products are flushed too: so it is
-    where FPCR.EBF is 0, or FEAT_EBF16 is not there.
+    The sum of two products is rounded to odd, and so is its sum with the total. Products are flushed too, as where
+    FPCR.EBF is 0 or FEAT_EBF16 is missing.
     """
     a, b = (x.double() for x in _pairs(a, b))
     total = torch.zeros((), dtype=torch.float64, device=a.device)
@@ -67,8 +67,8 @@ def bfmmla_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _odd_fp32_sum(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of fp32 numbers, in fp64: of two fp32 neighbours the one whose last bit is 1; flushed."""
-    # To odd in fp64 first, which keeps apart what is odd in fp32: its last bit stands for all that is lost.
+    """Return the sum of fp32 numbers rounded to odd, in fp64; flushed."""
+    # To odd in fp64 first, which keeps apart what is odd in fp32: its last bit represents all that is lost.
     total = odd_sum(x, y)
     bits = total.view(torch.int64)
     odd = torch.where(bits & _LACKS_FP32 != 0, bits | (_LACKS_FP32 + 1), bits) & ~_LACKS_FP32
@@ -77,7 +77,7 @@ def _odd_fp32_sum(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Flushed operands with an even number of terms: a zero's products change nothing."""
+    """Return flushed operands, padded with zeros to an even number of terms."""
     if a.shape[-1] % 2:
         a, b = torch.nn.functional.pad(a, (0, 1)), torch.nn.functional.pad(b, (0, 0, 0, 1))
     return flushed(a), flushed(b)
@@ -89,7 +89,7 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> Callable[[Tensor, int], Tensor]:
-    """Adds the products of term k to a total, which may be overwritten; every sum is rounded once, to even."""
+    """Return a function that adds the products of term k to a total in place; every sum is RNE."""
     columns, rows = a.unsqueeze(-1).unbind(-2), b.unsqueeze(-3).unbind(-2)
     exact = _has_exact_products(a, b)
 
@@ -103,7 +103,7 @@ def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> Callable[[Tensor, 
 
 
 def _has_exact_products(a: Tensor, b: Tensor) -> bool:
-    """Whether fp32 holds all products, and none of their sums is subnormal: then a product need not stay unrounded."""
+    """Return whether fp32 holds all products, and no sum is subnormal: then rounding a product changes nothing."""
     sizes = [x.abs() for x in (a, b) if x.numel() and not x.view(torch.int32).bitwise_and(_LACKS_BF16).any()]
     if len(sizes) < 2 or not math.prod(size.max().item() for size in sizes) < 2.0 ** (FP32.max_exponent + 1):
         return False  # something else than bf16, or beyond the range of fp32, or no number

@@ -70,10 +70,10 @@ def round_to(x: Tensor, fmt: Format, mode: Rounding = Rounding.RNE, *, random_bi
 
 
 def fma(x: Tensor, factor: float | Tensor, addend: Tensor) -> Tensor:
-    """A fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
+    """Return a fused multiply-add of fp32 numbers: x * factor + addend, rounded to fp32 once, to even.
 
-    The product of two fp32 numbers is exact in fp64, but its sum with a third may not be, and what fp64 rounds to a tie
-    of fp32 would be rounded twice. So the sum is rounded to odd first: no tie of fp32 has the last bit of fp64 set.
+    The product of two fp32 numbers is exact in fp64, but its sum with a third may not be: if fp64 rounded it to a tie
+    of fp32, it would be rounded twice. So the sum is rounded to odd first: no tie of fp32 has the last bit of fp64 set.
 
     Args:
       x: float32 tensor.
@@ -88,13 +88,13 @@ def fma(x: Tensor, factor: float | Tensor, addend: Tensor) -> Tensor:
 
 
 def odd_sum(x: Tensor, y: Tensor) -> Tensor:
-    """x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
+    """Return x + y in float64, rounded to odd: the last bit is set where the sum is inexact.
 
-    What is rounded once more, to a format narrower by two bits, is then as if rounded once (Boldo and Melquiond,
+    A second rounding, to a format narrower by two bits, then gives the correctly rounded result (Boldo and Melquiond,
     Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd, 2008).
     """
     total = x + y
-    # What the sum has lost, exact (Knuth's TwoSum); NaN where a term is Inf, and no comparison takes that for a loss.
+    # The sum's error, exact (Knuth's TwoSum); NaN where a term is Inf, which no comparison takes for an error.
     back = total - x
     lost = (x - (total - back)) + (y - back)
     inexact = lost.abs() > 0
@@ -110,8 +110,8 @@ def _round_bits(bits: Tensor, shift: int, mode: Rounding, random_bits: Tensor | 
     """Round away the last bits of finite or infinite values, as if the format's exponent had no bounds.
 
     A carry out of the fraction goes into the exponent, and from the largest finite value to Inf, as it should: values
-    of one sign are ordered as their bits are. So are the carrier's subnormals, with which a format of the carrier's
-    exponent range shares its own.
+    of one sign are ordered like their bits. So are the carrier's subnormals, which a format with the carrier's exponent
+    range shares.
     """
     if shift == 0:
         return bits.clone()
@@ -140,8 +140,8 @@ def _round_bits(bits: Tensor, shift: int, mode: Rounding, random_bits: Tensor | 
 def _round_quotients(x: Tensor, carrier: _Carrier, fmt: Format, mode: Rounding, random_bits: Tensor | None) -> Tensor:
     """Round to a format of a narrower exponent: divide by the spacing of its values at x, round to integers, multiply.
 
-    The spacing is a power of two, from the exponent of x, and the same for all of the format's subnormals. So every
-    other step is exact. What lies beyond the largest value by a binade counts as that, so that no quotient is Inf.
+    The spacing is a power of two, from the exponent of x, and the same for all subnormals, so all steps but the
+    rounding are exact. Values more than a binade beyond the largest are limited to that, so that no quotient is Inf.
     """
     if fmt.mantissa_bits == 0 and mode is Rounding.RNE:
         # Without fraction bits the even one of two neighbours is the one with the even exponent, which the bits show.
@@ -195,5 +195,5 @@ def _overflow(x: Tensor, rounded: Tensor, fmt: Format, mode: Rounding) -> Tensor
 
 
 def flushed(x: Tensor) -> Tensor:
-    """Zero, of the number's sign, for what is subnormal in fp32, as it is in bf16."""
+    """Return `x` with zeros of the same sign for numbers that are subnormal in fp32, as in bf16."""
     return torch.where(x.abs() < FP32.smallest_normal, x * 0.0, x)

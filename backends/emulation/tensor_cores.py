@@ -16,15 +16,15 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32,
 
 _OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
 _BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
-_BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps beside the addend, on CDNA3
+_BITS_OF_PRODUCTS = 31  # that the sum of a step's products keeps next to the addend, on CDNA3
 _LOST_ADDEND = 2.0**25  # how many times smaller than the largest term an addend is that CDNA3's fp8 leaves out
 _EXPONENT = 0x7F800000  # bits of an fp32 number
 _TF32 = ~0x1FFF
 _AT_ONCE = 2**17  # products that are in memory: a few buffers of 1 MB, which a core's cache holds
 
 
-class Order(enum.Enum):
-    """What is aligned with what in a step."""
+class SumOrder(enum.Enum):
+    """The terms that are aligned with each other in a step."""
 
     TOGETHER = "products and addend"  # NVIDIA: cut off, added, rounded toward zero
     PRODUCTS_FIRST = "products, then their sum and the addend"  # CDNA3: these two rounded down, their sum to even
@@ -33,12 +33,12 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorCore:
-    """How one matrix instruction adds up; `core_of` knows them."""
+    """The way in which a matrix instruction adds up; `core_of` knows them."""
 
     products: int  # of a step; more of them are several steps
     fraction_bits: int  # that a term keeps below the exponent of the largest one
     least_exponents: tuple[int, int]  # of a's and b's formats: what their subnormals count as
-    order: Order = Order.TOGETHER  # what is aligned with what
+    order: SumOrder = SumOrder.TOGETHER  # what is aligned with what
     result: Format = FP32  # what the sum of a step is rounded to
     reads_tf32: bool = False  # whether the last 13 bits of an operand are ignored
 
@@ -46,8 +46,8 @@ class TensorCore:
 def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -> Tensor:
     """Add a @ b to an addend, step after step along k.
 
-    Each step takes the sum so far for its addend; the first one the addend that is given, as an instruction that
-    accumulates into its registers does. Where k is no multiple of a step, zeros are added, which change nothing.
+    Each step adds to the sum so far, the first one to the given addend, like an instruction that accumulates into its
+    registers. Where k is no multiple of a step, zeros are added, which change nothing.
 
     Args:
         a: (..., m, k) fp32, values of the core's first operand format.
@@ -73,32 +73,32 @@ def tensor_core_matmul(a: Tensor, b: Tensor, addend: Tensor, core: TensorCore) -
 
 
 def _accumulate(a: Tensor, b: Tensor, total: Tensor, core: TensorCore) -> Tensor:
-    """Step after step, of three dimensions each."""
+    """Add step after step, in three dimensions each."""
     k = a.shape[-1]
     values = [pad(x, (0, -k % core.products)).movedim(-1, 0).contiguous() for x in (a, b.transpose(-1, -2))]
     if core.reads_tf32:
         values = [(x.view(torch.int32) & _TF32).view(torch.float32) for x in values]
     of_a, of_b = (_power(x, least) for x, least in zip(values, core.least_exponents, strict=True))
     rows, columns = (x.double() for x in values)
-    add = _add_together if core.order is Order.TOGETHER else _add_in_turn
+    add = _add_together if core.order is SumOrder.TOGETHER else _add_in_turn
     for start in range(0, k, core.products):
         keys = slice(start, start + core.products)
         products = rows[keys, ..., None] * columns[keys, :, None]
         added = add(core, products, of_a[keys, ..., None] * of_b[keys, :, None], total)
-        # Of terms that are Inf or NaN no alignment makes anything: they are added up as they are.
+        # Terms that are Inf or NaN can't be aligned: they are added up as they are.
         plain = products.sum(0) + total
         total = torch.where(plain.isfinite(), added, plain).float()
     return total
 
 
 def _power(x: Tensor, least_exponent: int) -> Tensor:
-    """2 to the exponent of every value, in fp64: a subnormal's is the least of its format, a zero's fp32's least."""
+    """Return 2 to the exponent of every value, in fp64: at least its format's least; for zero fp32's least."""
     powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32).double()
     return powers.clamp_(min=2.0**least_exponent).masked_fill_(x == 0, _OF_ZERO)
 
 
 def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
-    """The terms, cut off below the last bit of the largest one, are summed exactly and rounded toward zero.
+    """Truncate terms below the last bit of the largest one, sum them exactly and round toward zero.
 
     Args:
         core: of NVIDIA.
@@ -110,39 +110,39 @@ def _add_together(core: TensorCore, products: Tensor, powers: Tensor, addend: Te
     scale = 2.0**core.fraction_bits / largest
     total = ((products * scale).trunc_().sum(0) + (addend * scale).trunc_()) / scale
     rounded = round_to(total, core.result, Rounding.RTZ)
-    # Beyond the format's range even what goes toward zero is Inf; and what ends as zero is the positive one.
+    # Overflow gives Inf even when rounding toward zero; and a sum of zero is +0.
     return torch.where(total.abs() < _BEYOND, rounded, total * torch.inf) + 0.0
 
 
 def _add_in_turn(core: TensorCore, products: Tensor, powers: Tensor, addend: Tensor) -> Tensor:
-    """The products' sum, cut off as NVIDIA's, and the addend are aligned, rounded down, and their sum to even."""
+    """Align the products' sum, truncated as on NVIDIA, with the addend, round both down, and their sum to even."""
     of_addend = _power(addend, FP32.min_exponent)
-    if core.order is Order.EVEN_AND_ODD:
+    if core.order is SumOrder.EVEN_AND_ODD:
         even, of_even = _sum_of_products(core, products[0::2], powers[0::2])
         odd, of_odd = _sum_of_products(core, products[1::2], powers[1::2])
         power = torch.maximum(of_even, of_odd)
-        total = _down(even, power, core.fraction_bits) + _down(odd, power, core.fraction_bits)
+        total = _rounded_down(even, power, core.fraction_bits) + _rounded_down(odd, power, core.fraction_bits)
     else:
         total, power = _sum_of_products(core, products, powers)
     largest = torch.maximum(power, of_addend)
-    addend_part = _down(addend.double(), largest, core.fraction_bits)
-    if core.order is Order.EVEN_AND_ODD:
+    addend_part = _rounded_down(addend.double(), largest, core.fraction_bits)
+    if core.order is SumOrder.EVEN_AND_ODD:
         addend_part = addend_part.masked_fill(of_addend * _LOST_ADDEND < largest, 0.0)
-    total = _down(total, largest, _BITS_OF_PRODUCTS) + addend_part
+    total = _rounded_down(total, largest, _BITS_OF_PRODUCTS) + addend_part
     # A product that fp32 lacks is Inf, and two of them with both signs are NaN.
     beyond = torch.where(products.abs() < _BEYOND, 0.0, products * torch.inf).sum(0)
     return torch.where(beyond == 0, total, beyond)
 
 
 def _sum_of_products(core: TensorCore, products: Tensor, powers: Tensor) -> tuple[Tensor, Tensor]:
-    """Products, cut off below the last bit of the largest and summed, and that one's power."""
+    """Return the sum of products truncated below the last bit of the largest, and that one's power."""
     largest = powers.amax(0)
     scale = 2.0**core.fraction_bits / largest
     return (products * scale).trunc_().sum(0) / scale, largest
 
 
-def _down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
-    """Rounded toward minus infinity, to so many bits below the largest term's power."""
+def _rounded_down(x: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """Return `x` rounded toward minus infinity, to `bits` bits below the largest term's power."""
     scale = 2.0**bits / largest
     return (x * scale).floor_().div_(scale)
 
@@ -166,9 +166,9 @@ _ROWS: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("sm_90 sm_100 sm_120", "tf32", 8, 25, {}),
     ("sm_90", _FP8, 32, 13, {"result": _E8M13}),
     ("sm_100 sm_120", _FP8, 32, 25, {}),
-    ("gfx942", "fp16 bf16", 8, 24, {"order": Order.PRODUCTS_FIRST}),  # MFMA of CDNA3
-    ("gfx942", "tf32", 4, 24, {"order": Order.PRODUCTS_FIRST}),
-    ("gfx942", _FNUZ, 16, 24, {"order": Order.EVEN_AND_ODD}),
+    ("gfx942", "fp16 bf16", 8, 24, {"order": SumOrder.PRODUCTS_FIRST}),  # MFMA of CDNA3
+    ("gfx942", "tf32", 4, 24, {"order": SumOrder.PRODUCTS_FIRST}),
+    ("gfx942", _FNUZ, 16, 24, {"order": SumOrder.EVEN_AND_ODD}),
 )
 _CORES = {
     (target, a, b): TensorCore(
@@ -183,9 +183,9 @@ TARGETS = tuple(dict.fromkeys(target for target, _, _ in _CORES))  # names of th
 
 
 def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
-    """The tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
+    """Return the tensor core of one of `TARGETS` that multiplies two operand formats and adds up in fp32.
 
-    The formats, of `OPERANDS`, are the same unless both are fp8.
+    The two formats, of `OPERANDS`, are equal unless both are fp8.
 
     Raises:
         ValueError: The target is not known to multiply them.

@@ -1,4 +1,4 @@
-"""What is assumed of a card where the language leaves it open: its products, its exponential, contraction, division."""
+"""Assumptions about a card where the language leaves it open: products, the exponential, contraction, division."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ _KNOB, _OVERRIDE = "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION" 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """A card as the interpreter takes it to be. No card gave anything that is computed under it."""
+    """The properties of a card that the interpreter assumes; nothing computed under them came from a card."""
 
     name: str  # how --as calls it
     backend: str = "cuda"  # what Triton calls the maker's tools
@@ -34,7 +34,7 @@ class Assumptions:
 
     @property
     def about(self) -> str:
-        """One line."""
+        """The assumptions, in one line."""
         if self.exact:
             return "no card: sums exact and rounded once, nothing contracted"
         contraction = f"contraction {self.contraction()[1]}"
@@ -46,15 +46,15 @@ class Assumptions:
 
     @property
     def target(self) -> Any:
-        """What Triton calls the card: its GPUTarget."""
+        """The name that Triton has for the card: its GPUTarget."""
         from triton.backends.compiler import GPUTarget  # triton may be missing
 
         return GPUTarget(self.backend, self.architecture, self.warp)
 
-    def contraction(self, asked: object = None) -> tuple[bool, str]:
-        """Whether products go unrounded into sums, and in words who decided it; `asked` is a launch's enable_fp_fusion.
+    def contraction(self, enable_fp_fusion: object = None) -> tuple[bool, str]:
+        """Return whether products enter sums unrounded under a launch's `enable_fp_fusion`, and who decided it.
 
-        Triton's own compiler for the card is asked: its default has changed (on to 3.9, triton PR 11270).
+        Triton's own compiler for the card decides: its default has changed (up to 3.9, triton PR 11270).
         """
         if not self.contracts:
             return False, "off, none is assumed of the card"
@@ -63,17 +63,17 @@ class Assumptions:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Triton 3.9 announces another default
-            on: bool = make_backend(self.target).parse_options({"enable_fp_fusion": asked}).enable_fp_fusion
+            on: bool = make_backend(self.target).parse_options({"enable_fp_fusion": enable_fp_fusion}).enable_fp_fusion
         deciding = {
             _OVERRIDE: getattr(knobs.language, "force_disable_fp_fusion", False),  # from 3.9 on
-            "asked by the launch": asked is not None,
+            "asked by the launch": enable_fp_fusion is not None,
             _KNOB: _KNOB in os.environ,
             f"Triton {installed()}'s default": True,
         }
         return on, f"{'on' if on else 'off'}, {next(name for name, decides in deciding.items() if decides)}"
 
     def described(self) -> dict[str, str | bool]:
-        """For the record of a run."""
+        """Return the assumptions for the record of a run."""
         part = f"each thread's part{' in turn' * (len(self.pairs) == 2)}"
         order = f"{part}, then its neighbours'" if self.pairs else "a balanced tree"
         return {
@@ -88,9 +88,9 @@ class Assumptions:
 
 #: No card: every product, sum and function is exact and rounded once.
 EXACT = Assumptions("exact")
-# As `tiebreak audit` finds it in Triton's assembly (docs/audit.md): NVIDIA's `/` is div.full.f32, whose bits nobody has
-# published and which is 2 ulp off at most; a product with the reciprocal is off as much. B200's PTX contracts nothing,
-# AMD's assembler some of the arguments of an exponential and not others: none is assumed there.
+# From Triton's assembly, by `tiebreak audit` (docs/audit.md): NVIDIA's `/` is div.full.f32, whose bits are unpublished
+# and which is at most 2 ulp off, as is a product with the reciprocal. B200 PTX contracts nothing, AMD's assembler only
+# some of the arguments of exponentials: no contraction is assumed there.
 _CONTRACTING = frozenset({"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120"})
 # As the backend ptx finds it, with mma.sync's layout: Triton adds up a lane's columns in turn, from 3.8 on as a tree.
 # For sm_120 the tree adds pairs to pairs, with add.f32x2.

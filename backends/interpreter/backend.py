@@ -16,7 +16,7 @@ from tiebreak.kernels.triton.roster import triton_kernels
 
 @dataclass(frozen=True)
 class _Interpreter(Backend):
-    """Triton kernels alone: on a CPU, as a card would round that is only assumed."""
+    """A backend for Triton kernels alone: on a CPU, rounding as a card is assumed to."""
 
     assumed: Assumptions = EXACT
 
@@ -39,12 +39,12 @@ class _Interpreter(Backend):
     def describe(self) -> dict[str, Any]:
         described: dict[str, Any] = {"triton": installed(), **self.assumed.described()}
         if self.options:
-            # What reports say behind the backend's name.
+            # Reports add this to the backend's name.
             described["assumed"] = {self.name: f"as {self.assumed.name} (assumed; nothing ran on a GPU)"}
         return described
 
     def repeats(self, kernel: Kernel) -> bool:
-        return not kernel.external  # programs run one after the other; a user's may draw numbers of its own
+        return not kernel.external  # programs run one after the other; a user's may draw its own numbers
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.interpreter.session import interpreting  # triton may be missing

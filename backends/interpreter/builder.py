@@ -22,7 +22,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tiebreak.backends.interpreter.assumptions import Assumptions
-from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, Memory, Shape
+from tiebreak.backends.interpreter.memory import ANYWHERE, Boxes, KernelMemory, Shape
 from tiebreak.backends.interpreter.numbers import Array, alike, bits, converted, fused, numpy_type
 from tiebreak.backends.interpreter.products import product, scaled_operand
 from tiebreak.backends.interpreter.programs import ApartError, Together
@@ -34,20 +34,20 @@ _LOG2_E = np.float32(1.4426950408889634)
 
 
 class _Pointers(TensorHandle):
-    """Addresses of a tile, which are added up where someone asks for them: most tiles are boxes of a tensor."""
+    """The addresses of a tile, added up only where someone reads them: most tiles are boxes of a tensor."""
 
     def __init__(self, terms: Iterable[Array], shape: Shape, like: Any) -> None:
         """Add up terms, int64, that broadcast to a tile of this shape, for each program."""
         self._terms: dict[Shape, Array] = {}
         for term in terms:
-            known = self._terms.get(term.shape)
-            self._terms[term.shape] = term if known is None else known + term
+            total = self._terms.get(term.shape)
+            self._terms[term.shape] = term if total is None else total + term
         self.dtype, self.attr = like.dtype, dict(like.attr)
         self.shape = (max(map(len, self.terms)), *shape)
 
     @property
     def terms(self) -> tuple[Array, ...]:
-        """No two of one shape."""
+        """The terms of the sum, no two of one shape."""
         return tuple(self._terms.values())
 
     @cached_property
@@ -57,7 +57,7 @@ class _Pointers(TensorHandle):
 
 
 class FaithfulBuilder(InterpreterBuilder):
-    """Upstream's builder with right numbers, under what is assumed of a card."""
+    """Upstream's builder with correct arithmetic, under the assumptions about a card."""
 
     def __init__(self, assumed: Assumptions) -> None:
         super().__init__()
@@ -69,37 +69,37 @@ class FaithfulBuilder(InterpreterBuilder):
             default_dot_input_precision="ieee" if assumed.backend == "hip" else "tf32",
             max_num_imprecise_acc_default=2**30 if assumed.name == "sm_90" else 0,
         )
-        self.begin(Memory("", ()), np.zeros((1, 3), np.int32), contracts=False)
+        self.begin(KernelMemory("", ()), np.zeros((1, 3), np.int32), contracts=False)
 
-    def begin(self, memory: Memory, places: Array, *, contracts: bool) -> None:
-        """Take up a launch of programs with these ids, which may touch this memory, and contracts or not."""
+    def begin(self, memory: KernelMemory, places: Array, *, contracts: bool) -> None:
+        """Start a launch with its memory; `places` are the programs' ids, `contracts` whether products contract."""
         self.memory, self._places = memory, places
         self.contracts = contracts
         self.take(np.arange(1))
 
     def take(self, group: Array, together: Together | None = None) -> None:
-        """Take up programs, by their places in the order of the launch; one, if nobody takes note of what they do."""
+        """Select the programs to run next, by their places in the launch; one if `together` is None."""
         self._group, self.together = group, together
         self.grid_idx = tuple(self._places[group[0]].tolist())  # for what is printed
         self._multiplied = False
 
     def apart(self) -> Any:
-        """Insist on the programs' order."""
+        """Raise that programs must run in their order."""
         if self.together is not None:
             raise ApartError
 
     def agreed(self, number: Handle) -> Any:
-        """Return the value that programs have; those with another one leave the group."""
+        """Return the value that the programs share; those with another one leave the group."""
         values = number.data.reshape(len(number.data))
         return (values[0] if len(values) == 1 or self.together is None else self.together.agreed(values)).item()
 
     def _tile(self, shape: Shape) -> None:
-        """Let none become too large."""
+        """Split the group if a tile would be too large."""
         if self.together is not None:
             self.together.tile(shape)
 
     def in_pairs(self) -> tuple[int, ...]:
-        """The assumed order of a row where tiles lie as a product's sums do: from a program's first product on."""
+        """Return the assumed order of a row of a product's sums, which tiles have after a program's first product."""
         return self.assumed.pairs if self._multiplied else ()
 
     def create_get_program_id(self, axis: int) -> Handle:
@@ -128,7 +128,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(np.broadcast_to(numbers, src.data.shape), dst_type.scalar)
 
     def create_fp_to_fp(self, src: Handle, dst_type: tl.dtype, rounding_mode: object) -> Handle:
-        """Upstream rounds half up where the kernel rounds to even, and by cutting off elsewhere."""
+        """Cast by the rounding mode: upstream rounds half up instead of to even, and truncates elsewhere."""
         toward_zero = rounding_mode == ir.ROUNDING_MODE.RTZ
         return TensorHandle(converted(src.data, numpy_type(dst_type), toward_zero=toward_zero), dst_type.scalar)
 
@@ -139,7 +139,7 @@ class FaithfulBuilder(InterpreterBuilder):
     create_ptr_to_int = create_bitcast
 
     def create_int_to_ptr(self, src: Handle, dst_type: tl.dtype) -> Handle:
-        """A pointer that was read from memory, or computed: nobody knows what it may point to."""
+        """Make a pointer of a number from memory or a computation; which argument it may point to is unknown."""
         pointer = self.create_bitcast(src, dst_type)
         pointer.attr["argument"] = ANYWHERE
         return pointer
@@ -155,18 +155,18 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_masked_load(
         self, ptrs: Handle, mask: Handle, other: Handle, *rest: Any, is_volatile: bool = False, **_: object
     ) -> Handle:
-        """Zeros where the mask hides an element and the load names no other value: a card leaves that open.
+        """Load, with zeros where the mask hides an element and no other value is given: a card leaves that open.
 
-        The parameters about caches behind these differ by Triton's version, here as in other operations.
+        The parameters about caches that follow these vary with Triton's version, here as in other operations.
         """
         if is_volatile or True in rest:
             self.apart()  # it may wait for another program
         element, shape = ptrs.get_element_ty(), _shape(ptrs)
         dtype = numpy_type(element)
         fill = bits(np.zeros((1,) * len(shape), dtype) if other is None else other.data)
-        if (found := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
+        if (access := self._access(ptrs, mask, dtype.itemsize, len(fill))) is None:
             return TensorHandle(np.broadcast_to(fill, (len(fill), *shape[1:])).view(dtype), element)
-        boxes, whole, index = found
+        boxes, whole, index = access
         shape = len(whole), *shape[1:]
         self._tile(shape)
         picked = boxes.read(boxes.holder.elements(dtype.itemsize))
@@ -178,17 +178,17 @@ class FaithfulBuilder(InterpreterBuilder):
 
     def create_masked_store(self, ptrs: Handle, value: Handle, mask: Handle, *_: object, **__: object) -> None:
         data = bits(value.data)
-        if (found := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
-            boxes, whole, index = found
+        if (access := self._access(ptrs, mask, data.itemsize, len(data), writes=True)) is not None:
+            boxes, whole, index = access
             data = np.broadcast_to(data, (len(whole), *_shape(ptrs)[1:]))
             boxes.write(boxes.holder.elements(data.itemsize), data[index])
 
     def _access(
         self, ptrs: Handle, mask: Any, size: int, programs: int, *, writes: bool = False, atomic: bool = False
     ) -> tuple[Boxes, Array, tuple[Any, ...]] | None:
-        """Return what is shown as boxes, which they are, and its index in the tile; None: nothing is.
+        """Return the visible part of a tile as boxes, which are visible, and its index in the tile; None: no part is.
 
-        Boxes are tiles, or their rows, or elements. That they are touched, by so many programs, is taken note of.
+        Boxes are tiles, or their rows, or elements. The access by these programs is recorded.
         """
         shown = _compact(mask if isinstance(mask, np.ndarray) else mask.data)  # bare before Triton 3.9, of a descriptor
         if not shown.any():
@@ -198,21 +198,21 @@ class FaithfulBuilder(InterpreterBuilder):
         terms.append(np.zeros((programs, *(1,) * (len(shape) - 1)), np.int64))
         rows = max(1, len(shape) - 1)
         for axis in (len(shape),) if atomic else dict.fromkeys((1, rows, len(shape))):
-            found = self.memory.boxes(terms, shown, shape, axis, size, name)
-            if found is not None and not (writes and found[0].overlap):
-                boxes, whole, _ = found
+            access = self.memory.boxes(terms, shown, shape, axis, size, name)
+            if access is not None and not (writes and access[0].overlap):
+                boxes, whole, _ = access
                 if self.together is not None:
                     first, last = self._group[:1], self._group[-1:]
                     if len(whole) == len(self._group):
                         each = self._group.reshape(-1, *(1,) * (whole.ndim - 1))
                         first = last = np.broadcast_to(each, whole.shape)[whole]
                     self.together.touch(boxes, (first, last), writes=writes, atomic=atomic)
-                return found
+                return access
         self.memory.check(ptrs.data, shown, size, name, "writes" if writes else "reads")
         raise CannotRunError(f"{self.memory.kernel} touches {size} bytes that are not at a multiple of {size}")
 
     def create_addptr(self, ptr: Handle, offset: Handle) -> Handle:
-        """Nothing is added up yet."""
+        """Add an offset to a pointer; the sum is formed later."""
         terms = ptr.terms if isinstance(ptr, _Pointers) else (_compact(ptr.data).view(np.int64),)
         size = max(1, ptr.get_element_ty().primitive_bitwidth // 8)  # a bool takes a byte
         return _Pointers((*terms, _compact(offset.data).astype(np.int64) * size), _shape(ptr)[1:], ptr)
@@ -220,7 +220,7 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_atomic_rmw(
         self, rmwOp: object, ptr: Handle, val: Handle, mask: Handle, sem: object, scope: object
     ) -> Handle:
-        """One element after the other, each rounded: upstream has none of bf16. Every program does it."""
+        """Update one element after the other, each rounded: upstream has no bf16. Every program does it."""
         programs = np.zeros((len(self._group), *(1,) * (val.data.ndim - 1)), bool)
         addresses, terms, shown, _ = np.broadcast_arrays(ptr.data, val.data, mask.data, programs)
         dtype = terms.dtype
@@ -250,11 +250,11 @@ class FaithfulBuilder(InterpreterBuilder):
         return loaded
 
     def create_descriptor_gather(self, desc: Any, x_offsets: Handle, y_offset: Handle, type: object) -> Handle:
-        """Rows of a descriptor, each of its own."""
+        """Load rows of a descriptor, each at its own offset."""
         return self.create_descriptor_load(desc, [x_offsets, y_offset])
 
     def create_descriptor_scatter(self, desc: Any, value: Handle, x_offsets: Handle, y_offset: Handle) -> None:
-        """Rows to a descriptor, one after the other."""
+        """Store rows to a descriptor, one after the other."""
         self.create_descriptor_store(desc, value, [x_offsets, y_offset])
 
     def create_advance(self, ptr: Any, offsets: Sequence[Handle]) -> Any:
@@ -268,7 +268,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
 
     def create_splat(self, ret_ty: tl.dtype, arg: Handle) -> Handle:
-        """Without a copy for every element, as a broadcast is."""
+        """Repeat a number as a broadcast, without a copy for every element."""
         return _shaped(arg, ret_ty.shape, lambda x: x.reshape(-1, *(1,) * len(ret_ty.shape)))
 
     def create_broadcast(self, arg: Handle, shape: Sequence[int]) -> Handle:
@@ -308,26 +308,26 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(np.stack([histogram.data for histogram in each]), tl.int32)
 
     def create_atomic_cas(self, *args: Any) -> Handle:
-        """In the programs' order alone, as whoever waits for another one."""
+        """Compare and swap in the programs' order: a program may wait for another one."""
         self.apart()
         return super().create_atomic_cas(*args)
 
     def create_atomic_poll(self, *args: Any) -> Handle:
-        """As above."""
+        """Poll in the programs' order, as `create_atomic_cas`."""
         self.apart()
         return super().create_atomic_poll(*args)
 
     # Sums and products, which a card may contract.
 
     def create_fmul(self, lhs: Handle, rhs: Handle) -> Handle:
-        """A rounded product, and of what: a sum that it goes into may take it unrounded."""
+        """Multiply and round, and remember the factors: a sum may take the product unrounded."""
         rounded = self.binary_op(lhs, rhs, np.multiply)
         if self.contracts and rounded.data.dtype == np.float32:
             rounded.attr["product"] = (lhs.data, rhs.data)
         return rounded
 
     def create_fadd(self, lhs: Handle, rhs: Handle) -> Handle:
-        """A sum; of two products the left one is contracted, as LLVM does."""
+        """Add; of two products the left one is contracted, as LLVM does."""
         for term, other in ((lhs, rhs), (rhs, lhs)):
             if "dot" in term.attr:
                 a, b, *how = term.attr["dot"]
@@ -346,7 +346,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.subtract)
 
     def create_fneg(self, input: Handle) -> Handle:
-        """A negation, which leaves a product one."""
+        """Negate; a product stays a product."""
         negative = self.unary_op(input, np.negative)
         if "product" in input.attr:
             x, y = input.attr["product"]
@@ -354,7 +354,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return negative
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
-        """Rounded once. Of narrow formats too: in fp64 their products are exact, and sums wide enough."""
+        """Multiply and add, rounded once, in narrow formats too: fp64 holds their products and wide enough sums."""
         if z.data.dtype == np.float64:
             return super().create_fma(x, y, z)
         if z.data.dtype == np.float32:
@@ -363,7 +363,7 @@ class FaithfulBuilder(InterpreterBuilder):
         return TensorHandle(converted(wide, z.data.dtype), z.dtype.scalar)
 
     def create_fdiv(self, lhs: Handle, rhs: Handle) -> Handle:
-        """As the card divides; `div_rn` is another operation."""
+        """Divide as the card does; `div_rn` is another operation."""
         if self.assumed.reciprocal and lhs.data.dtype == np.float32:
             return self.binary_op(lhs, rhs, lambda x, y: x * (np.float32(1) / y))
         return self.binary_op(lhs, rhs, np.divide)
@@ -371,7 +371,7 @@ class FaithfulBuilder(InterpreterBuilder):
     def create_dot(
         self, a: Handle, b: Handle, d: Handle, input_precision: object, max_num_imprecise_acc: int
     ) -> Handle:
-        """Upstream multiplies the bits of bf16, and rounds products of 8 bits by way of fp16."""
+        """Multiply tiles: upstream multiplies the bits of bf16, and rounds 8-bit products by way of fp16."""
         how = input_precision, max_num_imprecise_acc
         self._multiplied = True
         left, right, addend = alike(a.data, b.data, d.data) if len(d.data) > 1 else (a.data, b.data, d.data)
@@ -391,7 +391,7 @@ class FaithfulBuilder(InterpreterBuilder):
         rhs_format: object,
         *rest: Any,
     ) -> Handle:
-        """A product of blocks with a scale of their own each: exact, and added up in fp32."""
+        """Multiply blocks that each have a scale: exact products, summed in fp32."""
         _, lhs_k_pack, rhs_k_pack, acc = rest  # fast_math is the first
         a = scaled_operand(lhs.data, lhs_scale, lhs_format, packed_last=lhs_k_pack, right=False)
         b = scaled_operand(rhs.data, rhs_scale, rhs_format, packed_last=not rhs_k_pack, right=True)
@@ -421,22 +421,22 @@ class FaithfulBuilder(InterpreterBuilder):
 
 
 def _compact(x: Array) -> Array:
-    """An array without what broadcasting has repeated: those dimensions are 1 long."""
+    """Return an array without what broadcasting repeated: those dimensions have length 1."""
     return x[(..., *(slice(None if stride else 1) for stride in x.strides))]
 
 
 def _in_fp64(function: Callable[[Array], Array], x: Array) -> Array:
-    """A function, computed in fp64 and rounded once."""
+    """Return a function of `x`, computed in fp64 and rounded once."""
     return converted(function(x.astype(np.float64)), x.dtype)
 
 
 def _fused(factors: tuple[Array, Array], z: Array, like: Handle) -> Handle:
-    """A product, and z added to it, rounded once."""
+    """Return a product plus z, rounded once."""
     return TensorHandle(fused(*factors, z), like.dtype.scalar)
 
 
 def _shaped(arg: Handle, shape: Sequence[int], change: Callable[[Array], Array]) -> Handle:
-    """A change of shape, after which it is still known what argument a pointer is of, and of what a product is."""
+    """Return `arg` in another shape, still with its argument if it is a pointer and its factors if it is a product."""
     if isinstance(arg, _Pointers):
         return _Pointers(map(change, arg.terms), tuple(shape), arg)
     data = change(arg.data)
@@ -457,18 +457,18 @@ def _shape(arg: Handle) -> Shape:
 
 
 def _all_of(ptrs: Handle) -> Handle:
-    """A mask that hides nothing."""
+    """Return a mask that hides nothing."""
     return TensorHandle(np.broadcast_to(np.True_, _shape(ptrs)), tl.int1)
 
 
 def plain(value: Handle) -> Array:
-    """Return the data of the only program, as a kernel's author thinks of it: a number's is an array of one."""
+    """Return the data of the only program, as a kernel's author sees it: an array of one for a number."""
     data: Array = value.data
     return data[0] if data.ndim > 1 else data
 
 
 def addresses(handle: Any, offsets: Sequence[Handle], checked: Iterable[int]) -> tuple[Handle, Handle]:
-    """Return the addresses of a tile, and which lie in its tensor.
+    """Return the addresses of a tile, and which of them are in its tensor.
 
     Args:
         handle: of a descriptor or a block pointer, upstream's.

@@ -14,7 +14,7 @@ from tiebreak.kernels.kernel import OutOfBoundsError
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-ANYWHERE = "*"  # of a pointer that was itself read from memory: nobody here knows what it may point to
+ANYWHERE = "*"  # of a pointer that was itself read from memory: its target is unknown
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Argument:
     first: int  # address of its first element
 
     def elements(self, size: int) -> Array:
-        """Return the storage as unsigned integers of so many bytes."""
+        """Return the storage as unsigned integers of `size` bytes."""
         memory: Any = (ctypes.c_char * (self.end - self.start)).from_address(self.start)
         return np.ndarray(((self.end - self.start) // size,), f"u{size}", memory)
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Elements of one storage, as boxes of one shape."""
+    """Elements of one storage, as boxes of equal shape."""
 
     holder: Argument
     size: int  # of one element, in bytes
@@ -43,7 +43,7 @@ class Boxes:
     strides: Shape = ()  # in elements
 
     def read(self, elements: Array) -> Array:
-        """Return the boxes, (boxes, *shape), of what the storage holds."""
+        """Return the contents of the boxes, (boxes, *shape), from the storage's elements."""
         boxes: Array = self._window(elements)[self.starts - self.starts.min()]
         return boxes
 
@@ -52,30 +52,30 @@ class Boxes:
         self._window(elements)[self.starts - self.starts.min()] = values
 
     def _window(self, elements: Array) -> Array:
-        """Return a box that begins at each element between the first box and the last."""
+        """Return a view with a box at each element between the first box and the last."""
         low, high = int(self.starts.min()), int(self.starts.max())
         strides = tuple(stride * elements.itemsize for stride in (1, *self.strides))
         return np.ndarray((high - low + 1, *self.shape), elements.dtype, elements, low * elements.itemsize, strides)
 
     @property
     def overlap(self) -> bool:
-        """Tell whether a box has one element more than once."""
+        """True if a box contains an element more than once."""
         return any(length > 1 and stride == 0 for length, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def unit(self) -> int:
-        """So many elements lie together in every box, from a multiple of as many on."""
+        """The length of the runs of elements that all boxes consist of, each aligned to a multiple of it."""
         run, apart = self._run()
         return math.gcd(run, *(stride for _, stride in apart), int(np.gcd.reduce(self.starts)))
 
     def coarse(self, unit: int) -> "Boxes":
-        """Return the boxes, in units of so many elements."""
+        """Return the boxes in units of `unit` elements."""
         run, apart = self._run()
         shape, strides = zip(*((length, stride // unit) for length, stride in apart), (run // unit, 1), strict=True)
         return Boxes(self.holder, self.size * unit, self.starts // unit, shape, strides)
 
     def _run(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return how many elements follow each other, and the lengths and strides of the other axes."""
+        """Return how many elements are contiguous, and the lengths and strides of the other axes."""
         run, apart = 1, [axis for axis in zip(self.shape, self.strides, strict=True) if axis[0] > 1]
         while apart and apart[-1][1] == run:
             run *= apart.pop()[0]
@@ -87,14 +87,14 @@ _EVERYWHERE = Argument(ANYWHERE, 2**12, 2**62, 2**12)
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What a kernel was given, by its parameters' names."""
+class KernelMemory:
+    """The arguments of a kernel that lie in memory, by their parameters' names."""
 
     kernel: str
     arguments: tuple[Argument, ...]
 
     def holder(self, low: int, high: int, name: str | None) -> Argument | None:
-        """Return the argument of this name, None: any, in whose storage all bytes from `low` to `high` lie."""
+        """Return the argument that holds all bytes from `low` to `high`: the one of this name, or any if None."""
         allowed = [each for each in self.arguments if name in (None, each.name)]
         if name == ANYWHERE or not allowed:
             return _EVERYWHERE
@@ -103,9 +103,9 @@ class Memory:
     def boxes(
         self, terms: Iterable[Array], shown: Array, shape: Shape, axis: int, size: int, name: str | None
     ) -> tuple["Boxes", Array, tuple[Any, ...]] | None:
-        """Return the shown part of a tile as boxes of its axes from `axis` on; which of them are shown; its index.
+        """Return the visible part of a tile as boxes of its axes from `axis` on; which of them are visible; its index.
 
-        None where it is no such boxes, all of one argument.
+        None if it is not made of such boxes in one argument.
 
         Args:
             terms: of addresses, their sums; int64, they broadcast to the tile.
@@ -137,7 +137,7 @@ class Memory:
         return boxes, whole, (*np.nonzero(whole), *part)
 
     def check(self, addresses: Array, mask: Array, size: int, name: str | None, verb: str) -> None:
-        """Refuse an access outside of the storage of the argument that a pointer comes from.
+        """Refuse an access outside the storage of the argument that a pointer comes from.
 
         Args:
             addresses: of elements, uint64.
@@ -157,14 +157,14 @@ class Memory:
         if len(allowed) > 1:
             where = f"all of its arguments: {', '.join(argument.name for argument in allowed)}"
         else:
-            (own,) = allowed
-            wrong = low if low < own.start else high - size
-            where = f"its argument {own.name}: element {(wrong - own.first) // size} of {(own.end - own.first) // size}"
+            (arg,) = allowed
+            wrong = low if low < arg.start else high - size
+            where = f"its argument {arg.name}: element {(wrong - arg.first) // size} of {(arg.end - arg.first) // size}"
         raise OutOfBoundsError(f"{self.kernel} {verb} outside of {where}")
 
 
 def _stretch(shown: Array, shape: Shape, axis: int) -> slice:
-    """Return the least part of a tile's axis that has all that is shown."""
+    """Return the shortest part of a tile's axis that contains all that is visible."""
     if shown.shape[axis] == 1:
         return slice(0, shape[axis])
     places = np.flatnonzero(shown.any(tuple(other for other in range(shown.ndim) if other != axis)))
@@ -172,7 +172,7 @@ def _stretch(shown: Array, shape: Shape, axis: int) -> slice:
 
 
 def _affine(terms: Iterable[Array], axis: int) -> tuple[Array, list[int]] | None:
-    """Return a sum of terms at the first places of all axes from `axis` on, and its steps there; None: it has none."""
+    """Return a sum of terms at the first places of all axes from `axis` on, and its steps there; None without one."""
     firsts: Array = np.zeros((1,) * axis, np.int64)
     strides: list[int] = []
     for term in terms:
@@ -188,7 +188,7 @@ def _affine(terms: Iterable[Array], axis: int) -> tuple[Array, list[int]] | None
 
 
 def arguments_of(bound: Mapping[str, Any]) -> Iterator[Argument]:
-    """The tensors among a call's arguments, those in tuples and descriptors too."""
+    """Yield the tensors among a call's arguments, those in tuples and descriptors too."""
     for name, value in bound.items():
         base = getattr(value, "base", None)  # of a descriptor and of a tensor whose type was reinterpreted
         tensor = base if isinstance(base, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What numpy holds Triton's types in, and casts between them."""
+"""Numpy types that hold Triton's types, and casts between them."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _TYPES[tl.int1] = np.dtype(bool)
 
 
 def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
-    """The numpy type of a Triton type: of a block that of an element, of a pointer an address.
+    """Return the numpy type of a Triton type: a block's is its elements', a pointer's an address.
 
     Raises:
         CannotRunError: there is none.
@@ -43,30 +43,30 @@ def numpy_type(dtype: tl.dtype) -> np.dtype[Any]:
 
 
 def bits(x: Array) -> Array:
-    """The same memory as unsigned integers."""
+    """Return the same memory as unsigned integers."""
     return x.view(_UNSIGNED[x.dtype.itemsize])
 
 
 def alike(*arrays: Array) -> list[Array]:
-    """Arrays with the first dimension, that of programs, as long as the longest has it."""
+    """Return arrays with their first dimension, the programs, broadcast to the longest."""
     programs = max(map(len, arrays))
     return [np.broadcast_to(array, (programs, *array.shape[1:])) for array in arrays]
 
 
 def fused(x: Array, y: Array, z: Array) -> Array:
-    """x y + z in fp32, rounded once."""
+    """Return x y + z in fp32, rounded once."""
     arrays = np.broadcast_arrays(x, y, z)
     fused_sum: Array = fma(*(torch.from_numpy(np.require(array, requirements=["C", "W"])) for array in arrays)).numpy()
     return fused_sum
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether numbers of a type are rounded."""
+    """Return whether a type is a floating-point one."""
     return dtype in _NARROW.values() or dtype.kind == "f"
 
 
 def converted(x: Array, to: np.dtype[Any], *, toward_zero: bool = False) -> Array:
-    """Numbers in another type: to nearest, ties to even, or toward zero; saturating where the hardware's cast does."""
+    """Return numbers in another type: RNE, or toward zero; saturating where the hardware's cast saturates."""
     if not is_float(to):
         return x.astype(to)
     # By way of fp32, to which all narrower formats are exact: a cast of fp64 rounds to odd on its way, and so once.
@@ -82,7 +82,7 @@ def converted(x: Array, to: np.dtype[Any], *, toward_zero: bool = False) -> Arra
 
 
 def _to_odd(x: Array) -> Array:
-    """fp64 as fp32, cut off, with the last bit set where something was cut: to be rounded once more, rightly."""
+    """Return fp64 as fp32 rounded to odd, so that a second rounding is right."""
     cut = _stepped_back(x.astype(np.float32), x)
     inexact = np.isfinite(cut) & (cut.astype(np.float64) != x)
     odd: Array = (cut.view(np.uint32) | inexact.astype(np.uint32)).view(np.float32)
@@ -90,7 +90,7 @@ def _to_odd(x: Array) -> Array:
 
 
 def _stepped_back(result: Array, exact: Array) -> Array:
-    """Of what was rounded away from zero the number before: one less in its bits, whatever the format."""
+    """Return the next number toward zero where `result` was rounded away from it: one less in its bits."""
     wide = np.float64 if exact.dtype == np.float64 else np.float32
     away = np.abs(result.astype(wide)) > np.abs(exact.astype(wide))
     unsigned = _UNSIGNED[result.dtype.itemsize]

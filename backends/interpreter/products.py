@@ -35,7 +35,7 @@ def product(
     precision: object = ir.INPUT_PRECISION.IEEE,
     most_at_once: int = 0,
 ) -> Array:
-    """a @ b + addend, as a kernel asks for it and a card adds up, in the type of the addend.
+    """Return a @ b + addend, as a kernel asks for it and a card adds up, in the type of the addend.
 
     Args:
         a: (..., m, k), of any type that `tl.dot` takes.
@@ -79,7 +79,7 @@ def _tensor(x: Array) -> torch.Tensor:
 
 
 def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Array, tuple[str, str] | None]]:
-    """The products that one is made of, the smallest first, and their operands' formats; None: fp32."""
+    """Yield the products that one consists of, the smallest first, and their operands' formats; None: fp32."""
     tf32 = ("tf32", "tf32")
     if a.dtype != np.float32:
         yield a, b, (_FORMATS[a.dtype], _FORMATS[b.dtype])
@@ -95,7 +95,7 @@ def _operands(a: Array, b: Array, precision: object) -> Iterator[tuple[Array, Ar
 
 
 def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], most_at_once: int, name: str) -> Array:
-    """As tensor cores add up, from what is there already."""
+    """Return the sum as tensor cores form it, starting from `total`."""
     eight_bits = formats[0].startswith("fp8")
     if name == "gfx942" and eight_bits and not formats[0].endswith("fnuz"):
         formats = ("fp16", "fp16")  # as which Triton multiplies the formats that CDNA3 lacks, and which holds them
@@ -113,13 +113,13 @@ def _on_the_cores(a: Array, b: Array, total: Array, formats: tuple[str, str], mo
 
 
 def _cut(x: Array) -> Array:
-    """fp32 as a tensor core reads it: the last 13 bits are ignored (PTX ISA, Alternate Floating-Point Data Formats)."""
+    """Return fp32 as a tensor core reads it: it ignores 13 bits (PTX ISA, Alternate Floating-Point Data Formats)."""
     cut: Array = (np.ascontiguousarray(x).view(np.uint32) & _TF32).view(np.float32)
     return cut
 
 
 def scaled_operand(data: Array, scale: Any, kind: object, *, packed_last: bool, right: bool) -> Array:
-    """One operand of `tl.dot_scaled` in fp32, exact.
+    """Return one operand of `tl.dot_scaled` in fp32, exact.
 
     Args:
         data: its elements; two in a byte of E2M1.
@@ -144,7 +144,7 @@ def scaled_operand(data: Array, scale: Any, kind: object, *, packed_last: bool, 
 
 
 def _unpacked(data: Array, axis: int) -> Array:
-    """Two numbers of E2M1 from every byte, the low half first."""
+    """Return two numbers of E2M1 from every byte, the low half first."""
     packed = np.moveaxis(bits(data).astype(np.uint8), axis, -1)
     halves = np.stack([packed & 0x0F, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
     values = np.where(halves & 0x08, -_E2M1[halves & 0x07], _E2M1[halves & 0x07])

@@ -19,7 +19,7 @@ _PARTINGS = 8  # after which the programs of a group run alone: each has begun a
 
 
 class PartingError(Exception):
-    """Programs go different ways from here on: those that go together begin anew."""
+    """Programs of a group take different branches: those that agree start again."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
         super().__init__()
@@ -27,27 +27,27 @@ class PartingError(Exception):
 
 
 class ApartError(Exception):
-    """The order of programs shows."""
+    """The result depends on the order of programs."""
 
 
 @dataclass
 class Together:
-    """A record of what the programs of a launch do to memory, while they may run together.
+    """A record of the memory accesses of a launch's programs, while they may run together.
 
-    One after the other would do the same where all that touch what one of them writes touch it in their order.
+    The result is that of running them in order if all that access what one of them writes do so in their order.
     """
 
     followed: set[int] = field(default_factory=set)  # storages that are both read and written, by address
     fit: int = 2**62  # programs of which tiles are not too large
     _read: set[int] = field(default_factory=set)
-    #: Of storages, how many bytes lie together, and the last program that touched such a unit.
+    #: By storage, the size of a unit in bytes, and the last program that accessed each unit.
     _last: dict[int, tuple[int, Array]] = field(default_factory=dict)
     _before: dict[int, bytes] = field(default_factory=dict)  # what storages held that were written to
     _once: bool = False  # whether something was done that doing it anew would change
 
     def run(self, program: Callable[[Array, "Together"], None], count: int) -> bool:
-        """Run programs 0 to `count` - 1; False, and memory is as it was, where it takes one after the other."""
-        waiting, known = [(np.arange(count), 0)], len(self.followed)
+        """Run programs 0 to `count` - 1; return False, with memory as before, if they must run one after the other."""
+        waiting, before = [(np.arange(count), 0)], len(self.followed)
         try:
             while waiting:
                 group, partings = waiting.pop()
@@ -64,7 +64,7 @@ class Together:
         except Exception:  # an error too comes when it should: one after the other
             for address, held in self._before.items():
                 ctypes.memmove(address, held, len(held))
-            return len(self.followed) > known and Together(self.followed, self.fit).run(program, count)
+            return len(self.followed) > before and Together(self.followed, self.fit).run(program, count)
         return True
 
     def agreed(self, values: Array) -> Any:
@@ -76,14 +76,14 @@ class Together:
         raise PartingError([parts[kind] for kind in np.argsort(first)])
 
     def tile(self, shape: Shape) -> None:
-        """Part a group whose tiles, of this shape, would be too large."""
+        """Split a group whose tiles, of this shape, would be too large."""
         programs, size = shape[0], math.prod(shape[1:])
         if programs > 1 and programs * size > _MOST_AT_ONCE:
             self.fit = max(1, _MOST_AT_ONCE // size)
             raise PartingError(np.split(np.arange(programs), range(self.fit, programs, self.fit)))
 
     def touch(self, boxes: Boxes, programs: tuple[Array, Array], *, writes: bool, atomic: bool = False) -> None:
-        """Take note of an access.
+        """Record an access.
 
         Args:
             boxes: that are touched.

@@ -18,19 +18,19 @@ from tiebreak.backends.interpreter.numbers import Array, alike, converted, is_fl
 Tensor = Any  # triton's
 Combine = Callable[..., Any]  # a function of as many tensors as two elements have, to those of one
 
-# As a card's, they drop NaN.
+# They drop NaN, as on a card.
 _EXTREMES = ((standard._elementwise_max, np.fmax), (standard._elementwise_min, np.fmin))
 
 
 def tensor_of(data: Array, dtype: tl.dtype) -> Tensor:
-    """An array, programs first, as Triton's tensor."""
+    """Return an array, programs first, as Triton's tensor."""
     data = np.asarray(data).astype(numpy_type(dtype.scalar), copy=False)
     kind = tl.block_type(dtype.scalar, list(data.shape[1:])) if data.ndim > 1 else dtype.scalar
     return tl.core.tensor(upstream.TensorHandle(data, dtype.scalar), kind)
 
 
 def reducing(assumed: Assumptions, in_pairs: Callable[[], tuple[int, ...]]) -> Callable[..., Any]:
-    """`tl.reduce` under what is assumed of a card's sums; `in_pairs`: the order of a row, as of `Assumptions.pairs`."""
+    """Return `tl.reduce` as a card is assumed to sum; `in_pairs`: the order of a row, as of `Assumptions.pairs`."""
 
     def reduce(input: Any, axis: Any, combine_fn: Combine, keep_dims: Any = False, **_: object) -> Any:
         inputs, axis = input if isinstance(input, tuple) else (input,), _plain(axis)
@@ -58,8 +58,8 @@ def _plain(value: Any) -> Any:
 def _reduced(
     arrays: list[Array], inputs: tuple[Tensor, ...], axis: int, combine: Combine, assumed: Assumptions
 ) -> list[Array]:
-    for known, extreme in _EXTREMES:
-        if combine is known:
+    for combiner, extreme in _EXTREMES:
+        if combine is combiner:
             return [extreme.reduce(arrays[0], axis=axis)]
     if combine is standard._sum_combine:
         return [_total(arrays[0], axis, assumed)]
@@ -85,10 +85,10 @@ def _combined(combine: Combine, arrays: list[Array], inputs: tuple[Tensor, ...])
 def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
     """Return columns, or lanes' sums of them, in the order of a balanced tree; lane t has 2t and 2t + 1 of every eight.
 
-    That is how `mma.sync` leaves its sums, and Triton what it computes of them.
+    `mma.sync` leaves its sums in this order, and Triton keeps it in what it computes of them.
     """
     rows = x.ndim - 1
-    if rows == 1 or x.shape[-1] % 8 or not _rounds(x.dtype):
+    if rows == 1 or x.shape[-1] % 8 or not _is_rounded(x.dtype):
         return x
     lanes = x.reshape(*x.shape[:-1], -1, 2, 2, 2)  # eights, the lane's upper and lower bit, the pair
     lanes = lanes.transpose(*range(rows), *(rows + part for part in dict.fromkeys((*order, 0, 3))))
@@ -99,8 +99,8 @@ def _in_pairs(x: Array, order: tuple[int, ...]) -> Array:
 
 
 def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
-    """Of numbers in the order that is assumed; of integers and fp64 the sum."""
-    if not _rounds(x.dtype):
+    """Return the sum in the assumed order; exact for integers and fp64."""
+    if not _is_rounded(x.dtype):
         return np.asarray(x.sum(axis, dtype=x.dtype))
     rows = np.moveaxis(x, axis, -1)
     if assumed.exact:
@@ -110,7 +110,7 @@ def _total(x: Array, axis: int, assumed: Assumptions) -> Array:
     return rows[..., 0]
 
 
-def _rounds(dtype: np.dtype[Any]) -> bool:
+def _is_rounded(dtype: np.dtype[Any]) -> bool:
     return is_float(dtype) and dtype != np.float64
 
 
@@ -119,7 +119,7 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def scan(input: Any, axis: Any, combine_fn: Combine, reverse: Any = False, **_: object) -> Any:
-    """`tl.associative_scan`: one slice after the other."""
+    """Compute `tl.associative_scan`, one slice after the other."""
     inputs = input if isinstance(input, tuple) else (input,)
     axis, backwards = _plain(axis), bool(_plain(reverse))
     at_first = axis + 1 if axis >= 0 else axis  # behind the programs

@@ -21,16 +21,16 @@ from triton.runtime.jit import JITFunction
 from tiebreak.backends.absent import absent
 from tiebreak.backends.interpreter.assumptions import Assumptions
 from tiebreak.backends.interpreter.builder import FaithfulBuilder, addresses, plain
-from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.interpreter.numbers import Array, numpy_type
 from tiebreak.backends.interpreter.programs import Together
 from tiebreak.backends.interpreter.reductions import reducing, scan
-from tiebreak.backends.interpreter.tape import Recorder, Tape, leaves
+from tiebreak.backends.interpreter.tape import BuilderRecorder, Tape, leaves
 from tiebreak.kernels.kernel import CannotRunError
 
 _SWITCH = "TRITON_INTERPRET"  # parts of Triton ask for it as they run
 _EXTRA = "triton.language.extra"  # where vendors' libraries are
-# Of these every implementation gives the same bits.
+# Every implementation of these gives the same bits.
 _EXACT = {"rint": "rint", "nearbyint": "rint", "trunc": "trunc", "floor": "floor", "ceil": "ceil", "abs": "abs"}
 _WAYS = 8  # of a kernel that are written down
 _NAMED = ("interpreter_semantic", "_InterpreterComparison")
@@ -39,9 +39,9 @@ Function = Any  # one that triton.jit made, to be compiled or to be interpreted
 
 @contextmanager
 def interpreting(assumed: Assumptions) -> Iterator[set[str]]:
-    """Interpret every Triton function that is launched meanwhile, whether it was made to be compiled or interpreted.
+    """Interpret every Triton function that is launched meanwhile, whether made for the compiler or the interpreter.
 
-    What is yielded says, of the launches so far, what was assumed for each.
+    It yields the assumptions of all launches so far.
     """
     with ExitStack() as stack:
         session = _Session(assumed, stack)
@@ -72,16 +72,16 @@ class _Session:
         # Upstream's semantic object stays: functions that were rewritten before hold on to it.
         semantic = upstream.interpreter_semantic
         self.put(semantic, "builder", self._recorder)
-        self.put(semantic, "broadcast_impl_value", partial(_met, semantic.broadcast_impl_value))
+        self.put(semantic, "broadcast_impl_value", partial(_broadcast, semantic.broadcast_impl_value))
         self.put(upstream, "interpreter_builder", self._recorder)
         self.put(upstream, "_get_np_dtype", numpy_type)
         self.put(upstream.TensorDescHandle, "validate", _validate)
         self.put(upstream.TensorDescHandle, "materialize_pointers", _of_descriptor)
         if blocks := getattr(upstream, "BlockPointerHandle", None):  # up to Triton 3.8
             self.put(blocks, "materialize_pointers", lambda of, checked: addresses(of, of.offsets, checked))
-        own = set(vars(tl.tensor))
+        methods = set(vars(tl.tensor))
         scope = upstream._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        stack.callback(_drop_all_but, tl.tensor, own)  # upstream leaves what had been inherited
+        stack.callback(_drop_all_but, tl.tensor, methods)  # upstream leaves what had been inherited
         stack.callback(scope.restore)
         to_ir = tl.dtype.to_ir
         # Triton before 3.9 knows none of AMD's own types.
@@ -106,13 +106,13 @@ class _Session:
             self.put(module, "associative_scan", self._recorder.noted(scan))
 
     def put(self, owner: object, name: str, replacement: object) -> None:
-        """Put something in the place of a part of Triton's, until the session ends."""
+        """Replace a part of Triton until the session ends."""
         self._stack.enter_context(patch.object(owner, name, replacement))
 
     def launch(
         self, function: Function, args: tuple[object, ...], *, grid: Any, warmup: bool = False, **kwargs: object
     ) -> None:
-        """Run every program of a grid, with the result of one after the other; it stands in for a function's `run`."""
+        """Run every program of a grid, with the result of running them in order; replaces a function's `run`."""
         if warmup:
             return
         if getattr(function, "is_gluon", bool)():
@@ -134,7 +134,7 @@ class _Session:
         sizes += (1,) * (3 - len(sizes))
         self._builder.set_grid_dim(*sizes)
         places = np.array(list(np.ndindex(*sizes)), np.int32).reshape(-1, 3)
-        memory = Memory(function.fn.__name__, tuple(arguments_of(arguments)))
+        memory = KernelMemory(function.fn.__name__, tuple(arguments_of(arguments)))
         self._builder.begin(memory, places, contracts=contracts)
 
         given = [leaf for leaf in leaves(converted) if isinstance(leaf, upstream.TensorHandle)]
@@ -164,55 +164,55 @@ class _Session:
         return self._builder.apart()
 
     def rewritten(self, function: Function) -> Callable[..., Any]:
-        """A function's source as upstream rewrites it for its interpreter, with all that it names at hand."""
+        """Return a function's source as upstream rewrites it for its interpreter, with all that it names defined."""
         self._look_through(function.fn.__globals__)
         if function.fn not in _REWRITTEN:
             _REWRITTEN[function.fn] = upstream.FunctionRewriter(function.fn).rewrite_ast()
         return _REWRITTEN[function.fn]
 
     def _look_through(self, names: dict[str, Any]) -> None:
-        """Give what was imported from Triton's language by its own name what upstream gives to `tl.` alone."""
+        """Give functions imported from Triton's language by name what upstream gives only to those under `tl.`."""
         if id(names) in self._seen:
             return
         self._seen.add(id(names))
-        # What rewritten source names: upstream leaves it, and all else that its module has, in the user's.
+        # Rewritten source needs these names; upstream would leave its whole module in the user's.
         changed = {name: getattr(upstream, name) for name in _NAMED if hasattr(upstream, name)}
         for name, value in names.items():
             if isinstance(value, ModuleType) and value.__name__.startswith(_EXTRA):
                 self._look_through(vars(value))
             elif isinstance(value, FunctionType) and value.__module__.startswith("triton.language"):
-                changed[name] = _at_hand(value)
+                changed[name] = _for_interpreter(value)
         self._stack.enter_context(patch.dict(names, changed))
 
 
 @functools.cache
-def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, Recorder]:
-    """Return one builder for all sessions, which tapes ask."""
+def _builder_of(assumed: Assumptions) -> tuple[FaithfulBuilder, BuilderRecorder]:
+    """Return one builder for all sessions, and its recorder."""
     builder = FaithfulBuilder(assumed)
-    return builder, Recorder(builder)
+    return builder, BuilderRecorder(builder)
 
 
 @functools.lru_cache(512)
 def _tapes_of(way: tuple[Any, ...]) -> tuple[list[Tape], Iterator[int]]:
-    """Return the tapes of programs that are alike but for numbers, and count their launches."""
+    """Return the tapes of programs that differ only in numbers, and count their launches."""
     return [], itertools.count()
 
 
 def _kind(value: Any) -> Any:
-    """Return all that a program may ask of an argument while it is written down: its type, or a constant itself."""
+    """Return all that a program may depend on in an argument while it is recorded: its type, or a constant itself."""
     if isinstance(value, tl.core.tensor):
         return str(value.type)
     return tuple(map(_kind, value)) if isinstance(value, tuple) else (type(value), value)
 
 
 def _decision(tensor: Any, agreed: Callable[[Any], Any]) -> bool:
-    """Return what a condition makes of a number; a tile is true."""
+    """Return the truth of a condition; a tile is true."""
     data = tensor.handle.data
     return bool(data.size != len(data) or agreed(tensor.handle))
 
 
 def _validate(descriptor: Any) -> None:
-    """As upstream, of many programs' bases and strides."""
+    """Check a descriptor as upstream does, for many programs' bases and strides."""
     size = descriptor.base.get_element_ty().primitive_bitwidth // 8
     *strides, last = (stride.data for stride in descriptor.strides)
     assert not (descriptor.base.data % 16).any(), "base must be 16-byte aligned"
@@ -227,23 +227,23 @@ def _of_descriptor(descriptor: Any, offsets: Sequence[Any]) -> tuple[Any, Any]:
     return addresses(descriptor, offsets, range(descriptor.ndim))
 
 
-def _met(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
-    """Two operands in one shape: most have one already, and upstream makes their types anew."""
+def _broadcast(broadcast: Callable[..., Any], x: Any, y: Any) -> Any:
+    """Return two operands in one shape; most have one already, and upstream makes their types anew."""
     same = x.type.is_block() and y.type.is_block() and x.type.shape == y.type.shape
     return (x, y) if same else broadcast(x, y)
 
 
 def _blocks(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of types of tiles that works out each once: upstream does for every operand, a sixth of all.
+    """Return a constructor of tile types that computes each once: upstream does for every operand, a sixth of all time.
 
-    What it remembers keeps the type of an element, whose id thus stays its own. Parts that upstream adds are not known
-    here: then nothing is remembered.
+    A remembered type keeps the type of its elements alive, whose id so stays unique. For a type with parts that are
+    unknown here, nothing is remembered.
     """
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def construct(self: Any, element: Any, shape: Any) -> None:
-        if (known := made.get((id(element), *shape))) is not None:
-            self.element_ty, self.shape, self.numel, self.name = known
+        if (made_before := made.get((id(element), *shape))) is not None:
+            self.element_ty, self.shape, self.numel, self.name = made_before
             return
         init(self, element, shape)
         if vars(self).keys() == {"element_ty", "shape", "numel", "name"}:
@@ -253,14 +253,14 @@ def _blocks(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tensors(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor of values that works out once what a type says of them."""
+    """Return a constructor of values that computes once what it reads of a type."""
     made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def construct(self: Any, handle: object, kind: Any) -> None:
         key = id(kind.scalar), kind.is_block() and kind.shape
-        if (known := made.get(key)) is not None:
+        if (made_before := made.get(key)) is not None:
             self.handle, self.type = handle, kind
-            self.dtype, self.shape, self.numel = known
+            self.dtype, self.shape, self.numel = made_before
             return
         init(self, handle, kind)
         if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:
@@ -270,7 +270,7 @@ def _tensors(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the language whose words a compiled kernel has as constants; Triton before 3.8 insists on it."""
+    """Return a function of the language with keywords as constants, which Triton before 3.8 insists on."""
 
     def call(*args: object, **kwargs: object) -> Any:
         args = tuple(tl.constexpr(argument) if isinstance(argument, str) else argument for argument in args)
@@ -280,7 +280,7 @@ def _with_constants(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _required(condition: object, message: str = "") -> None:
-    """In the place of `tl.static_assert`: a tuner leaves out what a compiler refuses."""
+    """Raise as `tl.static_assert` would when compiling: a tuner leaves such a configuration out."""
     if not condition:
         raise CannotRunError(f"a static_assert refuses it: {message}")
 
@@ -293,8 +293,8 @@ def _drop_all_but(kind: type, names: set[str]) -> None:
 _REWRITTEN: dict[FunctionType, Callable[..., Any]] = {}
 
 
-def _at_hand(function: FunctionType) -> Callable[..., Any]:
-    """A function of Triton's language, to be called in interpreted code; of a vendor's library: exact, or refused."""
+def _for_interpreter(function: FunctionType) -> Callable[..., Any]:
+    """Return a function of Triton's language for interpreted code; a vendor's library function is exact, or refused."""
     name = function.__name__
     if function.__module__.startswith(_EXTRA):
 
@@ -308,13 +308,13 @@ def _at_hand(function: FunctionType) -> Callable[..., Any]:
         return call
     if not tl.core.is_builtin(function):
         return function
-    # By its name: upstream has put its own in the place of some.
+    # By name, since upstream has replaced some.
     replacement: Any = getattr(tl, name, None) or getattr(tl.core, name, function)
     return cast(Callable[..., Any], replacement)
 
 
 def _argument(name: str, value: Any) -> Any:
-    """An argument of a launch as interpreted code takes it."""
+    """Return an argument of a launch in the form that interpreted code takes."""
     if isinstance(value, float):
         # A number of fp32, as a compiled kernel gets it; upstream leaves it in fp64.
         return tl.core.tensor(upstream.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)

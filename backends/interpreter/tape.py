@@ -15,21 +15,21 @@ _SMALL = 2**12  # elements of what a tape holds on to
 
 
 class _Place(int):
-    """Stands for a handle: its place among all of a program's."""
+    """A placeholder for a handle: its number among all of a program's."""
 
 
 class UnrecordableError(Exception):
-    """A program does what isn't written down."""
+    """A program does something that a tape cannot record."""
 
 
 Step = tuple[Callable[..., Any], Any, Any, Any]  # what is called; arguments, those by name, result: with places in them
 
 
 class Tape:
-    """The steps of a program."""
+    """The recorded steps of a program."""
 
     def __init__(self, steps: list[Step], handles: int) -> None:
-        """Keep the steps of a program that has so many handles."""
+        """Keep the steps of a program, and the number of its handles."""
         later: set[_Place] = set()
         self._handles, self._steps = handles, []
         for step in reversed(steps):
@@ -39,16 +39,16 @@ class Tape:
         self._steps.reverse()
 
     def play(self, given: Iterable[Any]) -> bool:
-        """Take the steps with other handles; False where the way parts, before anything is written."""
+        """Repeat the steps with other handles; return False where a branch differs, before anything is written."""
         handles = [*given]
         handles += [None] * (self._handles - len(handles))
 
-        def known(leaf: Any) -> Any:
+        def handle_of(leaf: Any) -> Any:
             return handles[leaf] if leaf.__class__ is _Place else leaf
 
         for call, args, named, result, last in self._steps:
-            positional = [known(arg) if arg.__class__ is _Place else _mapped(arg, known) for arg in args]
-            now = call(*positional, **_mapped(named, known))
+            positional = [handle_of(arg) if arg.__class__ is _Place else _mapped(arg, handle_of) for arg in args]
+            now = call(*positional, **_mapped(named, handle_of))
             for place, leaf in zip(leaves(result), leaves(now), strict=True):
                 if place.__class__ is _Place:
                     handles[place] = leaf
@@ -59,15 +59,15 @@ class Tape:
         return True
 
 
-class Recorder:
-    """The builder, as upstream's language sees it."""
+class BuilderRecorder:
+    """A wrapper of the builder for upstream's language that records its calls."""
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
         self.spoil()
 
     def spoil(self) -> None:
-        """Write down nothing, or no more, of a program."""
+        """Stop recording the program, or do not start."""
         self._steps: list[Step] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ class Recorder:
         return member if self._steps is None or not name.startswith("create_") else self.noted(member, name)
 
     def noted(self, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-        """Return a function whose calls are steps, but not what it asks in its turn."""
+        """Return a function whose calls are recorded, without the calls that it makes itself."""
 
         def call(*args: Any, **named: Any) -> Any:
             steps, self._steps = self._steps, None
@@ -87,7 +87,7 @@ class Recorder:
         return call
 
     def record(self, program: Callable[[], None], given: Iterable[Any]) -> list[Tape]:
-        """Run a program that is given these handles; its tape, or none if it can't be played."""
+        """Run a program on these handles; return its tape, or None if it can't be played."""
         self._steps, self._handles, self._written, self._mark = [], 0, False, object()
         for handle in given:
             self._named(handle)
@@ -100,11 +100,12 @@ class Recorder:
     def _note(
         self, steps: list[Step], function: Callable[..., Any], args: Any, named: Any, result: Any, name: str
     ) -> None:
+        """Add a call to the steps of a program; stop recording if it can't be replayed."""
         self._asks = "program" in name or "dot" in name  # which the builder keeps in mind
         try:
-            asked = _mapped(args, self._standing), _mapped(named, self._standing)
-            if self._asks or not _small(result):  # else it is the same for all programs
-                steps.append((function, *asked, _mapped(result, self._named)))
+            arguments = _mapped(args, self._standing), _mapped(named, self._standing)
+            if self._asks or not _is_small(result):  # else it is the same for all programs
+                steps.append((function, *arguments, _mapped(result, self._named)))
         except UnrecordableError:
             return
         self._written |= any(word in name for word in ("store", "atomic", "scatter"))
@@ -115,7 +116,7 @@ class Recorder:
         if mark is self._mark:
             self._asks = True
             return place
-        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _small(leaf)):
+        if hasattr(leaf, "block_shape") or (isinstance(leaf, TensorHandle) and not _is_small(leaf)):
             raise UnrecordableError  # a descriptor; what nobody has noted
         return leaf
 
@@ -130,14 +131,14 @@ class Recorder:
         return place
 
 
-def _small(x: Any) -> bool:
-    """Tell whether it is a handle that a tape may hold on to, whatever broadcasting makes of it."""
+def _is_small(x: Any) -> bool:
+    """Return whether it is a handle that a tape may keep, whatever broadcasting makes of it."""
     axes = zip(x.data.shape, x.data.strides, strict=True) if isinstance(x, TensorHandle) else ()
     return isinstance(x, TensorHandle) and math.prod(length for length, stride in axes if stride) <= _SMALL
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """Change handles, and what stands for them, wherever they are."""
+    """Apply `change` to handles and placeholders, wherever they are in `x`."""
     if isinstance(x, tl.core.tensor):
         return tl.core.tensor(change(x.handle), x.type)
     if isinstance(x, tuple | list):
@@ -146,7 +147,7 @@ def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """Everything that a result or an argument is made of."""
+    """Yield every value in a result or an argument."""
     if isinstance(x, tl.core.tensor):
         yield x.handle
     elif isinstance(x, tuple | list | dict):

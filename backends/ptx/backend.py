@@ -19,7 +19,7 @@ CARDS = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 <
 
 @dataclass(frozen=True)
 class _Ptx(Backend):
-    """Triton kernels alone: compiled code on an emulated processor."""
+    """A backend for Triton kernels alone: compiled code on an emulated processor."""
 
     card: str = "sm_80"  # what they are compiled for
 
@@ -48,7 +48,7 @@ class _Ptx(Backend):
         }
 
     def repeats(self, kernel: Kernel) -> bool:
-        return not kernel.external  # blocks run in the same order; a user's kernel may draw numbers of its own
+        return not kernel.external  # blocks run in the same order; a user's kernel may draw its own numbers
 
     def in_use(self) -> AbstractContextManager[Collection[str]]:
         from tiebreak.backends.ptx.session import executing  # triton may be missing

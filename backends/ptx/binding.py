@@ -10,7 +10,7 @@ from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP
 from tiebreak.backends.ptx.operations import OPERATIONS, TYPES
 from tiebreak.backends.ptx.parsing import Address, Instruction, Operand
-from tiebreak.backends.ptx.products import product_of, shared_out
+from tiebreak.backends.ptx.products import load_matrices, product_of
 from tiebreak.backends.ptx.threads import Threads
 from tiebreak.kernels.kernel import CannotRunError
 
@@ -30,7 +30,7 @@ _SOURCES: Mapping[str, Callable[[Array], Array]] = {  # lanes that a shuffle tak
 
 
 def bound(at: Instruction, card: str) -> Run | None:
-    """What threads do at an instruction, None where they go elsewhere; CannotRunError: it is not executed here."""
+    """Return the effect of an instruction on threads, None for a branch; raise CannotRunError if it isn't supported."""
     if at.opcode in ("bra", "bra.uni", "ret"):
         return None
     for pattern, binder in _BINDERS.items():
@@ -47,7 +47,7 @@ def bound(at: Instruction, card: str) -> Run | None:
 
 
 def _reader(operand: Operand, kind: str, at: Instruction) -> _Read:
-    """Reads an operand as numbers of a type; of an x2 (blocks, threads, 2)."""
+    """Return a function that reads an operand as numbers of a type; x2 gives (blocks, threads, 2)."""
     dtype, name = TYPES[kind.removesuffix("x2")], str(operand)
     size = dtype.itemsize * (2 if kind.endswith("x2") else 1)
     if name in at.types or _SPECIAL.fullmatch(name):
@@ -68,7 +68,7 @@ def _typed(x: Array, dtype: np.dtype[Any], size: int) -> Array:
 
 
 def _writer(operand: Operand, at: Instruction) -> Callable[[Threads, int, Array, Array], None]:
-    """Writes one of the registers of an operand, by its number among them; one called _ is none."""
+    """Return a function that writes one of an operand's registers, by its number; one called _ is discarded."""
     names = _names(operand)
     if any(name not in at.types and name != "_" for name in names):
         raise at.refused()
@@ -86,7 +86,7 @@ def _names(operand: Operand) -> tuple[str, ...]:
 
 
 def _place(operand: Operand, at: Instruction) -> _Read:
-    """Reads an address, int64, of every thread."""
+    """Return a function that reads an address, int64, of every thread."""
     assert isinstance(operand, Address)
     base, offset = _reader(operand.base, "s64", at), operand.offset
     return lambda threads: threads.full(base(threads) + offset)
@@ -100,7 +100,7 @@ def _calculation(at: Instruction) -> Run:
 
 
 def _move(at: Instruction, match: _Match) -> Run:
-    """`mov`, also from several registers to one and back, the lowest first."""
+    """Bind `mov`, also from several registers to one and back, the lowest first."""
     write, (target, source), size = _writer(at.operands[0], at), at.operands, int(match[1]) // 8
     each = size // max(len(_names(target)), len(_names(source)))
     reads = [_reader(part, f"u{8 * (each if isinstance(source, tuple) else size)}", at) for part in _names(source)]
@@ -118,7 +118,7 @@ def _move(at: Instruction, match: _Match) -> Run:
 
 
 def _access(at: Instruction, match: _Match) -> Run:
-    """`ld` and `st`, of several numbers side by side too."""
+    """Bind `ld` and `st`, of adjacent numbers too."""
     loads, shared, dtype = match[1] == "ld", match[2] == "shared", TYPES[match[3]]
     memory, values = at.operands[1::-1] if loads else at.operands[:2]
     place, count, unsigned = _place(memory, at), len(_names(values)), np.dtype(f"u{dtype.itemsize}")
@@ -145,7 +145,7 @@ def _parameter(at: Instruction, match: _Match) -> Run:
 
 
 def _copy(at: Instruction, _: _Match) -> Run:
-    """`cp.async`: so many bytes, or zeros where the fourth operand is 0."""
+    """Bind `cp.async`: a number of bytes, or zeros where the fourth operand is 0."""
     to, source, size = _place(at.operands[0], at), _place(at.operands[1], at), int(str(at.operands[2]), 0)
     filled = _reader(at.operands[3] if len(at.operands) > 3 else str(size), "u32", at)
 
@@ -206,7 +206,7 @@ def _matrices(at: Instruction, match: _Match) -> Run:
         threads.together(mask, WARP, at)
         naming = threads.full(mask & (threads.get("%laneid") < 8 * count))  # others' addresses are ignored
         rows = threads.shared.rows(place(threads), naming, at)
-        for number, value in enumerate(shared_out(rows, count, transposed=bool(match[2]))):
+        for number, value in enumerate(load_matrices(rows, count, transposed=bool(match[2]))):
             write(threads, number, value, mask)
 
     return load

@@ -17,10 +17,10 @@ _SMALL = re.compile(r"(?:ld|st)\..*shared.*\.[bsu](?:8|16)")  # accesses of shar
 
 
 class Program:
-    """The instructions of one kernel for one card, looked up."""
+    """The instructions of one kernel for one card, decoded."""
 
     def __init__(self, text: str, card: str) -> None:
-        """From PTX.
+        """Parse PTX.
 
         Raises:
             CannotRunError: it holds what is not executed here, which the message names.
@@ -30,7 +30,7 @@ class Program:
         self._granule = 1 if any(_SMALL.fullmatch(at.opcode) for at in instructions) else 4
 
     def run(self, launch: Launch) -> None:
-        """Execute every block of a grid, as many at once as are worth it.
+        """Execute every block of a grid, in batches of a size that pays.
 
         Raises:
             SharedMemoryError: the threads of a block race, or read what none has written.
@@ -47,6 +47,7 @@ class Program:
                 self._execute(threads)
 
     def _execute(self, threads: Threads) -> None:
+        """Run the threads at the lowest instruction first, so that threads that parted join again."""
         waiting = {0: threads.everyone}  # threads by their next instruction
         while waiting:
             at = min(waiting)

@@ -1,4 +1,4 @@
-"""What a launch reads and writes: the host's memory at real addresses, and the shared memory of every block.
+"""The memory of a launch: the host's at real addresses, and the shared memory of every block.
 
 A shared word has a history: who wrote and who read it last, and in which phase, which a barrier ends. So a read of what
 nobody wrote, a race between two threads of a block, and a read of what an asynchronous copy may still be bringing are
@@ -10,45 +10,45 @@ from typing import Any
 import numpy as np
 from triton._C.libtriton import interpreter as native
 
-from tiebreak.backends.interpreter.memory import Memory
+from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.parsing import Instruction
 
 WARP = 32  # threads
-_SEVERAL = 32  # in the place of a lane: several threads of a warp
-_EVERYONE = 1 << 10  # in the place of a warp: several warps
+_SEVERAL = 32  # instead of a lane: several threads of a warp
+_EVERYONE = 1 << 10  # instead of a warp: several warps
 # A history is a number: from the right who (a lane, 6 bits, and a warp, 11), the phase of the warp and of the block.
 _OF_WARP, _PHASE_OF_WARP, _PHASE = 6, 17, 40
 _NOBODY = -1
 
 
 class SharedMemoryError(RuntimeError):
-    """A race, or a read of what is not there; one line with the instruction."""
+    """A race, or a read of memory that nothing wrote; one line with the instruction."""
 
 
 class Global:
-    """The host's memory, of which a kernel may touch its arguments' alone; addresses are int64."""
+    """The host's memory, of which a kernel may touch only its arguments; addresses are int64."""
 
-    def __init__(self, allowed: Memory) -> None:
+    def __init__(self, allowed: KernelMemory) -> None:
         self._allowed = allowed
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], _: Instruction) -> Array:
-        """Unsigned integers; zeros where the mask hides them."""
+        """Return unsigned integers; zeros where the mask hides them."""
         self._allowed.check(addresses.view(np.uint64), mask, dtype.itemsize, None, "reads")
-        found: Array = native.load(addresses.view(np.uint64), mask, np.zeros(addresses.shape, dtype), dtype)
-        return found
+        values: Array = native.load(addresses.view(np.uint64), mask, np.zeros(addresses.shape, dtype), dtype)
+        return values
 
     def write(self, addresses: Array, mask: Array, values: Array, _: Instruction) -> None:
-        """Unsigned integers; where two threads write to one place, the later thread's."""
+        """Write unsigned integers; where two threads write to one place, the later thread wins."""
         self._allowed.check(addresses.view(np.uint64), mask, values.itemsize, None, "writes")
         native.store(addresses.view(np.uint64), values, mask)
 
 
 class Shared:
-    """The shared memory of some blocks, and its history. Addresses and masks are (blocks, threads)."""
+    """The shared memory of some blocks, and its access history. Addresses and masks are (blocks, threads)."""
 
     def __init__(self, blocks: int, threads: int, size: int, granule: int) -> None:
-        """Of so many bytes a block; history is kept of granules of so many bytes, the least that is accessed."""
+        """Allocate `size` bytes a block; the history is per granule, the smallest access in bytes."""
         self._size, self._granule = -(-size // 16) * 16, granule
         self._bytes = np.zeros(blocks * self._size, np.uint8)
         count = blocks * self._size // granule
@@ -61,7 +61,7 @@ class Shared:
         self._who = thread // WARP << _OF_WARP | thread % WARP
 
     def wait(self, blocks: Array, most: int) -> None:
-        """Until no more than so many groups of copies are on their way: then they are written, by who asked for it."""
+        """Complete groups of copies until at most `most` are pending; then they count as written by whoever asked."""
         pending = self._pending.reshape(len(blocks), -1)
         done = (pending > 0) & (pending <= self.groups - most) & blocks
         writers = self._writers.reshape(done.shape)
@@ -70,20 +70,20 @@ class Shared:
         pending[done] = 0
 
     def read(self, addresses: Array, mask: Array, dtype: np.dtype[Any], at: Instruction) -> Array:
-        """Unsigned integers; zeros where the mask hides them."""
-        places = self._looked_at(addresses, mask, dtype.itemsize, at)
-        found: Array = np.where(mask, self._bytes.view(dtype)[places // dtype.itemsize], dtype.type(0))
-        return found
+        """Return unsigned integers; zeros where the mask hides them."""
+        places = self._record_read(addresses, mask, dtype.itemsize, at)
+        values: Array = np.where(mask, self._bytes.view(dtype)[places // dtype.itemsize], dtype.type(0))
+        return values
 
     def rows(self, addresses: Array, mask: Array, at: Instruction) -> Array:
-        """Rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8)."""
-        places = self._looked_at(addresses, mask, 16, at, _SEVERAL)
+        """Return rows of eight 16-bit numbers that the lanes of a warp read together: (blocks, threads, 8)."""
+        places = self._record_read(addresses, mask, 16, at, _SEVERAL)
         rows: Array = self._bytes.view(np.uint16).reshape(-1, 8)[places // 16]
         return rows
 
     def write(self, addresses: Array, mask: Array, values: Array, at: Instruction, *, copied: bool = False) -> None:
-        """Unsigned integers; copied: they are there once their group was waited for."""
-        places, granules, now = self._accessed(addresses, mask, values.itemsize, at)
+        """Write unsigned integers; `copied` ones arrive when their group has been waited for."""
+        places, granules, now = self._locate(addresses, mask, values.itemsize, at)
         self._refuse(self._pending[granules] > 0, granules, at, "writes what an asynchronous copy is bringing")
         for history, what in ((self._writers, "wrote"), (self._readers, "read")):
             self._refuse(_unordered(history[granules], now), granules, at, f"writes what another thread {what}")
@@ -91,25 +91,25 @@ class Shared:
         self._writers[granules] = now
         self._pending[granules] = self.groups[granules * self._granule // self._size, 0] + 1 if copied else 0
 
-    def _looked_at(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
-        """Check a read, and remember it: bytes from the first block's first on."""
-        places, granules, now = self._accessed(addresses, mask, size, at, lanes)
+    def _record_read(self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0) -> Array:
+        """Check a read and record it; return places in bytes from the start of the first block."""
+        places, granules, now = self._locate(addresses, mask, size, at, lanes)
         writers, readers = self._writers[granules], self._readers[granules]
         self._refuse(writers == _NOBODY, granules, at, "reads what no thread has written")
         self._refuse(self._pending[granules] > 0, granules, at, "reads what an asynchronous copy is bringing")
         self._refuse(_unordered(writers, now), granules, at, "reads what another thread wrote")
         self._readers[granules] = now
-        # Of several readers in one phase no single one is remembered.
+        # If several threads read in one phase, no single one is recorded.
         others = np.where(_unordered(readers, now), readers, self._readers[granules])
         met, far = others != now, (others ^ now) >> _OF_WARP != 0
         self._readers[granules[met]] = now[met] | _SEVERAL
         self._readers[granules[far]] = now[far] & -1 << _PHASE | _EVERYONE << _OF_WARP
         return places
 
-    def _accessed(
+    def _locate(
         self, addresses: Array, mask: Array, size: int, at: Instruction, lanes: int = 0
     ) -> tuple[Array, Array, Array]:
-        """Places in bytes, and every granule there that the mask shows, by whom and when."""
+        """Return places in bytes, every granule there that the mask shows, and who accesses it when."""
         places = np.where(mask, addresses, 0)
         if ((places < 0) | (places + size > self._size) | (places % size != 0)).any():
             raise SharedMemoryError(f"{at} goes beyond the shared memory, or is not aligned")
@@ -128,10 +128,10 @@ class Shared:
 
 
 def _unordered(before: Array, now: Array) -> Array:
-    """Whether nothing orders what somebody did before what somebody does now: no barrier, and they are not one."""
+    """Return whether no barrier orders two accesses by different threads."""
     difference = before ^ now
     in_phase = (before != _NOBODY) & (difference >> _PHASE == 0)
     one_thread = (difference & (1 << _PHASE_OF_WARP) - 1 == 0) & (now & _SEVERAL == 0)
-    of_warp = difference >> _OF_WARP & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0  # which has a barrier of its own
+    of_warp = difference >> _OF_WARP & (1 << _PHASE_OF_WARP - _OF_WARP) - 1 == 0  # which has its own barrier
     unordered: Array = in_phase & ~one_thread & ~(of_warp & (difference >> _PHASE_OF_WARP != 0))
     return unordered

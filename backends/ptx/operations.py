@@ -1,4 +1,4 @@
-"""What each PTX instruction computes of its operands, by its whole name: one that is not here is not executed.
+"""The computation of each PTX instruction, by its whole name: one that is not here is not executed.
 
 Titles are those of the PTX ISA's sections. Where it leaves an approximation's last bits open (`ex2.approx` and its
 like), the correctly rounded result is taken, which is an assumption: no card's bits are published.
@@ -16,7 +16,7 @@ import torch
 from tiebreak.backends.emulation.rounding import odd_sum
 from tiebreak.backends.interpreter.numbers import Array, converted, fused
 
-#: What registers and memory hold under a type's name; an x2 is two of them in a register.
+#: The contents of registers and memory under a type's name; an x2 is two of them in a register.
 TYPES: Mapping[str, np.dtype[Any]] = {
     "pred": np.dtype(bool),
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "bu" for bits in (8, 16, 32, 64)},
@@ -31,7 +31,7 @@ _F32 = TYPES["f32"]
 
 
 class Operation(NamedTuple):
-    """What an instruction computes of its operands, number by number."""
+    """The computation of an instruction on its operands, number by number."""
 
     compute: Callable[..., Any]  # of arrays that broadcast to one shape, of these types
     sources: tuple[str, ...]  # types of the operands behind the destination; the last one's is that of all others
@@ -58,28 +58,28 @@ def _fma(x: Array, y: Array, z: Array) -> Array:
 
 
 def _quotient(x: Array, y: Array) -> Array:
-    """`div.full`: x * (1 / y), the reciprocal rounded and scaled: off by 2 ulp at most, as SASS shows it is done."""
+    """Compute `div.full`: x * (1 / y), the reciprocal rounded and scaled; off by at most 2 ulp, as in SASS."""
     fraction, exponent = np.frexp(y)
     return np.ldexp(x.astype(np.float64) * (np.float32(1) / fraction), -exponent).astype(np.float32)
 
 
 def _extreme(x: Array, y: Array, *third: Array, largest: bool) -> Array:
-    """NaN is dropped, and of -0 and +0 the latter is the larger."""
-    found: Array = (np.fmax if largest else np.fmin)(x, y)
+    """Return the larger or smaller number: NaN is dropped, and +0 is larger than -0."""
+    result: Array = (np.fmax if largest else np.fmin)(x, y)
     negative = np.signbit(x) & np.signbit(y) if largest else np.signbit(x) | np.signbit(y)
-    found = np.where((x == 0) & (y == 0), np.where(negative, -np.abs(found), np.abs(found)), found)
-    return _extreme(found, *third, largest=largest) if third else found
+    result = np.where((x == 0) & (y == 0), np.where(negative, -np.abs(result), np.abs(result)), result)
+    return _extreme(result, *third, largest=largest) if third else result
 
 
 def _doubled(x: Array, y: Array, addend: Array | None = None) -> Array:
-    """The whole product."""
+    """Return the whole product in twice the width, plus the addend."""
     dtype = np.dtype(f"{x.dtype.kind}{2 * x.itemsize}")
     whole: Array = x.astype(dtype) * y.astype(dtype) + (dtype.type(0) if addend is None else addend)
     return whole
 
 
 def _truncated(x: Array, y: Array, *, remainder: bool) -> Array:
-    """Integer division toward zero; by zero it gives anything, here what division by one does."""
+    """Divide integers, rounding toward zero; division by zero, which may give anything, divides by one."""
     divisor = np.where(y == 0, x.dtype.type(1), y)
     rest = np.fmod(x, divisor)
     result: Array = rest if remainder else (x - rest) // divisor
@@ -87,7 +87,7 @@ def _truncated(x: Array, y: Array, *, remainder: bool) -> Array:
 
 
 def _shifted(x: Array, by: Array, *, left: bool) -> Array:
-    """Beyond the width zeros are left, or copies of the sign."""
+    """Shift; beyond the width the result is zeros, or copies of the sign."""
     last = 8 * x.itemsize - 1
     within = np.minimum(by, last).astype(x.dtype)
     shifted: Array = x << within if left else x >> within
@@ -96,14 +96,14 @@ def _shifted(x: Array, by: Array, *, left: bool) -> Array:
 
 
 def _field(x: Array, start: Array, length: Array) -> Array:
-    """`bfe`: so many bits from one on; where x is signed, beyond them copies of the last."""
+    """Compute `bfe`: `length` bits from `start` on; signed ones are extended by their highest bit."""
     unused = (8 * x.itemsize - np.clip(length, 1, 8 * x.itemsize)).astype(x.dtype)
     field: Array = _shifted(x, start, left=False) << unused >> unused
     return np.where(length == 0, x.dtype.type(0), field)
 
 
 def _permuted(x: Array, y: Array, selector: Array) -> Array:
-    """`prmt`: four bytes of eight, each chosen by four bits, of which the highest replicates the byte's sign."""
+    """Compute `prmt`: four bytes of eight, each chosen by four bits, of which the highest replicates the sign."""
     both = y.astype(np.uint64) << np.uint64(32) | x
     result = np.zeros((1, 1), np.uint32)
     for at in range(4):
@@ -115,7 +115,7 @@ def _permuted(x: Array, y: Array, selector: Array) -> Array:
 
 
 def _pair(high: Array, low: Array, *, dtype: np.dtype[Any]) -> Array:
-    """Two numbers in a register, the first operand in its upper half."""
+    """Return two numbers in one register, the first operand in its upper half."""
     halves = np.broadcast_arrays(converted(low, dtype), converted(high, dtype))
     return np.stack(halves, -1)
 
@@ -125,7 +125,7 @@ def _cast(x: Array, *, dtype: np.dtype[Any]) -> Array:
 
 
 def _conversions() -> Iterator[tuple[str, Operation]]:
-    """`cvt`."""
+    """Yield the variants of `cvt`."""
     integers = [f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)]
     for to, of in product(integers, integers):
         yield f"cvt.{to}.{of}", Operation(partial(_cast, dtype=TYPES[to]), (of,))

@@ -40,12 +40,12 @@ class Instruction:
         return f"{self.opcode} (line {self.line} of the PTX's body)"
 
     def refused(self) -> CannotRunError:
-        """That it is not executed here: its cell is skipped with the instruction's name."""
+        """Return the error that the instruction is not supported: its cell is skipped with the instruction's name."""
         return CannotRunError(f"the PTX instruction {self.opcode} is not executed here")
 
 
 def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
-    """Names of parameters, instructions, and at which ones labels stand, of the one kernel of a PTX text.
+    """Return names of parameters, instructions, and the place of each label, of the one kernel of a PTX text.
 
     Raises:
         CannotRunError: it is none, or holds a statement that is not known here.
@@ -70,7 +70,7 @@ def parsed(text: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
 
 
 def _statements(body: str) -> Iterator[tuple[int, str]]:
-    """What stands between semicolons, and labels; without braces of scopes and without directives but `.reg`."""
+    """Yield statements and labels, without braces of scopes and without directives except `.reg`."""
     for line, text in enumerate(body.split("\n"), 1):
         for part in re.split(r"(?<=:)\s|;", text + " "):
             bare = part.strip()
@@ -80,7 +80,7 @@ def _statements(body: str) -> Iterator[tuple[int, str]]:
 
 
 def _names(declared: str) -> Iterator[str]:
-    """`%r<3>` are %r0 to %r2."""
+    """Yield the registers that a declaration names: `%r<3>` is %r0 to %r2."""
     for name in declared.split(","):
         stem, _, count = name.strip().rstrip(">").partition("<")
         yield from (f"{stem}{number}" for number in range(int(count))) if count else (stem,)

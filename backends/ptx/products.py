@@ -32,7 +32,7 @@ class Product:
 
     @cached_property
     def _places(self) -> tuple[_Places, _Places, _Places]:
-        """Of A's, B's and C's elements."""
+        """The places of A's, B's and C's elements in the registers of a warp."""
         size = 4 // TYPES[self.a].itemsize  # elements of a register
         register, along = np.arange(4)[None, :, None], size * _IN_GROUP + np.arange(size)
         of_a, of_b = register[:, : self.k // (2 * size)], register[:, : self.k // (4 * size)]
@@ -43,7 +43,7 @@ class Product:
         )
 
     def __call__(self, *operands: Sequence[Array]) -> list[Array]:
-        """D = A B + C of every warp, from registers to registers: uint32 of (blocks, threads) each."""
+        """Return D = A B + C of every warp, from registers to registers: uint32 of (blocks, threads) each."""
         types, shapes = (self.a, self.b, "f32"), ((16, self.k), (self.k, 8), (16, 8))
         a, b, c = map(_tile, operands, types, shapes, self._places)
         rows, columns = self._places[2]
@@ -52,7 +52,7 @@ class Product:
 
 
 def _tile(registers: Sequence[Array], kind: str, shape: tuple[int, int], places: _Places) -> torch.Tensor:
-    """(warps, rows, columns), fp32, of what the lanes of each warp hold."""
+    """Return the tile that the lanes of each warp hold together, (warps, rows, columns), fp32."""
     held: Any = np.stack(registers, -1).view(TYPES[kind])
     tile = np.empty((held.shape[0] * held.shape[1] // WARP, *shape), np.float32)
     tile[:, places[0], places[1]] = held.reshape(-1, *np.broadcast_shapes(places[0].shape, places[1].shape))
@@ -60,7 +60,7 @@ def _tile(registers: Sequence[Array], kind: str, shape: tuple[int, int], places:
 
 
 def product_of(instruction: Instruction, card: str) -> Product:
-    """The product that a card computes by this instruction; CannotRunError: it is not known."""
+    """Return the product that a card computes by this instruction; raise CannotRunError if it is unknown."""
     k, a, b = match.groups() if (match := _MMA.fullmatch(instruction.opcode)) else ("", "", "")
     try:
         return Product(int(k), a, b, core_of(card, _FORMATS[a], _FORMATS[b]))
@@ -68,8 +68,8 @@ def product_of(instruction: Instruction, card: str) -> Product:
         raise instruction.refused() from error
 
 
-def shared_out(rows: Array, count: int, *, transposed: bool) -> list[Array]:
-    """`ldmatrix`: of (blocks, threads, 8) rows of matrices, uint16, what lies in `count` registers of every thread."""
+def load_matrices(rows: Array, count: int, *, transposed: bool) -> list[Array]:
+    """Compute `ldmatrix`: from rows of matrices, uint16 (blocks, threads, 8), the `count` registers of every thread."""
     matrices = rows.reshape(rows.shape[0], -1, 4, 8, 8)[:, :, :count]
     matrices = matrices.swapaxes(-1, -2) if transposed else matrices
     pairs = np.ascontiguousarray(matrices).view(np.uint32)  # two columns side by side

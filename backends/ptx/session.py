@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tiebreak.backends.absent import absent
-from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.threads import Launch
 from tiebreak.kernels.kernel import CannotRunError
@@ -29,13 +29,13 @@ _program = lru_cache(maxsize=64)(Program)
 def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
     """Execute, on CPU tensors, every Triton function that is launched meanwhile, compiled for a card such as sm_80.
 
-    A block has at most so many bytes of shared memory there. What is yielded says what is assumed of the card.
+    A block has at most `shared` bytes of shared memory. It yields the assumptions about the card.
     """
     with ExitStack() as stack:
         target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
         utils = SimpleNamespace(
             get_device_properties=lambda _: {"max_shared_mem": shared},
-            # What the compiler calls the binary is the text. No module is left to be unloaded.
+            # The text takes the place of the binary, so there is no module to unload.
             load_binary=lambda name, text, *_: (None, _program(text.decode(), card), 0, 0, 1024),
         )
         stack.enter_context(absent(target, card, utils=utils, launcher_cls=_Launcher))
@@ -48,7 +48,7 @@ def executing(card: str, shared: int) -> Iterator[tuple[str, ...]]:
 
 
 def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What the compiler has no code for is no call for this card."""
+    """Return a function that raises CannotRunError where the compiler fails for this card."""
 
     def compiling(self: Any, *args: object, **kwargs: object) -> Any:
         try:
@@ -65,7 +65,7 @@ def _refused(function: Any, *_: object, **__: object) -> None:
 
 
 class _Launcher:
-    """In the place of the driver's: gives a grid to a program."""
+    """A replacement of the driver's launcher that passes a grid to a program."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._types: Mapping[str, Any] = source.signature
@@ -75,16 +75,16 @@ class _Launcher:
             raise CannotRunError("clusters of blocks and scratch memory are not executed here")
 
     def __call__(self, x: int, y: int, z: int, _stream: object, program: Program, *rest: Any) -> None:
-        """Of what follows, all but the last as many as there are parameters are the driver's own."""
+        """Run a program; the last arguments are its parameters, those before them the driver's."""
         bound = dict(zip(self._types, rest[-len(self._types) :], strict=True))
         given = {name: value for name, value in bound.items() if self._types[name] != "constexpr"}
         bits = [number for name, value in given.items() for number in _bits(self._types[name], value)]
-        memory = Memory(self._name, tuple(arguments_of(given)))
+        memory = KernelMemory(self._name, tuple(arguments_of(given)))
         program.run(Launch((x, y, z), self._threads, self._shared, bits, memory))
 
 
 def _bits(kind: Any, value: Any) -> Iterator[int]:
-    """What a kernel gets of an argument: each part of a tuple but constants, the address of a tensor."""
+    """Yield an argument as a kernel gets it: a tensor's address, the parts of a tuple without constants."""
     if isinstance(kind, tuple):
         for part, element in zip(kind, value, strict=True):
             yield from _bits(part, element)

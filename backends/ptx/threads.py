@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiebreak.backends.interpreter.memory import Memory
+from tiebreak.backends.interpreter.memory import KernelMemory
 from tiebreak.backends.interpreter.numbers import Array
 from tiebreak.backends.ptx.memory import WARP, Global, Shared
 from tiebreak.backends.ptx.parsing import Instruction
@@ -16,20 +16,20 @@ _NOTHING = np.zeros((1, 1), np.uint64)
 
 @dataclass(frozen=True)
 class Launch:
-    """A grid of blocks, and what they are given."""
+    """A grid of blocks, and their arguments and memory."""
 
     grid: tuple[int, int, int]  # blocks along x, y and z
     threads: int  # of a block
     shared: int  # bytes of a block
     arguments: Sequence[int]  # the bits of every parameter
-    memory: Memory  # what they may touch
+    memory: KernelMemory  # what they may touch
 
 
 class Threads:
-    """Every register is an array of (blocks, threads), unsigned or bool, 1 long where nothing changes along it."""
+    """The registers of threads: arrays (blocks, threads), unsigned or bool, of length 1 where they don't vary."""
 
     def __init__(self, launch: Launch, blocks: Array, granule: int) -> None:
-        """Of some blocks of a launch, (blocks, 1) numbers, those along x first; `granule` is of their `Shared`."""
+        """Start some blocks of a launch, (blocks, 1) numbers, those along x first; `granule` is that of `Shared`."""
         self.shape = len(blocks), launch.threads
         self.everyone = np.ones(self.shape, bool)
         self.shared = Shared(*self.shape, launch.shared, granule)
@@ -42,18 +42,18 @@ class Threads:
             self._registers[f"%nctaid.{axis}"] = np.full((1, 1), size, np.uint32)
 
     def guarded(self, active: Array, at: Instruction) -> Array:
-        """Which of these threads execute an instruction."""
+        """Return which of these threads execute an instruction."""
         if not at.guard:
             return active
         predicate = self._registers[at.guard] ^ at.negated
         return active if predicate.all() else np.logical_and(predicate, active)
 
     def get(self, name: str) -> Array:
-        """A register, as unsigned integers or bool; what was never written is 0."""
+        """Return a register, as unsigned integers or bool; 0 if it was never written."""
         return self._registers.get(name, _NOTHING)
 
     def put(self, name: str, size: int, value: Array, mask: Array) -> None:
-        """Write a register of so many bytes: a narrower number is extended by its sign, if it has one."""
+        """Write a register of `size` bytes: a narrower signed number is sign-extended."""
         if value.ndim > 2:  # two in a register
             value = np.ascontiguousarray(value).view(f"u{2 * value.itemsize}")[..., 0]
         if value.dtype != bool:
@@ -64,11 +64,11 @@ class Threads:
         self._registers[name] = value
 
     def full(self, x: Array) -> Array:
-        """An array with all its blocks and threads."""
+        """Return an array with all its blocks and threads."""
         return np.ascontiguousarray(np.broadcast_to(x, self.shape))
 
     def together(self, mask: Array, size: int, at: Instruction) -> Array:
-        """Which warps, or blocks, of `size` threads execute an instruction; CannotRunError: part of one does."""
+        """Return which groups of `size` threads execute an instruction; raise CannotRunError if part of one does."""
         groups = self.full(mask).reshape(self.shape[0], -1, size)
         some, every = groups.max(-1), groups.min(-1)
         if (some != every).any():

@@ -29,10 +29,10 @@ class Folder:
     """The files of one process in a folder that several may share: each has its own names and its own share."""
 
     def __init__(self, path: Path, budget: int, rank: int, ranks: int) -> None:
-        """Make the folder if it is not there, and take stock of what earlier runs left.
+        """Make the folder if it is missing, and read which files earlier runs left.
 
         The budget, in bytes, is that of the whole folder; the processes, `rank` of `ranks`, have equal shares.
-        CaptureError: no safetensors, no right to write, or no room beside files that are not of `capture`.
+        CaptureError: no safetensors, no right to write, or no room next to files that are not of `capture`.
         """
         try:
             self._save = import_module("safetensors.torch").save_file
@@ -48,8 +48,8 @@ class Folder:
             suffixes = {file: match[2] or "" for file in path.iterdir() if (match := FILE.fullmatch(file.name))}
             sizes = {file: file.stat().st_size for file in suffixes}
         ours = {f"-rank{other}" for other in range(ranks)} if ranks > 1 else {""}
-        found = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
-        of_this_run = {file: kept for file, kept in found.items() if suffixes[file] in ours}
+        files_here = {file: Kept(sizes[file], telling) for file in sizes if (telling := _telling(file)) is not None}
+        of_this_run = {file: kept for file, kept in files_here.items() if suffixes[file] in ours}
         foreign = sum(size for file, size in sizes.items() if file not in of_this_run)
         self.budget = (budget - foreign) // ranks
         if self.budget <= 0:
@@ -62,22 +62,22 @@ class Folder:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step that any file in the folder is of."""
+        """The highest step of any file in the folder."""
         steps = [int(match[1]) for path in self.path.iterdir() if (match := FILE.fullmatch(path.name))]
         return max(steps, default=None)
 
     @property
     def bytes(self) -> int:
-        """Size of this process's files."""
+        """The size of this process's files."""
         return sum(file.bytes for file in self.kept.values())
 
     @property
     def room(self) -> int:
-        """Bytes of tensors that fit in the whole budget."""
+        """The bytes of tensors that fit in the whole budget."""
         return self.budget - _HEADER
 
     def write(self, step: int, layers: Sequence[Candidate]) -> Path | None:
-        """Write layers, the most telling first, and let less telling files give way; None: it would give way itself.
+        """Write layers, the most telling first, and delete less telling files; None: nothing there is less telling.
 
         CaptureError: it can't be written. FileExistsError: there is a file of this step. What was there stays.
         """
@@ -118,7 +118,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def _telling(path: Path) -> float | None:
-    """How telling a file is by its metadata; None where it is not one of `capture`'s, which then never touches it."""
+    """Return how telling a file is by its metadata; None where `capture` did not write it, which it never touches."""
     safetensors = import_module("safetensors")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -20,7 +20,7 @@ _HARMFUL_LOGIT = 88.0  # from here on exp underflows where a shift doubles the m
 
 
 class Findings(NamedTuple):
-    """Statistics of the sampled rows of one layer, numbers of the host: those of `Candidate.summary`."""
+    """Statistics of the sampled rows of one layer, as numbers on the host, from `Candidate.summary`."""
 
     repeated: float  # share of rows whose maximum repeats
     delta_bias: float  # mean of delta_lp - delta_hp over mean |delta_hp|, averaged over heads, of rowsum(dO * O)
@@ -30,13 +30,13 @@ class Findings(NamedTuple):
     kept_finite: float  # 1 where all that would be kept is finite
 
     @property
-    def finite(self) -> bool:
-        """Whether all of it is, the statistics too."""
+    def is_finite(self) -> bool:
+        """True if all of the layer is finite, the statistics too."""
         return self.kept_finite > 0 and all(map(math.isfinite, self))
 
     @property
     def telling(self) -> float:
-        """0 to 3: how much of each of the three known causes of harm there is."""
+        """A score from 0 to 3: how much of each of the three known causes of harm there is."""
         delta = min(1.0, abs(self.delta_bias) / _HARMFUL_DELTA) * self.drift
         return self.repeated + delta + min(1.0, max(0.0, self.largest) / _HARMFUL_LOGIT)
 
@@ -46,14 +46,14 @@ _UNKNOWN = Findings(*[math.nan] * 6)
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
-    """Compute beside a model: no graph, no autocast, no narrowed products; no random numbers are drawn."""
+    """Compute during a model's step: without graph, autocast, narrowed products or random numbers."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
         yield
 
 
 @dataclass
 class Candidate:
-    """The heads of one call that have most to tell, copied on the device; dO comes with the backward pass."""
+    """The most telling heads of one call, copied on the device; dO comes with the backward pass."""
 
     name: str  # of the module that called
     layer: int  # its number, by the order of the first forward pass
@@ -68,12 +68,12 @@ class Candidate:
 
     @property
     def bytes(self) -> int:
-        """Its size, on the device or in a file."""
+        """The size, on the device or in a file."""
         parts = (self.call.q, self.call.k, self.call.v, self.o, self.o)  # dO is as O
         return sum(part.numel() * part.element_size() for part in parts)
 
     def within(self, size: int) -> "Candidate | None":
-        """As many heads as fit into this size, those that had most to tell before the backward pass; None: none fit."""
+        """Return as many heads as fit into this size, the most telling before the backward pass; None: none fit."""
         pairs = size * self.o.shape[0] // self.bytes
         if pairs < 1:
             return None
@@ -82,12 +82,12 @@ class Candidate:
         return replace(self, call=replace(self.call, q=q, k=k, v=v), o=self.o[:pairs], heads=self.heads[:pairs], do=do)
 
     def take(self, do: Tensor) -> None:
-        """Keep the gradient of O, (batch, heads, queries, d) of the model; the first one that comes."""
+        """Keep the gradient of O, (batch, heads, queries, d) of the model; only the first one counts."""
         if self.do is None:
             self.do = _pick(do, self.heads, self.o.shape[1])[:, :, : self.o.shape[2]].clone()
 
     def summary(self) -> Tensor:
-        """All of `Findings` in one tensor, for one transfer."""
+        """Return all of `Findings` in one tensor, for one transfer."""
         assert self.do is not None
         do = self.do[:, :, self.rows].float()
         right = self.o[:, :, self.rows].float() - self.error
@@ -103,7 +103,7 @@ class Candidate:
 
 
 def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int, tokens: int, turn: int) -> Candidate:
-    """Look at a call of a module, by its name and its number, and copy the heads that have most to tell.
+    """Look at a call of a module, by its name and its number, and copy the most telling heads.
 
     Args:
         call, o: q, k, v as the kernel took them, and what it returned, (batch, heads, queries, d).
@@ -135,12 +135,12 @@ def candidate(name: str, layer: int, call: AttentionCall, o: Tensor, pairs: int,
 
 
 def _pick(x: Tensor, where: Tensor, groups: int) -> Tensor:
-    """(batch, heads, n, d) -> (pairs, groups, n, d), a copy."""
+    """Return a copy (pairs, groups, n, d) of (batch, heads, n, d)."""
     return x.reshape(x.shape[0], -1, groups, *x.shape[2:])[where[:, 0], where[:, 1]]
 
 
 def _rows(call: AttentionCall, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the sampled rows, by key head, the share that repeats its maximum and the largest score; and O in fp32."""
+    """Return, by key head, the share of sampled rows that repeat their maximum, the largest score, and O in fp32."""
     (batch, heads, queries), (key_heads, keys) = call.q.shape[:3], call.k.shape[1:3]
     q = call.q[:, :, at].float()
     rows = q.shape[2]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tiebreak.cases.capture.folder import MB, Folder
 from tiebreak.cases.capture.interest import Candidate, Findings, candidate, measuring
-from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, NotHeldError, Place, Watch
+from tiebreak.cases.capture.watch import AttentionCall, AttentionModule, CaptureError, ModelWatch, NotHeldError, Place
 
 _UNLIKE = 0.1  # an O further from softmax(scale q k^T) v than this is that of another function
 _SHOWN = 5  # files in the summary
@@ -22,7 +22,7 @@ _SHOWN = 5  # files in the summary
 
 @dataclass(eq=False, repr=False)
 class Capture:
-    """Keep q, k, v, O and dO of the calls of attention that show most, as a model trains.
+    """A context manager that keeps q, k, v, O and dO of the most telling calls of attention as a model trains.
 
     Use it as a context manager around the loop, and call its `step()` at the end of every optimiser step::
 
@@ -36,7 +36,7 @@ class Capture:
     maximum, how biased delta = rowsum(dO * O) is, and the largest logit. The first forward pass of such a step counts,
     not what gradient accumulation or activation checkpointing repeats. Calls that the captured format can't hold
     (dropout, masks that are not causal, biases) are counted and named, not kept. The model's numbers stay the same to
-    the bit. There are no collective calls: under DDP and FSDP every process writes files of its own, named for its
+    the bit. There are no collective calls: under DDP and FSDP every process writes its own files, named for its
     rank, under its share of the budget. One run at a time writes into a folder.
 
     Raises:
@@ -80,7 +80,7 @@ class Capture:
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 reason = f"{name or 'model'} is compiled, which hides its calls"
                 raise CaptureError(f"{reason}; give capture the model before torch.compile")
-        self._watch = Watch(self.model, self.modules, self._seen)
+        self._watch = ModelWatch(self.model, self.modules, self._seen)
         self._folder = Folder(Path(self.folder), int(self.budget_mb * MB), *_ranks())
         last = self._folder.last_step
         self._number = (0 if last is None else last + 1) if self.start is None else self.start  # of the running step
@@ -91,7 +91,7 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop, also after Ctrl-C: what was written is whole."""
+        """Stop, also after Ctrl-C: every written file is complete."""
         self._undo.close()
         self._candidates.clear()
         if not self.quiet and _ranks()[0] == 0:
@@ -148,7 +148,7 @@ class Capture:
         out.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _keep(self) -> None:
-        """Write the most telling layers of the step that ends, if they beat what is kept."""
+        """Write the most telling layers of the step that ends, if they are more telling than those kept."""
         self._first = min(self._left, default=0)
         ended = [part for part in self._candidates if part.do is not None]
         self.calls["without a gradient of O"] += len(self._candidates) - len(ended)
@@ -159,11 +159,11 @@ class Capture:
             numbers = torch.stack([summary.to(summaries[0].device) for summary in summaries]).tolist()
         good: list[Candidate] = []
         for part, row in zip(ended, numbers, strict=True):
-            part.findings = found = Findings(*row)
+            part.findings = findings = Findings(*row)
             self.calls["looked at"] += 1
-            if not found.finite:
+            if not findings.is_finite:
                 self.calls["with NaN or Inf"] += 1
-            elif found.unlike > _UNLIKE and not part.call.sure:
+            elif findings.unlike > _UNLIKE and not part.call.sure:
                 self.calls["whose O is not softmax(scale q k^T) v of their arguments"] += 1
             else:
                 good.append(part)
@@ -187,7 +187,7 @@ class Capture:
             self.written += [] if path is None else [path]
 
     def summary(self) -> str:
-        """Counts of calls and files, and the command to run next; several lines."""
+        """Return counts of calls and files, and the command to run next; several lines."""
         folder = self._folder
         looked = f"looked at {self.looked} of {self.steps} steps"
         lines = [f"capture: {looked}, {self.calls['looked at']} calls of attention"]
@@ -208,7 +208,7 @@ capture = Capture
 
 
 def _ranks() -> tuple[int, int]:
-    """This process's number, and how many there are; nothing is sent."""
+    """Return this process's number, and how many there are, without communication."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1

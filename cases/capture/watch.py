@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AS_DEFAULT = 1e-12  # relative: d**-0.5 and 1/sqrt(d) differ in their last bit
-# What Hugging Face's attention functions take beside q, k, v, mask, dropout, scale and is_causal.
+# The arguments of Hugging Face's attention functions after q, k, v, mask, dropout, scale and is_causal.
 _UNHELD_WORDS = {
     "softcap": "a soft cap",
     "s_aux": "attention sinks",
@@ -36,16 +36,16 @@ _NAMES = tuple(
 
 
 class CaptureError(ValueError):
-    """Something that keeps a capture from being made; one line that names the argument or the file."""
+    """A reason why a capture can't be made; one line that names the argument or the file."""
 
 
 class NotHeldError(Exception):
-    """A call that the captured format has no place for; the message names the part, after "calls with"."""
+    """A call that the captured format can't hold; the message names the part, after "calls with"."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """softmax(scale q k^T) v, as the kernel was given it. The tensors are the model's own, detached."""
+    """A call of softmax(scale q k^T) v, as the kernel was given it. The tensors are the model's own, detached."""
 
     q: Tensor  # (batch, heads, queries, d)
     k: Tensor  # (batch, key heads, keys, d)
@@ -57,12 +57,12 @@ class AttentionCall:
 
     @property
     def alpha(self) -> float:
-        """The factor of q k^T as the model has q."""
+        """The factor of q k^T, for q as the model has it."""
         return (1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale) * self.factor
 
 
-def _causal(mask: Tensor, queries: int, keys: int) -> bool:
-    """Whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
+def _is_causal(mask: Tensor, queries: int, keys: int) -> bool:
+    """Return whether a mask is causal; False where it hides nothing. NotHeldError: it is any other mask."""
     if mask.dtype == torch.bool:
         hidden, plain = ~mask, torch.ones((), dtype=torch.bool, device=mask.device)
     else:
@@ -88,7 +88,7 @@ def sdpa_call(
     enable_gqa: bool = False,
     **more: Any,
 ) -> AttentionCall:
-    """A call of `torch.nn.functional.scaled_dot_product_attention`; NotHeldError: the format can't hold it."""
+    """Return a call of `torch.nn.functional.scaled_dot_product_attention`; NotHeldError: the format can't hold it."""
     del enable_gqa  # the shapes say it
     if more:
         raise NotHeldError(f"{', '.join(more)}")
@@ -96,7 +96,7 @@ def sdpa_call(
         raise NotHeldError("dropout")
     q, k, v = _as_the_kernel_takes(query, key, value)
     if attn_mask is not None:
-        is_causal = _causal(attn_mask, q.shape[2], k.shape[2])
+        is_causal = _is_causal(attn_mask, q.shape[2], k.shape[2])
     elif is_causal:  # PyTorch's flag lets query i see keys 0 .. i: the later ones take no part
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     return plain_call(q, k, v, is_causal, scale, sure=True)
@@ -114,9 +114,9 @@ def hugging_face_call(
     is_causal: bool | None = None,
     **more: Any,
 ) -> AttentionCall:
-    """A call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
+    """Return a call of one of Hugging Face's attention functions; NotHeldError: the format can't hold it.
 
-    Called `eager` it gets a causal mask as a mask alone; all others have a flag too, the module's if the call has none.
+    `eager` gets a causal mask only as a mask; all others have a flag too, the module's if the call has none.
     """
     for word, reason in _UNHELD_WORDS.items():
         if more.get(word) is not None:
@@ -130,7 +130,7 @@ def hugging_face_call(
     if mask is not None and not isinstance(mask, Tensor):
         raise NotHeldError(f"a {type(mask).__name__}")
     if mask is not None and (name == "eager" or mask.dim() != 2):
-        causal = _causal(mask, q.shape[2], k.shape[2])
+        causal = _is_causal(mask, q.shape[2], k.shape[2])
     elif mask is not None and not bool(mask.all()):
         raise NotHeldError("padding")
     else:
@@ -142,7 +142,7 @@ def hugging_face_call(
 def plain_call(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, sure: bool = False
 ) -> AttentionCall:
-    """A call whose mask is known, tensors (batch, heads, tokens, d); NotHeldError: the format can't hold it."""
+    """Return a call whose mask is known, tensors (batch, heads, tokens, d); NotHeldError: the format can't hold it."""
     q, k, v = _as_the_kernel_takes(q, k, v)
     if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         raise NotHeldError("V of another shape than K" if k.shape != v.shape else "K of another width than Q")
@@ -160,7 +160,7 @@ def plain_call(
 
 
 def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
-    """q, k and v, detached; under autocast in its format."""
+    """Return q, k and v, detached; under autocast in its format."""
     for tensor in given:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested:
             raise NotHeldError("nested tensors" if tensor.is_nested else f"tensors of class {type(tensor).__name__}")
@@ -176,7 +176,7 @@ def _as_the_kernel_takes(*given: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """What can't be seen of a module that computes attention: its forward takes q, k and v and returns O."""
+    """Facts that can't be seen of a module that computes attention: its forward takes q, k and v and returns O."""
 
     causal: bool  # query i sees keys 0 .. i + keys - queries
     scale: float | None = None  # None: 1/sqrt(d)
@@ -184,7 +184,7 @@ class AttentionModule:
 
 
 class Place(NamedTuple):
-    """Where in a model a call was made, the same in a forward pass and where a checkpoint repeats it."""
+    """The place in a model where a call was made, the same in a forward pass and where a checkpoint repeats it."""
 
     module: str  # the innermost module that was running
     number: int  # of the call among those of one run of it
@@ -202,8 +202,8 @@ class _Frame:
 
 
 @dataclass
-class Watch:
-    """Reports every call of attention of a model while it is `looking`; otherwise it only passes calls on."""
+class ModelWatch:
+    """A hook on every call of attention of a model that reports it while `looking`, and otherwise passes it on."""
 
     model: nn.Module
     patterns: Mapping[str, AttentionModule]  # names or globs of modules that compute attention, as `named_modules`
@@ -216,7 +216,7 @@ class Watch:
         self.named = named_modules(self.model, self.patterns)
 
     def look(self, looking: bool) -> None:
-        """Look at the calls from here on, or stop it."""
+        """Start or stop reporting calls."""
         self._hooks.close()
         self._local, self.looking = threading.local(), looking
         if not looking:
@@ -229,7 +229,7 @@ class Watch:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put this watch into the way of all calls; what was there is put back."""
+        """Intercept all calls, and restore the functions afterwards."""
         with ExitStack() as undo:
             undo.callback(self.look, False)
             original = torch.nn.functional.scaled_dot_product_attention
@@ -257,7 +257,7 @@ class Watch:
     ) -> Callable[..., Any]:
         @wraps(original)
         def attention(*args: Any, **kwargs: Any) -> Any:
-            # What is traced is compiled: it can't be watched.
+            # A traced module is compiled: it can't be watched.
             if not self.looking or torch.compiler.is_compiling() or getattr(self._local, "inside", False):
                 return original(*args, **kwargs)
             self._local.inside = True
@@ -279,7 +279,7 @@ class Watch:
         return frames
 
     def _place(self) -> Place | None:
-        """Where the call that was made just now stands; None where it is a part of another one, or a repetition."""
+        """Return the place of the call that was just made; None where it is part of another one, or a repetition."""
         frames = self._frames
         if any(frame.named for frame in frames):
             return None
@@ -307,7 +307,7 @@ class Watch:
 
 
 def named_modules(model: nn.Module, patterns: Mapping[str, AttentionModule]) -> dict[nn.Module, AttentionModule]:
-    """The modules that names or globs stand for; CaptureError: none, or one whose forward takes no q, k and v."""
+    """Return the modules that names or globs match; CaptureError: none, or one whose forward takes no q, k and v."""
     modules: dict[nn.Module, AttentionModule] = {}
     for pattern, how in patterns.items():
         named = dict(model.named_modules())
@@ -333,7 +333,7 @@ def _module_call(module: nn.Module, how: AttentionModule, args: Any, kwargs: Any
 
 
 def _sources(model: nn.Module) -> list[Any]:
-    """The Python modules that a model's classes and their bases come from: FSDP derives a class of its own from one."""
+    """Return the Python modules of a model's classes and their bases: FSDP derives a new class from one."""
     classes = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     names = dict.fromkeys(cls.__module__ for cls in classes)
     return [sys.modules[name] for name in names if name in sys.modules and sys.modules[name] is not torch.nn.functional]

@@ -27,32 +27,32 @@ _UNTOLD = Declaration(FLASH_ATTENTION, FUSED, SHIFT_RULES["safe"])
 
 @dataclass(frozen=True)
 class HeadKernel:
-    """How one head computes attention."""
+    """The kernel of one head."""
 
     implementation: Declaration | Kernel  # a declaration, or a device's or a user's kernel
     inputs: Cast = _BF16  # what q, k and v are rounded to first; what follows the call's format in a plan is in it too
 
     @property
     def declaration(self) -> Declaration:
-        """What it declares; of a kernel that declares nothing monitors assume what production kernels do."""
+        """The kernel's declaration; if there is none, monitors assume that of production kernels."""
         if isinstance(self.implementation, Declaration):
             return self.implementation
         return self.implementation.declaration or _UNTOLD
 
     @property
     def own_backward(self) -> bool:
-        """Whether gradients are those of the kernel's own backward pass."""
+        """True if gradients are those of the kernel's own backward pass."""
         return isinstance(self.implementation, Kernel) and self.implementation.has_backward
 
 
 Heads = tuple[HeadKernel, ...]  # of every head of a layer
-#: Of every layer; one without heads is left out whole: what writes nothing is computed in vain.
+#: The layers' heads; a layer without heads is skipped, since it writes nothing.
 Kernels = tuple[Heads, ...]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All that one call of attention saw, forward and backward: what monitors work from."""
+    """The tensors of one call of attention, forward and backward, that monitors use."""
 
     layer: int  # of the model, from 0
     heads: tuple[int, ...]  # the heads that this call computed: those of the layer that share a kernel
@@ -67,8 +67,8 @@ Observer = Callable[[Observation], None]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Where in a run one call of a layer's attention stands, and who watches."""
+class LayerCall:
+    """The place of one call of a layer's attention in a run, and its observers."""
 
     arithmetic: Arithmetic  # the device's operations
     layer: int  # from 0
@@ -78,15 +78,15 @@ class Call:
 
 
 def noise_seed(seed: int, step: int, layer: int) -> int:
-    """The seed of a layer's dither and stochastic casts at one step."""
+    """Return the seed of a layer's dither and stochastic casts at one step."""
     return int(random_bits(seed, _LAYER_STREAM, step, layer))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tensor:
-    """Causal attention, every head with its own kernel, of unrounded q, k and v: each (batch, heads, tokens, d), fp32.
+def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: LayerCall) -> Tensor:
+    """Compute causal attention, every head with its kernel, of unrounded q, k and v: (batch, heads, tokens, d), fp32.
 
-    O is differentiable. The gradient passes the rounding of q, k and v unchanged, as that of a cast does. The queries
-    are of the last tokens, where keys are of more. Of a model in fp64 it is PyTorch's in fp64, whatever the kernels.
+    O is differentiable. The gradient passes the rounding of q, k and v unchanged. With more keys than queries, the
+    queries are the last tokens. In a model in fp64 it is PyTorch's attention in fp64, whatever the kernels.
     """
     if q.dtype == torch.float64:
         return scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
@@ -101,17 +101,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kernels: Heads, call: Call) -> Tenso
     return out
 
 
-def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call) -> Tensor:
+def _apply(q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: LayerCall) -> Tensor:
     # Under autocast too, and where a model's products are masked, the plan alone says what is rounded.
     with torch.autocast(q.device.type, enabled=False), torch._C.DisableTorchFunction():
-        out: Tensor = _Attention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
+        out: Tensor = _HeadAttention.apply(q.float(), k.float(), v.float(), kernel, heads, call)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _HeadAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: HeadKernel, heads: tuple[int, ...], call: LayerCall
     ) -> Tensor:
         q, k, v = (call.arithmetic.cast(tensor, kernel.inputs) for tensor in (q, k, v))
         # The kernel numbers its heads from 0: without the first head, two groups of heads would share their noise.
@@ -164,7 +164,7 @@ def _backward(
     arithmetic: Arithmetic,
     wanted: Wanted,
 ) -> Gradients:
-    """Gradients by the kernel's own backward pass; one without gets that of fp32 flash attention, from its O."""
+    """Return gradients by the kernel's own backward pass; without one, by fp32 flash attention's, from its O."""
     if isinstance(implementation, Declaration) or not implementation.has_backward:
         declaration = implementation if isinstance(implementation, Declaration) else FP32_ATTENTION
         return run_backward(declaration, inputs, output, arithmetic, wanted)
@@ -173,6 +173,7 @@ def _backward(
 
 
 def _own_gradients(implementation: Kernel, computed: AttentionOutput) -> Gradients:
+    """Return the gradients of the kernel's own backward pass; raise if it failed or there is none."""
     if computed.backward_error is not None:
         raise RuntimeError(f"the backward pass of {implementation.name} {computed.backward_error}")
     gradients = computed.gradients

@@ -24,7 +24,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as one token a character."""
+    """A text with one token a character."""
 
     tokens: Tokens  # (characters,), indices into the vocabulary
     vocabulary: str  # every character that occurs, sorted
@@ -32,7 +32,7 @@ class Corpus:
 
 @cache
 def corpus() -> Corpus:
-    """The text that ships with the suite: sections of the Python language reference (see LICENSE-corpus.txt)."""
+    """Return the text that ships with the suite: sections of the Python language reference (LICENSE-corpus.txt)."""
     text = files("tiebreak.cases.gpt2").joinpath("corpus.txt").read_bytes()
     characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
     shared = tokens.astype(np.uint16)
@@ -41,9 +41,9 @@ def corpus() -> Corpus:
 
 
 def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
-    """nanoGPT's token file `train.bin` in a folder: uint16, little-endian, mapped, not loaded.
+    """Map nanoGPT's token file `train.bin` in a folder, uint16, little-endian, without loading it.
 
-    DataError: no file, half a token, no more tokens than `context`, or one that is not below `vocabulary`.
+    Raises DataError: no file, half a token, no more tokens than `context`, or a token that is not below `vocabulary`.
     """
     path = folder / TRAINING_FILE
     if not path.is_file():
@@ -76,20 +76,20 @@ class Batches:
             raise DataError(f"{len(self.tokens)} tokens, at least {self.context + 1} are needed")
 
     def starts(self, step: int) -> list[int]:
-        """Where the sequences of a step's batch begin in the text."""
+        """Return where the sequences of a step's batch begin in the text."""
         # Raw bits: NumPy promises that they never change, which it does not of its distributions.
         raw = Philox(SeedSequence([self.seed, step])).random_raw(self.sequences)
         return [int(bits) % (len(self.tokens) - self.context) for bits in raw]
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Tokens and those that follow each, int64 (sequences, context), of one of several parts of a batch."""
+        """Return tokens and those that follow each, int64 (sequences, context), of one of several parts of a batch."""
         size = self.sequences // parts
         starts = self.starts(step)[part * size : (part + 1) * size]
         both = torch.from_numpy(np.stack([self.tokens[at : at + self.context + 1] for at in starts]).astype(np.int64))
         return both[:, :-1], both[:, 1:]
 
     def digest(self, steps: int) -> str:
-        """The SHA-256 of the first batches: equal digests mean equal training data."""
+        """Return the SHA-256 of the first batches: equal digests mean equal training data."""
         sha256 = hashlib.sha256()
         for step in range(steps):
             for part in self.batch(step):
@@ -98,6 +98,6 @@ class Batches:
 
 
 def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
-    """The batches of a run, from token data in a folder (see `read_bin`) or, at None, of the text that ships."""
+    """Return the batches of a run, from token data in a folder (see `read_bin`) or, at None, of the text that ships."""
     tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
     return Batches(tokens, sequences, context, seed)

@@ -20,7 +20,7 @@ from torch.nn.functional import log_softmax, softmax
 
 from tiebreak.cases.gpt2.attention import FP32_ATTENTION, HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
-from tiebreak.cases.gpt2.model import GPT2, Configuration, Memory, everywhere
+from tiebreak.cases.gpt2.model import GPT2, Configuration, KeyValueCache, everywhere
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
 from tiebreak.kernels.arithmetic import Arithmetic
 
@@ -31,12 +31,12 @@ CONFIGURATION = Configuration(3, 2, 64, CONTEXT, len(corpus().vocabulary))
 _SEED, _DATA_SEED, _SAMPLE_SEED = 1, 11, 12
 _STEPS, _BATCH = 200, 8
 _RATE = Schedule(_STEPS, 5e-3, 20)
-_EXACT = HeadKernel(FP32_ATTENTION)  # stands in the place of a kernel: in fp64 attention is PyTorch's
+_EXACT = HeadKernel(FP32_ATTENTION)  # instead of a kernel: in fp64 attention is PyTorch's
 _NO_ARITHMETIC = cast(Arithmetic, None)  # likewise
 
 
 class Way(Enum):
-    """How the tokens of a sequence go through the model."""
+    """A way of passing the tokens of a sequence through the model."""
 
     PREFILL = "one prefill"
     CHUNKS = f"prefill in chunks of {CHUNK}"
@@ -45,12 +45,12 @@ class Way(Enum):
 
     @property
     def tokens(self) -> int:
-        """That one call takes."""
+        """The number of tokens that one call takes."""
         return {Way.CHUNKS: CHUNK, Way.DECODE: 1}.get(self, CONTEXT)
 
     @property
     def sequences(self) -> int:
-        """Likewise."""
+        """The number of sequences that one call takes."""
         return 1 if self is Way.ALONE else SEQUENCES
 
 
@@ -65,7 +65,7 @@ class Fixture:
 
 @dataclass(frozen=True)
 class Read:
-    """What a model made of the tokens."""
+    """The log-probabilities that a model computes of the tokens."""
 
     log_probabilities: Tensor  # (SEQUENCES, CONTEXT - 1), nats, fp64: of every token but the first
     streams: tuple[Tensor, ...]  # after each layer, (SEQUENCES, CONTEXT, width), fp64
@@ -95,14 +95,14 @@ def fixture() -> Fixture:
 
 @cache
 def exact() -> Read:
-    """What attention in fp64 makes of the tokens: what errors of log-probabilities are measured from."""
+    """Return the log-probabilities with attention in fp64, from which errors are measured."""
     model = _model(_EXACT, _NO_ARITHMETIC).double()
     model.load_state_dict(dict(fixture().weights))
     return _read(model, Way.PREFILL, 0)
 
 
 def read(head: HeadKernel, arithmetic: Arithmetic, device: str, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-    """What a kernel makes of the tokens, in every head, all else in fp32; `draw` is of its random bits."""
+    """Return the log-probabilities with a kernel in every head, all else in fp32; `draw` numbers its random bits."""
     model = _model(head, arithmetic)
     model.load_state_dict({name: weight.float() for name, weight in fixture().weights.items()})
     return _read(model.to(device), way, draw)
@@ -117,10 +117,10 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
     tokens = fixture().tokens.to(next(model.parameters()).device)
     logits, streams = list[Tensor](), list[list[Tensor]]()
     for first in range(0, SEQUENCES, way.sequences):
-        memory, own = Memory(), tokens[first : first + way.sequences]
+        memory, ours = KeyValueCache(), tokens[first : first + way.sequences]
         parts, after = list[Tensor](), list[list[Tensor]]()
         for start in range(0, CONTEXT, way.tokens):
-            parts.append(model(own[:, start : start + way.tokens], draw, memory))
+            parts.append(model(ours[:, start : start + way.tokens], draw, memory))
             after.append(memory.streams)
         logits.append(torch.cat(parts, 1))
         streams.append([torch.cat(layer, 1) for layer in zip(*after, strict=True)])
@@ -129,30 +129,30 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
 
 
 def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of every token but the first, (batch, tokens - 1), by logits (batch, tokens, vocabulary)."""
+    """Return the log-probability of every token but the first, (batch, tokens - 1); logits (batch, tokens, words)."""
     whole = log_softmax(logits[:, :-1].cpu().double(), -1)
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]
 
 
 def draws(seed: tuple[int, ...], tokens: int) -> Tensor:
-    """Numbers in [0, 1) that tokens are drawn by, the same everywhere: (tokens, SEQUENCES), fp64."""
+    """Return random numbers in [0, 1) for drawing tokens, the same everywhere: (tokens, SEQUENCES), fp64."""
     raw = Philox(SeedSequence(seed)).random_raw(SEQUENCES * tokens).reshape(tokens, SEQUENCES)
     return torch.from_numpy((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 @torch.no_grad()
 def sampled(model: GPT2, first: Tensor, uniform: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens that a model on the host draws by decode with a cache, and log-probabilities of all but the first.
+    """Draw tokens from a model on the host by decode with a cache; return them and their log-probabilities.
 
-    The first of each sequence is given, (SEQUENCES, 1); `uniform` is what each is drawn by, the first too: see `draws`.
-    The step seeds the noise. Returned are (SEQUENCES, tokens), the first among them, and one fewer each, nats, fp64.
+    `first` holds the first token of each sequence, (SEQUENCES, 1); `uniform` the random numbers, from `draws`; the step
+    seeds the noise. The tokens are (SEQUENCES, tokens); the log-probabilities have one fewer, nats, fp64.
     """
-    tokens, memory, chosen = first, Memory(), list[Tensor]()
+    tokens, memory, chosen = first, KeyValueCache(), list[Tensor]()
     for each in uniform[1:]:
         logits = model(tokens[:, -1:], step, memory)[:, -1].double()
         below = softmax(logits, -1).cumsum(-1)
         below /= below[:, -1:].clone()  # which rounding may leave below the largest draw
-        drawn = torch.searchsorted(below, each[:, None], right=True)
-        chosen.append(log_softmax(logits, -1).gather(-1, drawn))
-        tokens = torch.cat([tokens, drawn], 1)
+        token_ids = torch.searchsorted(below, each[:, None], right=True)
+        chosen.append(log_softmax(logits, -1).gather(-1, token_ids))
+        tokens = torch.cat([tokens, token_ids], 1)
     return tokens, torch.cat(chosen, 1)

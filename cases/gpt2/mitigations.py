@@ -1,4 +1,4 @@
-"""What the paper names as stabilisers and does not try: QK-norm, QK-clip and gated attention.
+"""Stabilisers that the paper names and does not try: QK-norm, QK-clip and gated attention.
 
 All three act on symptoms, logits or sinks that grow, none on a rounding. A snippet takes each from the same failure
 state as plain attention: what a model trained with it from the start would have become is another question.
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.model import GPT2, Block, Configuration
+from tiebreak.cases.gpt2.model import GPT2, Configuration, TransformerBlock
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.scripting import LAYER, Script
 
 
-def clip(block: Block, largest: Tensor, tau: float) -> None:
-    """QK-clip: shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place.
+def clip(block: TransformerBlock, largest: Tensor, tau: float) -> None:
+    """Shrink W_Q and W_K of the heads whose largest logits, (heads,), are above `tau`, in place: QK-clip.
 
     Both are multiplied by sqrt(tau / largest), so that on the same input the largest logit becomes tau (arXiv
     2507.20534, section 2.1).
@@ -30,7 +30,7 @@ def clip(block: Block, largest: Tensor, tau: float) -> None:
 
 
 class QKClip:
-    """Watches the largest logits of a step, as one of a model's observers, and clips the weights after it."""
+    """An observer that notes the largest logits of a step, and clips the weights after it."""
 
     def __init__(self, tau: float) -> None:
         self._tau = tau
@@ -41,7 +41,7 @@ class QKClip:
         self._largest[observation.layer, observation.heads] = MEASURES["max_logit"](View(observation))
 
     def after_step(self, model: GPT2) -> None:
-        """Clip what the step just done, of the optimiser, had too large; forget its logits."""
+        """Clip weights whose logits were too large in this step of the optimiser; forget the logits."""
         for (layer, heads), logits in self._largest.items():
             block = model.block(layer)
             largest = torch.zeros(block.heads, dtype=logits.dtype)
@@ -50,15 +50,15 @@ class QKClip:
         self._largest.clear()
 
 
-def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
-    """Set the gains of QK-norm so that a block's scores are those that it has without.
+def match_scores(block: TransformerBlock, queries: Tensor, keys: Tensor) -> None:
+    """Set the gains of QK-norm so that a block's scores equal those without it.
 
-    A norm takes the length from every query and key, and with it what the script put there: the common score and the
-    sinks' gap. Equal keys stay equal, as each is normalised by itself, so ties last; the gains bring the scores back.
-    The queries' gain fits the normalised queries to the former ones, dimension by dimension; the keys' then fits the
-    scores, which are linear in it. Both are least squares: exact for the scripted head, whose queries have one
-    direction and whose keys two, and near for others. A dimension that carries nothing keeps its gain. `queries` and
-    `keys` are typical normalised inputs of the tokens that ask and that answer, (tokens, width).
+    A norm removes the length of every query and key, and with it the script's common score and the sinks' gap; the
+    gains restore the scores. Equal keys stay equal, since each is normalised separately, so ties remain. The queries'
+    gain fits the normalised queries to the former ones, dimension by dimension; the keys' gain then fits the scores,
+    which are linear in it. Both are least squares: exact for the scripted head, whose queries have one direction and
+    whose keys two, and approximate for others. A dimension that carries nothing keeps its gain. `queries` and `keys`
+    are typical normalised inputs of the tokens that ask and that answer, (tokens, width).
     """
     assert block.q_norm is not None
     assert block.k_norm is not None
@@ -82,7 +82,7 @@ def match_scores(block: Block, queries: Tensor, keys: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Mitigation:
-    """A change to the model or its training, beside whatever kernel it trains with."""
+    """A change to the model or its training, independent of the kernel that it trains with."""
 
     qk_norm: bool = False  # queries and keys are normalised
     gated: bool = False  # a gate multiplies every head's output
@@ -95,11 +95,11 @@ class Mitigation:
         return tuple(f"blocks.{LAYER}.{name}" for name, is_added in added.items() if is_added)
 
     def configured(self, configuration: Configuration) -> Configuration:
-        """The configuration of a model with it."""
+        """Return the configuration of a model with it."""
         return replace(configuration, qk_norm=self.qk_norm, gated=self.gated)
 
     def adapt(self, model: GPT2, script: Script) -> None:
-        """Give a scripted model the scores of the script again; all but QK-norm leave them alone."""
+        """Restore the script's scores in a scripted model; only QK-norm changes them."""
         if self.qk_norm:
             block, context = model.block(LAYER), model.configuration.context
             x = block.norm_1(model.tokens.weight[:context] + model.positions.weight)
@@ -107,7 +107,7 @@ class Mitigation:
             match_scores(block, x[script.sinks :], x)
 
     def clipper(self) -> QKClip | None:
-        """A new QK-clip for one run; None where it does not clip."""
+        """Return a new QK-clip for one run; None where it does not clip."""
         return None if self.tau is None else QKClip(self.tau)
 
 

@@ -11,7 +11,7 @@ from numpy.random import Generator, Philox
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Heads, Kernels, Observer, attend, noise_seed
+from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels, LayerCall, Observer, attend, noise_seed
 from tiebreak.kernels.arithmetic import Arithmetic
 
 INITIAL_STD = 0.02  # of GPT-2's matrices
@@ -19,7 +19,7 @@ INITIAL_STD = 0.02  # of GPT-2's matrices
 
 @dataclass(frozen=True)
 class Configuration:
-    """Sizes of a model."""
+    """The sizes of a model."""
 
     layers: int
     heads: int  # per layer
@@ -38,7 +38,7 @@ class Configuration:
 
     @property
     def d(self) -> int:
-        """Width of a head."""
+        """The width of a head."""
         return self.width // self.heads
 
 
@@ -51,19 +51,19 @@ PRESETS: Mapping[str, Configuration] = {
 
 
 def everywhere(kernel: HeadKernel, configuration: Configuration) -> Kernels:
-    """One kernel in every head of every layer."""
+    """Return one kernel in every head of every layer."""
     return ((kernel,) * configuration.heads,) * configuration.layers
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """(batch, tokens, width) -> (batch, heads, tokens, d)."""
+    """Return (batch, tokens, width) as (batch, heads, tokens, d)."""
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 class HeadNorm(nn.Module):
     """QK-norm: every head's queries or keys normalised, with a learnable gain (arXiv 2010.04245, 2302.05442).
 
-    By their root mean square, as arXiv 2505.09388 has it. The gains, one a dimension of every head, bound the scores
+    The norm is the root mean square, as in arXiv 2505.09388. The gains, one a dimension of every head, bound the scores
     however much the weights grow; nothing bounds the gains.
     """
 
@@ -73,7 +73,7 @@ class HeadNorm(nn.Module):
         self.gain = nn.Parameter(torch.ones(configuration.width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised (batch, heads, tokens, d)."""
+        """Return the normalised (batch, heads, tokens, d)."""
         return functional.rms_norm(x, self._shape[-1:]) * self.gain.view(self._shape)
 
 
@@ -90,15 +90,15 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(configuration.width, configuration.width))
 
     def forward(self, o: Tensor, h: Tensor) -> Tensor:
-        """The gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
+        """Return the gated o, (batch, heads, tokens, d); h is the layer's normalised input, (batch, tokens, width)."""
         return o * _split(2 * torch.sigmoid(functional.linear(h, self.weight)), self._heads)
 
 
 @dataclass
-class Memory:
-    """What a model keeps of the tokens before those that it is given, and of what it computed; one is grown in place.
+class KeyValueCache:
+    """The keys and values of earlier tokens, and the results for them; it is extended in place.
 
-    Calls that follow one another on parts of a sequence are a prefill in chunks, and of one token each a decode.
+    Calls on successive parts of a sequence are a prefill in chunks; calls on one token each are a decode.
     """
 
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, (batch, heads, tokens, d)
@@ -106,18 +106,18 @@ class Memory:
     streams: list[Tensor] = field(default_factory=list)  # of the last call: the residual stream after each layer
 
     def grown(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer with what stood there before."""
+        """Return K and V of a layer after those of earlier tokens."""
         for kept, new in ((self.keys, k), (self.values, v)):
             kept[layer] = torch.cat([kept[layer], new], 2) if layer in kept else new
         return self.keys[layer], self.values[layer]
 
     @property
     def tokens(self) -> int:
-        """How many it has seen."""
+        """The number of tokens that it holds."""
         return max((k.shape[2] for k in self.keys.values()), default=0)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each after a normalisation and added to the residual stream."""
 
     def __init__(self, configuration: Configuration) -> None:
@@ -133,9 +133,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(
-        self, x: Tensor, kernels: Heads, call: Callable[[Tensor], Call], memory: Memory | None = None
+        self, x: Tensor, kernels: Heads, call: Callable[[Tensor], LayerCall], memory: KeyValueCache | None = None
     ) -> Tensor:
-        """The residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
+        """Return the residual stream (batch, tokens, width) after the block; `call` makes attention's call from X."""
         h = self.norm_1(x)
         q, k, v = (_split(weight(h), self.heads) for weight in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -155,10 +155,10 @@ class GPT2(nn.Module):
     """The model. Weights and everything but attention are in fp32."""
 
     def __init__(self, configuration: Configuration, kernels: Kernels, arithmetic: Arithmetic, seed: int) -> None:
-        """GPT-2's initial weights: normal, those that write to the residual stream smaller.
+        """Set GPT-2's initial weights: normal, those that write to the residual stream smaller.
 
-        `kernels` are of every head of every layer. The seed is that of the weights, which are NumPy's numbers and so
-        the same everywhere, and of the kernels' noise.
+        `kernels` has a kernel for every head of every layer. The seed is that of the weights, which are NumPy's numbers
+        and so the same everywhere, and of the kernels' noise.
         """
         super().__init__()
         if len(kernels) != configuration.layers or any(len(layer) not in (0, configuration.heads) for layer in kernels):
@@ -167,7 +167,7 @@ class GPT2(nn.Module):
         self.observers: Sequence[Observer] = ()
         self.tokens = nn.Embedding(configuration.vocabulary, configuration.width)
         self.positions = nn.Embedding(configuration.context, configuration.width)
-        self.blocks = nn.ModuleList(Block(configuration) for _ in range(configuration.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(configuration) for _ in range(configuration.layers))
         self.norm = nn.LayerNorm(configuration.width, bias=False)
         self.head = nn.Linear(configuration.width, configuration.vocabulary, bias=False)
         if configuration.tied:
@@ -181,22 +181,22 @@ class GPT2(nn.Module):
                 std = INITIAL_STD * (residual if name.endswith(("wo.weight", "down.weight")) else 1.0)
                 weight.copy_(std * torch.from_numpy(rng.standard_normal(weight.shape, dtype=np.float32)))
 
-    def block(self, layer: int) -> Block:
-        """The block of a layer, from 0."""
+    def block(self, layer: int) -> TransformerBlock:
+        """Return the block of a layer, from 0."""
         module = self.blocks[layer]
-        assert isinstance(module, Block)
+        assert isinstance(module, TransformerBlock)
         return module
 
-    def forward(self, tokens: Tensor, step: int, memory: Memory | None = None) -> Tensor:
-        """Logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
+    def forward(self, tokens: Tensor, step: int, memory: KeyValueCache | None = None) -> Tensor:
+        """Return logits (batch, tokens, vocabulary) of int64 tokens (batch, tokens); `step` seeds the noise.
 
-        With a memory the tokens follow those that it has seen.
+        With a memory the tokens follow those that it holds.
         """
         before = memory.tokens if memory else 0
         x, streams = self.tokens(tokens) + self.positions.weight[before : before + tokens.shape[1]], list[Tensor]()
         for layer, kernels in enumerate(self.kernels):
             if kernels:
-                call = partial(Call, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
+                call = partial(LayerCall, self.arithmetic, layer, noise_seed(self.seed, step, layer), self.observers)
                 x = self.block(layer)(x, kernels, call, memory)
             streams.append(x)
         if memory is not None:
@@ -205,5 +205,5 @@ class GPT2(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor, step: int) -> Tensor:
-        """The mean cross-entropy in nats of the next tokens, a scalar."""
+        """Return the mean cross-entropy in nats of the next tokens, a scalar."""
         return functional.cross_entropy(self(tokens, step).float().flatten(0, 1), targets.flatten())

@@ -1,6 +1,6 @@
 """Monitors: what one call of attention did to its gradients, and the state of a layer's weights.
 
-A monitor is a function of a `View`, which a `Recorder` calls for every call of attention that it is shown. A model
+A monitor is a function of a `View`, which a `MeasureRecorder` calls for every call of attention that it sees. A model
 without observers keeps and computes nothing for them.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.model import Block
+from tiebreak.cases.gpt2.model import TransformerBlock
 from tiebreak.kernels.arithmetic import Noise
 from tiebreak.kernels.flash import Softmax
 from tiebreak.kernels.formats import FP32
@@ -31,16 +31,16 @@ class View:
     head: int | None = None  # of the model's layer, the one looked at; None: all of the call
 
     def wide(self, x: Tensor) -> Tensor:
-        """In fp64, on the host where the device has none."""
+        """Return `x` in fp64, on the host where the device has none."""
         return (x if self.observation.arithmetic.has_fp64 else x.cpu()).double()
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The heads looked at."""
+        """The observed heads."""
         return self.observation.heads if self.head is None else (self.head,)
 
     def _seen(self, x: Tensor) -> Tensor:
-        """What a tensor (batch, heads, ...) has of the heads looked at."""
+        """Return the part of a tensor (batch, heads, ...) that belongs to the observed heads."""
         if self.head is None:
             return x
         at = self.observation.heads.index(self.head)
@@ -48,14 +48,14 @@ class View:
 
     @cached_property
     def inputs(self) -> AttentionInputs:
-        """q, k, v and dO of the heads looked at."""
+        """The q, k, v and dO of the observed heads."""
         inputs = self.observation.inputs
         q, k, v, do = map(self._seen, (inputs.q, inputs.k, inputs.v, inputs.do))
         return replace(inputs, q=q, k=k, v=v, do=do)
 
     @property
     def gradients(self) -> Gradients:
-        """What the backward pass returned for them."""
+        """The gradients that the backward pass returned for them."""
         gradients = self.observation.output.gradients
         assert gradients is not None
         dq, dk, dv = map(self._seen, (gradients.dq, gradients.dk, gradients.dv))
@@ -68,7 +68,7 @@ class View:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        """Scores as the kernel rounds them, and in the units that it keeps them in, -inf where masked."""
+        """The scores as the kernel rounds them, and in the units that it keeps them in, -inf where masked."""
         arithmetic, plan, hidden = self.observation.arithmetic, self._softmax.plan, self.inputs.hidden()
         assert hidden is not None
         product = arithmetic.matmul(self.inputs.q, self.inputs.k.mT, Cast(FP32), plan.accumulator)
@@ -78,7 +78,7 @@ class View:
 
     @property
     def s(self) -> Tensor:
-        """Scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
+        """The scores as the kernel rounds them, -inf where masked, (batch, heads, tokens, tokens)."""
         return self._scores[0]
 
     @cached_property
@@ -95,7 +95,7 @@ class View:
 
     @cached_property
     def p_bar(self) -> Tensor:
-        """P-bar as rounded, in rows of one tile (a kernel with several rounds the earlier ones at an earlier shift)."""
+        """P-bar after its cast, in rows of one tile (a kernel with several casts earlier ones at an earlier shift)."""
         observed, softmax, kept = self.observation, self._softmax, self._scores[1]
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
         dither = self._seen(noise.dither(observed.inputs.q.shape, 0, kept.device))
@@ -105,7 +105,7 @@ class View:
 
     @cached_property
     def output_error(self) -> Tensor:
-        """O less what fp64 makes of the same rounded P-bar (paper, equation 4), fp64 (batch, heads, tokens, d)."""
+        """The difference of O from fp64 with the same rounded P-bar (paper, equation 4), (batch, heads, tokens, d)."""
         p_bar = self.wide(self.p_bar)
         exact = p_bar @ self.wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
         return self.wide(self._seen(self.observation.output.o)) - exact
@@ -116,16 +116,16 @@ class View:
 
     @cached_property
     def delta(self) -> Tensor:
-        """rowsum(dP * P) in fp64 with the P of the backward pass, (batch, heads, tokens, 1)."""
+        """The product rowsum(dP * P) in fp64 with the P of the backward pass, (batch, heads, tokens, 1)."""
         return (self._dp * self.p).sum(-1, keepdim=True)
 
     @cached_property
     def delta_error(self) -> Tensor:
-        """delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
+        """The error delta_lp - delta_hp of every row (paper, equation 1), fp64 (batch, heads, tokens).
 
-        hp is `delta`, and delta_lp counts with the sum of the backward pass's P, which is 1 but for rounding: so it is
-        -rowsum(dS), exactly what the query weights feel. Of a kernel that keeps delta to itself it is the part of dQ's
-        error along P K (equation 1), so it counts what else the kernel rounds in its backward pass.
+        hp is `delta`; delta_lp is multiplied by the sum of the backward pass's P, which is 1 up to rounding, so that
+        the error is -rowsum(dS), exactly what the query weights get. For a kernel that does not return delta it is the
+        part of dQ's error along P K (equation 1), which includes other roundings of its backward pass.
         """
         inputs, delta = self.inputs, self.gradients.delta
         if delta is not None:
@@ -136,25 +136,25 @@ class View:
 
     @cached_property
     def pk(self) -> Tensor:
-        """P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
+        """The product P K, (batch, heads, tokens, d), fp64 (paper, equation 1)."""
         return self.p @ self.wide(self.inputs.k)
 
     def direction(self, weight: Tensor) -> Tensor:
-        """Sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width); weight is (batch, heads, tokens)."""
+        """Return the sum over tokens of weight[T] (PK)[T]^T X[T], fp64 (heads, d, width), of (batch, heads, tokens)."""
         return torch.einsum("bht,bhtd,btc->hdc", self.wide(weight), self.pk, self.wide(self.observation.x))
 
 
 def _total(x: Tensor) -> Tensor:
-    """The sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
+    """Return the sum of (n, heads, ...) over all but the heads: within each of the n, then one after the other.
 
-    A head's number is so the same to the bit whichever heads are looked at beside it. The order of torch's own sum over
-    several dimensions depends on all sizes, and that of a running sum on a GPU on chance.
+    So a head's number is the same to the bit whichever heads are observed with it. The order of torch's own sum over
+    several dimensions depends on all sizes, and that of a running sum on a GPU is random.
     """
     return x.flatten(2).sum(-1).cpu().cumsum(0)[-1]
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean of (n, heads, ...) over all but the heads, in the same order."""
+    """Return the mean of (n, heads, ...) over all but the heads, in the same order."""
     return _total(x) / (x.numel() // x.shape[1])
 
 
@@ -177,7 +177,7 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def direction_cosine() -> Measure:
-    """A measure of how far errors of delta push W_Q along one direction R (paper, equations 2 and 3).
+    """Return a measure of how far errors of delta push W_Q along one direction R (paper, equations 2 and 3).
 
     R is the sum over tokens of (PK)[T]^T X[T] in the first step seen, by layer and heads. The measure is the cosine to
     it of the error that delta_lp - delta_hp makes in dW_Q (equation 2).
@@ -192,8 +192,8 @@ def direction_cosine() -> Measure:
     return cosine
 
 
-class Recorder:
-    """Calls measures on the calls of attention in some layers and keeps what they say."""
+class MeasureRecorder:
+    """An observer that applies measures to the calls of attention in some layers and keeps the results."""
 
     def __init__(self, measures: Mapping[str, Measure], layers: Iterable[int], head: int | None = None) -> None:
         """Record `measures` of `layers`: of all their heads, or of one, at its share of the cost."""
@@ -210,27 +210,27 @@ class Recorder:
                 self._values.setdefault((name, observation.layer, head), []).append(value)
 
     def series(self, measure: str, layer: int, head: int) -> tuple[float, ...]:
-        """All values of one measure of one head, in the order of the steps."""
+        """Return all values of one measure of one head, in the order of the steps."""
         return tuple(self._values[measure, layer, head])
 
 
 def drift(values: Sequence[float]) -> float:
-    """sum(s) / sum|s|: 1 or -1 where every value has the same sign, about 0 for a random walk; NaN for zeros."""
+    """Return sum(s) / sum|s|: 1 or -1 where all values have one sign, about 0 for a random walk; NaN for zeros."""
     size = sum(map(abs, values))
     return sum(values) / size if size else math.nan
 
 
-def spectral_norms(block: Block) -> Tensor:
-    """The largest singular value of every head's W_Q, (heads,) (paper, figures 3 and 11); NaN of NaN and Inf."""
+def spectral_norms(block: TransformerBlock) -> Tensor:
+    """Return the largest singular value of every head's W_Q, (heads,) (paper, figures 3 and 11); NaN of NaN and Inf."""
     parts = block.wq.weight.detach().reshape(block.heads, -1, block.wq.weight.shape[1])
     finite = torch.isfinite(parts).flatten(1).all(1)
-    # Of what is not finite torch would raise.
+    # torch raises on NaN and Inf.
     norms: Tensor = torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2)
     return norms.where(finite, torch.nan)
 
 
 def sign_diversity(weight: Tensor, x: Tensor) -> float:
-    """Whether tokens point both ways: 1, or all one way along the weight's main direction: 0 (arXiv 2510.04202).
+    """Return how evenly tokens point along the weight's main direction: 1 both ways, 0 one way (arXiv 2510.04202).
 
     It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
     (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.

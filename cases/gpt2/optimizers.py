@@ -22,7 +22,7 @@ class Schedule:
     warm_up: int  # steps
 
     def at(self, step: int) -> float:
-        """The rate of a step, from 0."""
+        """Return the rate of a step, from 0."""
         if step < self.warm_up:
             return self.rate * (step + 1) / self.warm_up
         done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -30,7 +30,7 @@ class Schedule:
 
 
 def optimizers(name: str, model: GPT2) -> list[Optimizer]:
-    """The optimisers of a model's weights; their rate is set step by step.
+    """Return the optimisers of a model's weights; their rate is set step by step.
 
     `adamw` is the paper's. `muon` is Muon with the root mean square of its updates matched to AdamW's (arXiv
     2502.16982, section 2.2) and decay 0.01 on the blocks' matrices, and AdamW on embeddings, head and vectors.
@@ -49,5 +49,5 @@ def optimizers(name: str, model: GPT2) -> list[Optimizer]:
 
 
 def adamw(weights: list[torch.nn.Parameter], rate: float = 1e-3, epsilon: float = EPSILON) -> AdamW:
-    """The paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1)."""
+    """Return the paper's AdamW: betas 0.9 and 0.95, no decay (arXiv 2510.04212, section 3.1)."""
     return AdamW(weights, rate, betas=(0.9, 0.95), eps=epsilon, weight_decay=0.0)

@@ -48,7 +48,7 @@ class Script:
 def apply(script: Script, model: GPT2, seed: int) -> None:
     """Set the weights of `model` so that its head HEAD of layer LAYER fails as scripted.
 
-    It has at least LAYER + 1 layers, and its vocabulary's last DEAD_TOKENS tokens are absent from the data.
+    The model has at least LAYER + 1 layers, and its vocabulary's last DEAD_TOKENS tokens are absent from the data.
     """
     rng = Generator(Philox([seed, 1]))
     with torch.no_grad():
@@ -71,7 +71,7 @@ def _normal(rng: Generator, *shape: int) -> Tensor:
 
 
 def _signs(width: int) -> Tensor:
-    """+1 on the first half of the constant features, -1 on the second, 0 elsewhere, (width,)."""
+    """Return +1 on the first half of the constant features, -1 on the second, 0 elsewhere, (width,)."""
     signs = torch.zeros(width)
     signs[: _CONSTANT // 2], signs[_CONSTANT // 2 : _CONSTANT] = 1.0, -1.0
     return signs
@@ -94,10 +94,10 @@ def _embed(script: Script, model: GPT2, rng: Generator) -> None:
 
 
 def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
-    """One dimension of the head carries the common score, the next the sinks' gap; V is of one sign."""
+    """Put the common score into one dimension of the head, the sinks' gap into the next; V has one sign."""
     context, width, d = model.configuration.context, model.configuration.width, model.configuration.d
     block, rows = model.block(LAYER), _rows_of_head(model)
-    # What the norm layer makes of the script's features on a typical input.
+    # The norm layer's output for the script's features on a typical input.
     typical = model.tokens.weight[:context] + model.positions.weight
     x = functional.layer_norm(typical, (width,), block.norm_1.weight)
     signs = _signs(width)
@@ -113,17 +113,17 @@ def _set_head(script: Script, model: GPT2, rng: Generator) -> None:
     wv.copy_(script.value * (1 + _COLUMN_SPREAD * _normal(rng, d, 1)) * constant)
     wv[:, _CONTENT : width - 1] = script.value_std / _CONTENT_GAIN * _normal(rng, d, width - 1 - _CONTENT)
     if script.sink_value != script.value:
-        # What the constant features give the sinks too has to be made up for by their mark.
+        # The sinks' mark has to compensate for what the constant features also give them.
         common = (x[: script.sinks, :_CONSTANT] @ wv[:, :_CONSTANT].T).mean(0)
         target = script.sink_value * (1 + _COLUMN_SPREAD * _normal(rng, d))
         wv[:, _SINK] = (target - common) / x[0, _SINK]
 
 
 def frozen(model: GPT2) -> dict[str, Tensor]:
-    """The scripted elements of the weights, by parameter: True where training must leave them alone.
+    """Return the scripted elements of the weights, by parameter: True where training must leave them alone.
 
-    In layer LAYER the head's W_V, its column of W_O and whatever writes to the last feature; in the head of the model
-    what reads that feature, and the dead tokens.
+    They are, in layer LAYER, the head's W_V, its column of W_O and the weights that write to the last feature; in the
+    head of the model, the weights that read that feature, and the dead tokens.
     """
     last, layer = model.configuration.width - 1, f"blocks.{LAYER}"
     names = (f"{layer}.wv.weight", f"{layer}.wo.weight", f"{layer}.down.weight", "head.weight")

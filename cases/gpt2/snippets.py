@@ -22,11 +22,11 @@ from tiebreak.cases.gpt2.attention import HeadKernel, Heads, Kernels
 from tiebreak.cases.gpt2.data import Batches, corpus
 from tiebreak.cases.gpt2.mitigations import QKClip
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration
-from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, direction_cosine, drift, spectral_norms
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, direction_cosine, drift, spectral_norms
 from tiebreak.cases.gpt2.optimizers import CLIP, EPSILON, adamw
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.variants import Variant, variant_names
-from tiebreak.cases.verdicts import Verdict
+from tiebreak.cases.verdicts import BiasVerdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, Format, parse_format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -34,7 +34,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import Cast
 
 CLAIMS_FILE = Path(__file__).with_name("claims.csv")
-# What results tell of, beside the direction; no other monitor is paid for.
+# The monitors of results, other than the direction; no other monitor is paid for.
 _READ = ("delta_error", "delta", "output_delta_error", "repeated_rows", "row_max")
 _PAPER = "arXiv 2510.04212, section 3; margins of this suite"
 _SUITE = "this suite"
@@ -52,7 +52,7 @@ class SnippetClaim:
     waives: frozenset[str] = frozenset()  # names of checks that need not pass: that they fail is what is claimed
 
     def passes(self, measures: Mapping[str, float]) -> bool:
-        """Whether the measure lies between the bounds; NaN does not."""
+        """Return whether the measure is within the bounds; NaN is not."""
         return self.low < measures[self.measure] < self.high
 
     @property
@@ -67,7 +67,7 @@ Claims = Mapping[tuple[str, int], tuple[SnippetClaim, ...]]  # by a snippet's na
 
 
 def read_claims(path: Path = CLAIMS_FILE) -> Claims:
-    """What a data file has."""
+    """Return the claims of a data file."""
     claims: dict[tuple[str, int], tuple[SnippetClaim, ...]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         next(file)  # where the spreads were measured
@@ -91,7 +91,7 @@ class Snippet:
     headline: str  # the measure that tables show
     spec: str  # how they format it
     roster: tuple[str, ...]  # variants of a default run, by full name
-    on_devices: tuple[str, ...]  # those of them that a device runs by default, beside its own kernels
+    on_devices: tuple[str, ...]  # those of them that a device runs by default, in addition to its own kernels
     own_claims: tuple[SnippetClaim, ...] = ()  # of measures without a spread that bounds could come from
     version: int = 1  # raised when the recipe changes: records of other versions are not comparable
     steps: int = 20  # of the optimiser
@@ -99,7 +99,7 @@ class Snippet:
     rate: float = 1e-5  # learning rate of AdamW
     epsilon: float = EPSILON  # AdamW's
     script: Script = field(default_factory=Script)  # of the failing head
-    trained: tuple[str, ...] = ()  # parameters that train, beside those that a mitigation adds; empty: all
+    trained: tuple[str, ...] = ()  # parameters that train, without those that a mitigation adds; empty: all
     silent_before: bool = False  # whether the layer before the scripted one, which writes nothing, is left out
     layers: int = 2  # of the model; the scripted one is the second
     study: bool = False  # whether it tells fixes apart: kernels of users run in it by name alone
@@ -109,18 +109,18 @@ class Snippet:
 
     @property
     def claims(self) -> tuple[SnippetClaim, ...]:
-        """What must hold, by variant."""
+        """The claims, by variant."""
         return (*self.own_claims, *FROZEN.get((self.name, self.version), ()))
 
     @property
-    def amplified(self) -> bool:
-        """Whether it takes a narrower format than anyone trains with to show the effect."""
+    def is_amplified(self) -> bool:
+        """True if it takes a narrower format than anyone trains with to show the effect."""
         return self.scores not in TORCH_DTYPES
 
-    def drifts(self, measures: Mapping[str, float]) -> Verdict | None:
-        """Whether a run went as those of kernels whose bias training feels do.
+    def drifts(self, measures: Mapping[str, float]) -> BiasVerdict | None:
+        """Return a run's verdict by comparison with kernels whose bias training feels, and with sound ones.
 
-        Biased: it did; unbiased: it went as those of sound kernels; undecided: as neither. None: nobody can tell.
+        Biased: it drifts as the former; unbiased: as the latter; undecided: as neither. None: unknown.
         """
         claims = [claim for claim in self.claims if claim.measure == self.headline]
         drifting, sound = (
@@ -130,18 +130,18 @@ class Snippet:
         if not (drifting and sound):
             return None
         if any(drifting):
-            return Verdict.BIASED
-        return Verdict.UNBIASED if all(sound) else Verdict.UNDECIDED
+            return BiasVerdict.BIASED
+        return BiasVerdict.UNBIASED if all(sound) else BiasVerdict.UNDECIDED
 
     def claims_about(self, variant: Variant) -> tuple[SnippetClaim, ...]:
-        """What is claimed about a variant."""
+        """Return the claims about a variant."""
         name = variant.held_to or variant.name
         return tuple(claim for claim in self.claims if name in claim.variants or not claim.variants)
 
 
 @dataclass(frozen=True)
 class SnippetResult:
-    """What one run of a snippet measured."""
+    """The measures of one run of a snippet."""
 
     variant: Variant  # what it trained with
     measures: Mapping[str, float]  # by name
@@ -159,7 +159,7 @@ _SECOND_LAYER = (
 _SHORT_ROSTER, _SHORT_UNROUNDED = (variant_names("flash stabilized fair", rounded=rounded) for rounded in (True, False))
 _FLASH, _, _FAIR = _SHORT_ROSTER
 _FUSED, _BASE_2, _CONTRACTED = variant_names("flash_fused flash_base_2 flash_contracted", rounded=False)
-# What a kernel's run is compared with, to tell whether training feels its bias.
+# The runs that a kernel's run is compared with, to tell whether training feels its bias.
 _SOUND = frozenset({*variant_names("fair"), _BASE_2})
 _DRIFTING = frozenset({*variant_names("flash flash_fused"), _CONTRACTED})
 # Logits of 25 and 37 to begin with, and values so far apart that a small change of P shows in O.
@@ -272,7 +272,7 @@ LARGE_LOGITS = replace(
     script=replace(_RUNAWAY, key=120.0),
     # Halfway between the steps that a run can have: all of them, or fewer. There is no spread to derive a bound from.
     own_claims=(
-        # That it breaks down is what is claimed, and so the check of the loss is waived.
+        # The claim is that it breaks down, so the check of the loss is waived.
         SnippetClaim(_BROKEN, "finite_steps", _SUITE, high=_LONG - 0.5, waives=frozenset({"loss"})),
         SnippetClaim(_WHOLE, "finite_steps", _SUITE, low=_LONG - 0.5),
     ),
@@ -308,12 +308,12 @@ def run_snippet(
 ) -> SnippetResult:
     """Train for a moment and measure the scripted head.
 
-    Attention runs on `arithmetic`, everything else in fp32, all of it on `device`, torch's name. The seed is that of
-    weights and noise: the batches are the same for all.
+    Attention runs on `arithmetic`, everything else in fp32, all on the torch device `device`. The seed is that of
+    weights and noise; the batches are always the same.
     """
     model = _model(snippet, variant, arithmetic, seed, device)
     monitors = {**{name: MEASURES[name] for name in _READ}, "direction_cosine": direction_cosine()}
-    recorder = Recorder(monitors, [LAYER], HEAD)
+    recorder = MeasureRecorder(monitors, [LAYER], HEAD)
     losses, steps, norms = _train(snippet, model, recorder, variant.mitigation.clipper())
     read = {name: recorder.series(name, LAYER, HEAD) for name in monitors}
     series = {"delta_error": read["delta_error"], "row_max": read["row_max"], "wq_norm": tuple(norms)}
@@ -321,10 +321,10 @@ def run_snippet(
 
 
 def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -> Kernels:
-    """The variant's kernels, with S in the snippet's format where they say what they round it to."""
+    """Return the variant's kernels, with S in the snippet's format where they name the format of S."""
 
     def head(implementation: Declaration | Kernel) -> HeadKernel:
-        if isinstance(implementation, Kernel) or not snippet.amplified:
+        if isinstance(implementation, Kernel) or not snippet.is_amplified:
             return HeadKernel(implementation)
         return HeadKernel(replace(implementation, plan=replace(implementation.plan, s=Cast(snippet.scores))))
 
@@ -337,6 +337,7 @@ def _kernels(snippet: Snippet, variant: Variant, configuration: Configuration) -
 
 
 def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int, device: str) -> GPT2:
+    """Return the snippet's model with the variant's kernels, in the scripted failure state."""
     vocabulary = len(corpus().vocabulary) + scripting.DEAD_TOKENS
     sizes = replace(PRESETS["tiny"], layers=snippet.layers, vocabulary=vocabulary)
     configuration = variant.mitigation.configured(sizes)
@@ -355,9 +356,9 @@ def _model(snippet: Snippet, variant: Variant, arithmetic: Arithmetic, seed: int
 
 
 def _train(
-    snippet: Snippet, model: GPT2, recorder: Recorder, clipper: QKClip | None
+    snippet: Snippet, model: GPT2, recorder: MeasureRecorder, clipper: QKClip | None
 ) -> tuple[list[float], list[int], list[float]]:
-    """Train: losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
+    """Train and return losses, one a step; the steps of the readings, and the scripted head's norm of W_Q at each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = adamw(weights, snippet.rate, snippet.epsilon)
     losses, steps, norms = list[float](), list[int](), list[float]()
@@ -383,11 +384,12 @@ def _train(
 
 @cache
 def _batch(context: int, step: int) -> tuple[Tensor, Tensor]:
-    """One step's tokens and targets: the same for every variant and seed, so a process makes them once."""
+    """Return one step's tokens and targets: the same for every variant and seed, so a process makes them once."""
     return Batches(corpus().tokens, sequences=8, context=context, seed=7).batch(step)
 
 
 def _measures(read: Mapping[str, Sequence[float]], losses: list[float], norms: list[float]) -> dict[str, float]:
+    """Return the measures of a run from its readings, losses and norms of W_Q."""
     mean = {name: sum(values) / len(values) for name, values in read.items()}
     finite, top = [loss for loss in losses if math.isfinite(loss)], read["row_max"]
     return {

@@ -1,4 +1,4 @@
-"""What the snippets train with: plain flash attention, its fixes, and section 3.2's single changes."""
+"""Kernels that the snippets train with: plain flash attention, its fixes, and section 3.2's single changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ class Variant:
     before: Declaration | None = None  # of the layer before it; None: as that one
     head: Declaration | None = None  # of the scripted head itself; None: as its layer
     stable: bool | None = None  # whether training is stable with it by the paper (section 3.2); None: not stated
-    mitigation: Mitigation = NO_MITIGATION  # what is changed beside the kernels
+    mitigation: Mitigation = NO_MITIGATION  # a change in addition to the kernels
     held_to: str | None = None  # the variant whose claims it is held to; None: its own
 
 
 def variant_names(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...]:
-    """Full names of variants by short ones, space-separated: l is summed from rounded P-bar, unrounded, or (None) both.
+    """Return full names of variants by short ones, separated by spaces: with rounded or unrounded l, or (None) both.
 
     Standard attention has no such choice, and one name.
     """
@@ -40,7 +40,7 @@ def variant_names(shorts: str, *, rounded: bool | None = None) -> tuple[str, ...
 
 
 def _plan(name: str, like: RoundingPlan, *, rounded: bool) -> RoundingPlan:
-    """An unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass is in fp32."""
+    """Return an unfused plan as training runs have it: S in bf16 too (torch's autocast); its backward pass in fp32."""
     name = f"{name}_l_rounded" if rounded else name
     return replace(like, name=name, s=_LOW, row_sum_of=SumOf.ROUNDED if rounded else SumOf.UNROUNDED)
 
@@ -50,14 +50,14 @@ def _flash(plan: RoundingPlan, rule: str = "safe") -> Declaration:
 
 
 def variants(*, rounded: bool) -> Mapping[str, Variant]:
-    """Every variant by its short name; `rounded`: whether l sums P-bar after its cast (FlashAttention-2: before)."""
+    """Return every variant by its short name; `rounded`: l sums P-bar after its cast (FlashAttention-2: before)."""
     standard = Declaration(STANDARD_ATTENTION, _plan("train_standard", STANDARD, rounded=False), SHIFT_RULES["safe"])
     unfused = _plan("train", PAPER, rounded=rounded)
     fused = replace(_plan("train_fused", PAPER, rounded=rounded), o_bar=_HIGH)
     stochastic = replace(
         _plan("train_stochastic", PAPER, rounded=rounded), o_bar=_HIGH, o=Cast(BF16, Rounding.STOCHASTIC)
     )
-    # As fused kernels have it: S in fp32, where contraction takes it from.
+    # As in fused kernels: S in fp32, as contraction needs it.
     base_two = replace(fused, name=fused.name.replace("fused", "base_2"), s=_HIGH, exponential=Exponential(True))
     contracted = replace(base_two, name=fused.name.replace("fused", "contracted"), contracted=True)
     changed = {plan.name: _flash(_plan(f"train_{plan.name}", plan, rounded=rounded)) for plan in ISOLATION}
@@ -80,7 +80,7 @@ def variants(*, rounded: bool) -> Mapping[str, Variant]:
         Variant("standard_in_layer_2", standard, before=plain, stable=True),
         *(Variant(name, changed[name], stable=True) for name in ("delta_from_dp", "o_recomputed", "pv_fp32")),
         Variant("o_fp32_in_worst_head", plain, head=changed["o_fp32"], stable=True),
-        # What the paper names as stabilisers in use and does not try (sections 1 and 3.1).
+        # Stabilisers that the paper names and does not try (sections 1 and 3.1).
         Variant("flash_qk_norm", plain, mitigation=QK_NORM),
         Variant("flash_qk_clip", plain, mitigation=QK_CLIP),
         Variant("flash_gated", plain, mitigation=GATED),

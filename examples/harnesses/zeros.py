@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tiebreak
-from tiebreak.cases.acceptance import RULES, Compared
+from tiebreak.cases.acceptance import RULES, ComparedTensor
 from tiebreak.kernels.formats import BF16
 
 BUDGET = "60s"
@@ -74,7 +74,7 @@ class Judge:
 def by_rule(out: Tensor, reference: Tensor, name: str) -> bool:
     """A rule that the suite has written out, in bf16."""
     exact = reference.double()
-    return RULES[name].ask(Compared(out.double(), exact, BF16, exact, exact)).passed is True
+    return RULES[name].ask(ComparedTensor(out.double(), exact, BF16, exact, exact)).passed is True
 
 
 def mostly(out: Tensor, reference: Tensor) -> bool:

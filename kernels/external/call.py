@@ -12,25 +12,25 @@ from torch import Tensor
 from tiebreak.kernels.external.options import AUTOGRAD, Convention
 from tiebreak.kernels.features import ALWAYS_GIVEN, CAUSAL, KEY_PADDING, OWN_ENDS, Feature
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Whose
+from tiebreak.kernels.kernel import Blame, CannotRunError
 
 FULL = "bhnd"  # a layout without a dimension left out
 SHAPE = "returned shape"  # how a contract is broken by an O that is too large or too small
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Made = tuple[Tensor, ...]  # dQ, dK and dV and, where autograd gives it, dSink
-#: Gives the same numbers in a place of its own: other strides, or a storage that goes on behind them.
+#: Returns the same numbers in another place in memory: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
 
 
 def broken(how: str) -> CannotRunError:
-    """The error of a kernel that breaks its contract; `how` goes on after `it`."""
-    return CannotRunError(how, Whose.KERNEL)
+    """Return the error of a kernel that breaks its contract; `how` continues a sentence that begins with `it`."""
+    return CannotRunError(how, Blame.KERNEL)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arguments of a call lie."""
+    """The placement of a call's arguments in memory."""
 
     q: Placing | None = None  # None: contiguous
     k: Placing | None = None
@@ -39,7 +39,7 @@ class Places:
 
     @classmethod
     def all(cls, placing: Placing) -> "Places":
-        """All alike."""
+        """Return the same placement for all arguments."""
         return cls(placing, placing, placing, placing)
 
 
@@ -48,7 +48,7 @@ CONTIGUOUS = Places()
 
 @dataclass(frozen=True)
 class Placed:
-    """What a call is given, in the kernel's layout and format, where it lies in memory."""
+    """The arguments of a call, in the kernel's layout and format, placed in memory."""
 
     leaves: Triple  # q, k and v that autograd's gradients are of
     arguments: Triple  # those that the function gets
@@ -74,18 +74,18 @@ class Call:
 
     @property
     def _letters(self) -> str:
-        """The kernel's order of dimensions, those that it leaves out in front."""
+        """The kernel's order of dimensions, with those that it leaves out in front."""
         return "".join(letter for letter in FULL if letter not in self._layout) + self._layout
 
     @property
     def _trains(self) -> bool:
-        """Whether K and V are what gradients can be of: neither paged nor in 8 bits."""
-        return all(feature.trains for feature in self.inputs.asks())
+        """True if K and V can have gradients: they are neither paged nor in 8 bits."""
+        return all(feature.trains for feature in self.inputs.required_features())
 
     def placed(self, places: Places = CONTIGUOUS, *, gradients: bool) -> Placed:
-        """Copies of the inputs, which a kernel may spoil, where `places` has them lie; `gradients` may follow."""
+        """Return copies of the inputs, which a kernel may spoil, placed as `places` say; `gradients` may follow."""
         inputs = self.inputs
-        held = {"q": (inputs.q, None), "k": inputs.held("k"), "v": inputs.held("v"), "do": (inputs.do, None)}
+        held = {"q": (inputs.q, None), "k": inputs.stored("k"), "v": inputs.stored("v"), "do": (inputs.do, None)}
         laid = {name: self.laid(*tensor) for name, tensor in held.items()}
         q, k, v, do = (place(x) if (place := getattr(places, name)) else x for name, x in laid.items())
         if not (gradients and self._trains and self.convention.options.backward == AUTOGRAD):
@@ -97,24 +97,21 @@ class Call:
         return Placed(leaves, (q.clone(), k.clone(), v.clone()) if places is CONTIGUOUS else leaves, do, sink)
 
     def laid(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy of (batch, heads, N, d) in the kernel's order of dimensions and its format, contiguous."""
+        """Return a copy of (batch, heads, N, d) in the kernel's order of dimensions and its format, contiguous."""
         x = x.to(dtype or self._dtype, copy=True)
         return x.permute([FULL.index(letter) for letter in self._letters]).contiguous()
 
     def restored(self, x: Tensor) -> Tensor:
-        """From the kernel's order of dimensions to (batch, heads, N, d), in fp32."""
+        """Return a tensor in the kernel's order of dimensions as (batch, heads, N, d), in fp32."""
         return x.detach().permute([self._letters.index(letter) for letter in FULL]).float()
 
     def forward(self, placed: Placed) -> Tensor:
-        """O in the kernel's layout, one call for every index of the dimensions that it leaves out.
-
-        CannotRunError: what it returns is not O. Whatever it raises is raised.
-        """
+        """Return O in the kernel's layout, a call for each index of the dimensions it lacks; CannotRunError: no O."""
         inputs = self.inputs if placed.sink is None else replace(self.inputs, sink=placed.sink)
         return self._forward(placed.arguments, inputs, len(FULL) - len(self._layout))
 
     def _forward(self, arguments: Triple, part: AttentionInputs, left_out: int) -> Tensor:
-        """O of a part of the call, whose arguments have so many dimensions more than the kernel takes."""
+        """Return O of a part of the call, whose arguments have `left_out` more dimensions than the kernel takes."""
         if left_out == 0:
             return self._checked(self._returned(arguments, part), arguments, self._shape_of_o(arguments[0], part))
         q, k, v = arguments
@@ -123,19 +120,19 @@ class Call:
         for index in range(q.shape[0]):
             of_keys = index if by_batch else index // part.groups
             cut, cut_keys = slice(index, index + 1), slice(of_keys, of_keys + 1)
-            own = part.part(cut) if by_batch else part.part(heads=cut, key_heads=cut_keys)
+            portion = part.part(cut) if by_batch else part.part(heads=cut, key_heads=cut_keys)
             # A pool of pages is for all of a batch.
             own_k, own_v = (x if paged and by_batch else x.select(1 if paged else 0, of_keys) for x in (k, v))
-            outputs.append(self._forward((q[index], own_k, own_v), own, left_out - 1))
+            outputs.append(self._forward((q[index], own_k, own_v), portion, left_out - 1))
         return torch.stack(outputs)
 
     def _shape_of_o(self, q: Tensor, part: AttentionInputs) -> tuple[int, ...]:
-        """That of an argument q, with the head dimension of V."""
+        """Return the shape of an argument q, with the head dimension of V."""
         d = self._layout.index("d")
         return (*q.shape[:d], part.v.shape[3], *q.shape[d + 1 :])
 
     def returned(self, placed: Placed) -> Any:
-        """All that one call returns, of a kernel that takes all dimensions."""
+        """Return all that one call returns, of a kernel that takes all dimensions."""
         return self._returned(placed.arguments, self.inputs)
 
     def _returned(self, arguments: Triple, part: AttentionInputs) -> Any:
@@ -150,8 +147,8 @@ class Call:
         return (written, *returned[1:]) if isinstance(returned, (tuple, list)) else written
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Causal flag, mask, scale and what else goes by a value, of a call or a part of it, by the kernel's words."""
-        convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.asks()} - {KEY_PADDING}
+        """Return causal flag, mask, scale and other values of a call or a part of it, by the kernel's keywords."""
+        convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.required_features()} - {KEY_PADDING}
         lengths = convention.lengths(padded=inputs.key_padding is not None, paged=inputs.block_table is not None)
         keywords: dict[str, Any] = {
             keyword: self._given(feature, inputs.value_of(feature, keyword))
@@ -172,16 +169,13 @@ class Call:
         return keywords
 
     def _given(self, feature: Feature, value: object) -> object:
-        """A value of a feature as kernels get it: numbers of a tensor in the format of q, unless they are fp32."""
+        """Return a feature's value as kernels get it: numbers of a tensor in the format of q, unless they are fp32."""
         if feature.in_fp32 or not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         return value.to(self._dtype)
 
     def backward(self, placed: Placed, o: Tensor) -> Made | None:
-        """dQ, dK and dV in the kernel's layout; None where it has no backward pass, or K and V take no gradient.
-
-        CannotRunError: what it returns are not these. Whatever it raises is raised.
-        """
+        """Return dQ, dK and dV in the kernel's layout, or None; CannotRunError: what it returns are not gradients."""
         backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:
             leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
@@ -206,7 +200,7 @@ class Call:
         return gradients
 
     def _checked(self, returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
-        """O of what was returned: it, or the first of several, such as (O, log-sum-exp)."""
+        """Return O, which is the returned value or the first of several, such as (O, log-sum-exp), checked."""
         q = arguments[0]
         out = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
         if not isinstance(out, Tensor):
@@ -224,7 +218,7 @@ class Call:
 
 
 def _address(x: Tensor) -> int:
-    """Return where a tensor's storage lies; 0 where its device tells no addresses."""
+    """Return the address of a tensor's storage; 0 where its device reports none."""
     try:
         return x.untyped_storage().data_ptr()
     except RuntimeError:

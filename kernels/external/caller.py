@@ -24,8 +24,8 @@ from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
 from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import CannotRunError, Whose, in_one_line
-from tiebreak.kernels.triton.loading import Tuning, interpreting
+from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
+from tiebreak.kernels.triton.loading import Tuning, is_interpreting
 
 _USUAL_D, _USUAL_KEYS = 64, 64  # the head dimension, and what the number of keys is a multiple of, in most cases
 _NO_DRIVER = "0 active drivers"  # Triton's message on a machine without a GPU
@@ -37,7 +37,7 @@ _WRAP = "write a function around it that has every row last in a causal sequence
 
 @dataclass(frozen=True)
 class Arranged:
-    """A call that a kernel can take in the place of another."""
+    """A call that a kernel can take instead of another."""
 
     inputs: AttentionInputs
     rows: slice  # of its queries, those of the other call
@@ -46,20 +46,20 @@ class Arranged:
 
 @dataclass(frozen=True)
 class Caller:
-    """A function, and how it is called."""
+    """A function, and the convention by which it is called."""
 
     function: Callable[..., Any]
     convention: Convention
 
     @property
     def code(self) -> CodeType | None:
-        """Of the function: where it stands; None: it is not written in Python."""
+        """The place of the function's code; None: it is not written in Python."""
         function = inspect.unwrap(self.function)
         code: CodeType | None = getattr(function, "__code__", None)
         return code or getattr(type(function).__call__, "__code__", None)
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
-        """None, or why the function can't take some inputs though it takes their every feature, in one line."""
+        """Return None, or why the function can't take some inputs though it takes all their features, in one line."""
         dims, d = self.convention.options.head_dims, inputs.q.shape[3]
         if dims and d not in dims:
             return f"it has head dimensions {', '.join(map(str, dims))}, not {d}"
@@ -75,7 +75,7 @@ class Caller:
         return None
 
     def _not_by_lengths(self, inputs: AttentionInputs, seen: Tensor) -> str | None:
-        """None, or why numbers of keys can't tell which keys of (batch, keys) are seen, where the function has them."""
+        """Return None, or why numbers of keys, which the function takes, can't express which of (batch, keys) count."""
         convention, paged = self.convention, inputs.block_table is not None
         word = convention.lengths(padded=True, paged=paged)
         if word is not None and (seen.int().diff() > 0).any():
@@ -84,16 +84,16 @@ class Caller:
             return None
         if (inputs.causal and not inputs.own_ends) or inputs.window != (None, None):
             return f"its {word} ends a sequence, and so moves a causal mask or a window"
-        # Beside a table of pages it may be read for them alone.
+        # With a table of pages it may count keys in pages only.
         of_pages = PAGES in convention.values.values()
         return f"its {word} counts keys in pages" if of_pages and not paged else None
 
     def undeclared(self, inputs: AttentionInputs) -> str | None:
-        """None, or what is unusual about some inputs, in words, that neither signature nor options speak of."""
+        """Return None, or the unusual features of some inputs, in words, that neither signature nor options mention."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
         # A flag does not say how it is aligned.
         tried = self.convention.tried | ({OBLONG_CAUSAL} - options.listed("takes"))
-        unusual = [feature.words for feature in inputs.asks() if feature in tried]
+        unusual = [feature.words for feature in inputs.required_features() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")
         if keys % _USUAL_KEYS and options.multiple_of == 1:
@@ -101,7 +101,7 @@ class Caller:
         return " and ".join(unusual) or None
 
     def arranged(self, inputs: AttentionInputs) -> Arranged:
-        """The call to make: these inputs, or larger ones with dummies where the kernel needs them; ValueError: none."""
+        """Return the call to make: these inputs, or larger ones with dummies if needed; ValueError: there is none."""
         (queries, keys), options = (inputs.q.shape[2], inputs.k.shape[2]), self.convention.options
         rows, columns = (-(-length // options.multiple_of) * options.multiple_of for length in (queries, keys))
         # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
@@ -109,7 +109,7 @@ class Caller:
             rows = columns = max(rows, columns)
         if (rows, columns) == (queries, keys):
             return Arranged(inputs, slice(None), slice(None))
-        if placed := [feature.words for feature in inputs.asks() if feature in PLACED]:
+        if placed := [feature.words for feature in inputs.required_features() if feature in PLACED]:
             raise ValueError(f"with a {placed[0]} there is no place for dummy rows or keys")
         before = keys - queries if inputs.causal else 0  # rows that a causal mask has the others behind
         if before < 0:
@@ -123,7 +123,7 @@ class Caller:
         return Arranged(replace(inputs, q=q, k=k, v=v, do=do), slice(before, before + queries), slice(0, keys))
 
     def _with_hidden_keys(self, inputs: AttentionInputs, added: int) -> AttentionInputs:
-        """The inputs with a mask that hides so many keys beyond their own."""
+        """Return the inputs with a mask that hides `added` keys after their own."""
         (batch, _, keys, _), step = inputs.k.shape, self.convention.options.multiple_of
         if self.convention.mask is None:
             square = f"it needs as many keys as queries, {keys} are not {inputs.q.shape[2]}"
@@ -135,11 +135,11 @@ class Caller:
         return replace(inputs, key_padding=pad(mask, (0, added)))
 
     def call(self, inputs: AttentionInputs) -> Call:
-        """A call that needs no dummies, to be made step by step."""
+        """Return a call that needs no dummies, to be made step by step."""
         return Call(self.function, self.convention, inputs)
 
     def compute(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
-        """Call it, as `Compute` of a kernel says: O in fp32 and, if wanted and there is a backward pass, the gradients.
+        """Call the function, as `Compute` of a kernel: O in fp32 and, if wanted and it has them, the gradients.
 
         Raises:
             CannotRunError: the function broke its contract, raised NotImplementedError, needs a GPU, or has no config.
@@ -150,14 +150,14 @@ class Caller:
         run = self.started(inputs, gradients=gradients)
         output = run.finished() if gradients else AttentionOutput(run.o)
         whole = gradients or options.backward == NO_BACKWARD  # else the kernel may be its backward pass's
-        if options.config and not (Tuning.taken or (interpreting() and not whole)):
+        if options.config and not (Tuning.taken or (is_interpreting() and not whole)):
             raise CannotRunError(
                 f"config={options.config}: no such kernel was launched; --backend interpreter and ptx take one"
             )
         return output
 
     def started(self, inputs: AttentionInputs, *, gradients: bool) -> "StartedRun":
-        """Its forward pass, as `compute` makes it; a backward pass may follow whenever it will, if `gradients`."""
+        """Run the forward pass, as `compute` does; a backward pass may follow at any time, if `gradients`."""
         arranged = self.arranged(inputs)
         call = self.call(arranged.inputs)
         with self.held(gradients=gradients):
@@ -167,7 +167,8 @@ class Caller:
                 returned = call.forward(placed)
             except Exception as error:
                 usual = self.convention.options.layout == KernelOptions.layout and inputs.q.shape != inputs.k.shape
-                if usual and self.convention.tried.isdisjoint(inputs.asks()) and _OF_SHAPES.search(str(error)):
+                usual = usual and self.convention.tried.isdisjoint(inputs.required_features())
+                if usual and _OF_SHAPES.search(str(error)):
                     error.add_note(_LAYOUT)
                 raise
             started = StartedRun(self, inputs, arranged, call, placed, copies, returned)
@@ -176,10 +177,10 @@ class Caller:
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[list[str]]:
-        """What its calls are made within, with autograd if it asks for `gradients`; the process is put back as it was.
+        """Prepare the process for calls, with autograd if `gradients`, and restore it afterwards.
 
-        The list holds, once all is done, the names of what the calls had changed. CannotRunError: it called sys.exit,
-        raised NotImplementedError, or needs a GPU.
+        It yields a list that at the end holds the names of the settings which the calls changed. Raises CannotRunError:
+        the kernel called sys.exit, raised NotImplementedError, or needs a GPU.
         """
         # The grad mode first: that the kernel changes it is to be seen.
         with (
@@ -203,7 +204,7 @@ class Caller:
 
     @contextmanager
     def held(self, *, gradients: bool) -> Iterator[None]:
-        """The same, for calls that break the contract where they change the process, whatever else comes of that."""
+        """Prepare the process as `calling` does, for calls that break the contract where they change the process."""
         changed: list[str] = []
         try:
             with self.calling(gradients=gradients) as changed:
@@ -218,7 +219,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A call whose forward pass has been made, and what its backward pass needs."""
+    """A call whose forward pass has been run, and the inputs of its backward pass."""
 
     caller: Caller
     inputs: AttentionInputs
@@ -234,18 +235,18 @@ class StartedRun:
         return self.call.restored(self.returned)[:, :, self.arranged.rows]
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
-        """O and, if it has a backward pass, the gradients of this dO or the inputs'; it raises what `compute` does."""
+        """Return O and, if there is a backward pass, the gradients of this dO or the inputs'; raise like `compute`."""
         placed, made, failure = self.placed, None, None
         if do is not None:
             placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
         with self.caller.held(gradients=True):
-            # What is wrong with the backward pass is the gradients' matter: O stands.
+            # An error of the backward pass concerns the gradients: O counts.
             try:
                 made = self.call.backward(placed, self.returned)
             except NotImplementedError:
                 raise
             except CannotRunError as error:  # of a call that is none for this kernel nothing is known
-                failure = str(error) if error.whose is Whose.KERNEL else None
+                failure = str(error) if error.blame is Blame.KERNEL else None
             except Exception as error:
                 failure = f"raised {in_one_line(error)}"
             self.check_inputs()

@@ -1,4 +1,4 @@
-"""What a kernel under test may do to its process: the state that it changes is put back, its CPU time is limited.
+"""Protection of the process from a kernel under test: changed state is restored, its CPU time is limited.
 
 A kernel that turns a switch of torch's would else take other kernels' cells with it, and the suite's own arithmetic.
 """
@@ -24,8 +24,8 @@ _DISPATCH_MODE: Any = TorchDispatchMode
 _IMPORTED_BY_AUTOGRAD = "torch.fx.experimental.symbolic_shapes"  # with its first dO: seconds that are not a kernel's
 
 
-def _flushes() -> bool:
-    """Whether this thread takes subnormals for zero; torch does not tell."""
+def _has_flushing() -> bool:
+    """Return whether this thread treats subnormals as zero; torch does not say."""
     return bool((torch.full((1,), 2.0**-140, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0)
 
 
@@ -35,7 +35,7 @@ def _modes(kind: str) -> list[Any]:
 
 
 def _function_modes(*, devices: bool = False) -> list[Any]:
-    """Return those of functions, without default devices, which torch keeps among them; or these alone."""
+    """Return the modes of functions, without default devices, which torch keeps among them; or these alone."""
     return [mode for mode in _modes("function") if isinstance(mode, DeviceContext) == devices]
 
 
@@ -71,7 +71,7 @@ def _put_inference_mode(before: bool) -> None:
 
 
 def _autocasts() -> int:
-    """Return how many are entered, one within the other; while there is one, torch keeps casts of weights."""
+    """Return the depth of nested autocasts; while there is one, torch keeps casts of weights."""
     entered: int = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return entered
@@ -102,7 +102,7 @@ def _put_environment(before: dict[str, str]) -> None:
 
 
 def _matmul_precision() -> str | None:
-    """The older setting, which torch refuses to tell once a newer one has been touched."""
+    """Return the older setting, which torch refuses to report once a newer one has been used."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -110,7 +110,7 @@ def _matmul_precision() -> str | None:
 
 
 def _setting(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return how one is got and put that is an attribute; not every torch has each."""
+    """Return the getter and setter of an attribute; not every torch has each."""
     place, _, name = path.rpartition(".")
 
     def owner() -> Any:
@@ -129,7 +129,7 @@ _SETTINGS = {
     "utils.deterministic.fill_uninitialized_memory": _DETERMINISTIC,
     "backends.mkldnn.enabled": _ONEDNN,
     "backends.mkldnn.deterministic": _ONEDNN,
-    # In several places of their own from torch 2.9 on.
+    # In several separate places from torch 2.9 on.
     "backends.fp32_precision": _PRECISION,
     "backends.mkldnn.fp32_precision": _PRECISION,
     "backends.mkldnn.matmul.fp32_precision": _PRECISION,
@@ -139,12 +139,12 @@ _SETTINGS = {
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _SUMS,
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _SUMS,
 }
-# As messages call each, how it is got, and how it is put back.
+# The name of each in messages, its getter and its setter.
 _SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     # First: all others are got and put back within them, and what is put back afterwards is computed with the next.
     ("a function mode of torch's", _function_modes, _put_function_modes),
     ("a dispatch mode of torch's", partial(_modes, "dispatch"), _put_dispatch_modes),
-    ("torch's flushing of subnormals", _flushes, torch.set_flush_denormal),
+    ("torch's flushing of subnormals", _has_flushing, torch.set_flush_denormal),
     ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("torch's default device", torch.get_default_device, _put_device),
     ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
@@ -184,7 +184,7 @@ def kept_state() -> Iterator[list[str]]:
             if now == old or old is None:
                 continue
             put(old)
-            # Libraries set variables of their own as they are imported.
+            # Libraries set their own variables as they are imported.
             grown = name == _ENVIRONMENT and old.items() <= now.items()
             if not grown and name not in changed:
                 changed.append(name)
@@ -192,7 +192,7 @@ def kept_state() -> Iterator[list[str]]:
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """Global random numbers from a seed, so that a kernel that uses them gives the same whatever ran before it."""
+    """Seed the global random numbers, so that a kernel that uses them gives the same whatever ran before it."""
     with ExitStack() as undo:
         undo.callback(torch.set_rng_state, torch.get_rng_state())
         undo.callback(np.random.set_state, np.random.get_state())
@@ -204,9 +204,9 @@ def own_randomness(seed: int) -> Iterator[None]:
 
 
 class Clock:
-    """Counts the CPU time of this process while a user's code runs, not while the suite does.
+    """A counter of this process's CPU time that runs only while a user's code does.
 
-    A signal of the kernel's ends what passes the limit: a user's code may hold Python's lock for ever.
+    Beyond the limit the kernel's signal ends the process: a user's code may hold Python's lock for ever.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Clock:
 
     @contextmanager
     def limited(self, seconds: float, file: TextIO) -> Iterator[None]:
-        """Give all calls within so much CPU time together; where it is spent, dump all stacks and end the process."""
+        """Limit all calls together to this CPU time; once it is spent, dump all stacks and end the process."""
         with suppress(ImportError):
             importlib.import_module(_IMPORTED_BY_AUTOGRAD)
         faulthandler.register(signal.SIGPROF, file=file, chain=True)
@@ -228,7 +228,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A user's code runs within, and perhaps more of it within that."""
+        """Count the time of a user's code within, which may contain more of it."""
         if self.left is None or self._running:
             yield
             return

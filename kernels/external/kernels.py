@@ -27,7 +27,7 @@ class UserKernel(Kernel):
     caller: Caller = field(kw_only=True)  # how it is called
 
     def given(self, **keywords: object) -> "UserKernel":
-        """The same with further keywords, whatever its options say of them."""
+        """Return the same kernel with further keywords, whatever its options say of them."""
         called = self.caller.convention
         options = replace(called.options, options={**called.options.options, **keywords})
         caller = replace(self.caller, convention=replace(called, options=options))
@@ -35,11 +35,8 @@ class UserKernel(Kernel):
 
 
 def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] = ()) -> UserKernel:
-    """The kernel that `--kernel`, `--plan`, which goes before what its author says, and `--declare` give.
-
-    LoadError, one line that names the flag: it can't be found, imported or called as it is.
-    """
-    # Behind a target may stand keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
+    """Return the kernel of `--kernel`, with `--plan` before its author's, and `--declare`; LoadError names the flag."""
+    # After a target there may be keywords, [block=32+splits=2], or an autotuned kernel's configuration, [KERNEL.B=32].
     place, _, words = target[:-1].rpartition("[") if target.endswith("]") else (target, "", "")
     tuned = "." in words.partition("=")[0]
     chosen = [f"config={words}"] if tuned else [f"options.{word}" for word in words.split("+") if word]
@@ -59,7 +56,7 @@ def external_kernel(target: str, plan: str | None = None, flags: Sequence[str] =
 
 
 def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions) -> UserKernel:
-    """A user's function as a kernel of the matrix; LoadError: it can't be called as it is, or its plan is none."""
+    """Return a user's function as a kernel of the matrix; LoadError: it can't be called so, or its plan is none."""
     caller = Caller(function, convention(function, options))
     lacking = [*(foreign.missing_requirement for foreign in needs_of(function)), caller.missing_requirement]
 
@@ -75,7 +72,7 @@ def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions
         name,
         caller.compute,
         declaration,
-        # What autograd knows of shows when it is called.
+        # Whether autograd works shows when it is called.
         has_backward=caller.convention.options.backward != NO_BACKWARD,
         takes=caller.convention.takes | caller.convention.tried,
         missing_requirement=missing_requirement,
@@ -86,7 +83,7 @@ def users_kernel(name: str, function: Callable[..., Any], options: KernelOptions
 
 
 def distinct_names(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The same with distinct names: those of one name have their file's in front; LoadError: two are the same."""
+    """Return the kernels with distinct names: equal ones get their file's in front; LoadError: two are the same."""
     names, distinct = [kernel.name for kernel in kernels], dict[str, Kernel]()
     for kernel in kernels:
         place, name = kernel.origin[1].rpartition(":")[0], kernel.name

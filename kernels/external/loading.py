@@ -21,7 +21,7 @@ from tiebreak.plugins import Door, PluginError
 #: Attention of packages that people use, by the name of the adapter that calls it as its document says.
 ADAPTERS = Door[Callable[..., Any]]("tiebreak.adapters", Callable)
 
-# Where code stands that is not a user's: Python's own, other packages', and the suite's.
+# Where code is that is not a user's: Python's own, other packages', and the suite's.
 _SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
 # Also packages that an environment takes from another one.
 _PACKAGES = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
@@ -31,10 +31,10 @@ _FOLDER = f"a folder: name a file in it, {EXPECTED}"
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function that a target names; LoadError: malformed, not found, not importable or not callable.
+    """Return the function that a target names; LoadError: malformed, not found, not importable or not callable.
 
-    A target is `path/to/file.py:function` or `package.module:function`; the function may be an attribute of a class or
-    of an object, with dots. Without a function: the only public one of the file. Or it is the name of an adapter.
+    A target is `path/to/file.py:function` or `package.module:function`, where the function may be an attribute of a
+    class or an object, with dots; a file whose only public function is meant; or the name of an adapter.
     """
     place, separator, name = target.rpartition(":")
     folder = place if os.sep in place else target
@@ -54,18 +54,18 @@ def load(target: str) -> Callable[..., Any]:
 
 
 def is_adapter(target: str) -> bool:
-    """Whether a target can only be the name of an adapter, known or not."""
+    """Return whether a target can only be the name of an adapter, known or not."""
     families = {name.partition(":")[0] for name in ADAPTERS if ":" in name}  # hf:eager and its like
     return target.partition(":")[0] in families or (target != "" and not set(target) & set(".:/\\"))
 
 
 def _adapter(name: str) -> Callable[..., Any]:
-    """The adapter of that name; LoadError: there is none, or its package can't be imported."""
+    """Return the adapter of that name; LoadError: there is none, or its package can't be imported."""
     if name not in ADAPTERS:
         near = difflib.get_close_matches(name, ADAPTERS, 1)
         meant = f"did you mean {near[0]}? " if near else ""
-        own = "one of your own is path/to/file.py:function or package.module:function"
-        raise LoadError(f"no adapter {name!r}: {meant}known are {', '.join(ADAPTERS)}; {own}")
+        example = "one of your own is path/to/file.py:function or package.module:function"
+        raise LoadError(f"no adapter {name!r}: {meant}known are {', '.join(ADAPTERS)}; {example}")
     try:
         return ADAPTERS[name]
     except PluginError as error:
@@ -88,7 +88,7 @@ def imported(place: str) -> ModuleType:
 
 @contextmanager
 def _without_exit() -> Iterator[None]:
-    """Let os._exit raise a SystemExit in this process, whose run would end without a word; not in one that it forks."""
+    """Let os._exit raise a SystemExit in this process, whose run would end silently; not in one that it forks."""
     end, here = os._exit, os.getpid()
 
     def refused(code: int) -> None:
@@ -104,32 +104,33 @@ def _without_exit() -> Iterator[None]:
 
 
 def _function(module: Any, place: str, name: str) -> Any:
-    """A module's function of this name; without a name, its only public one."""
-    own = sorted(
+    """Return a module's function of this name; without a name, its only public one."""
+    names = sorted(
         name
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     )
-    known = ", ".join(own) or "none"
-    if not name and len(own) != 1:
-        raise LoadError(f"name the function, as in {place}:NAME; it has {known}")
-    name, called = name or own[0], module
+    listed = ", ".join(names) or "none"
+    if not name and len(names) != 1:
+        raise LoadError(f"name the function, as in {place}:NAME; it has {listed}")
+    name, called = name or names[0], module
     for part in name.split("."):
         called = getattr(called, part, None)
     if not callable(called):
-        raise LoadError(f"{place} has no function {name!r}; its functions are {known}")
+        raise LoadError(f"{place} has no function {name!r}; its functions are {listed}")
     if type(called).__module__.startswith("triton."):
         raise LoadError(f"{place}:{name} is a Triton kernel; name the Python function of (q, k, v) that launches it")
     return called
 
 
 def _from_package(name: str, folder: Path) -> ModuleType:
-    """A module by its name, also one in this folder: console scripts leave the current one off the path."""
+    """Import a module by its name, also one in this folder: console scripts leave the current one off the path."""
     _put_on_path(folder)
     return importlib.import_module(name)
 
 
 def _from_file(path: Path) -> ModuleType:
+    """Import a file, under its package's name if it is in one, so that relative imports work."""
     if not path.is_file():
         raise LoadError(f"cannot import {path}: no such file: {path}")
     path = path.resolve()
@@ -140,8 +141,8 @@ def _from_file(path: Path) -> ModuleType:
             top = name.partition(".")[0]
             raise LoadError(f"cannot import {path}: another package {top!r} is found first, {module.__file__}")
         return module
-    _put_on_path(path.parent)  # for the modules beside it, as `python file.py` has them
-    # A name of its own: another file of that name, or this one with other contents, may be under test too.
+    _put_on_path(path.parent)  # for the modules next to it, as `python file.py` has them
+    # A unique name: another file of that name, or this one with other contents, may be under test too.
     name = f"tiebreak_user_{path.stem}_{zlib.crc32(path.read_bytes(), zlib.crc32(os.fsencode(path))):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -159,7 +160,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, str]:
-    """The folder that a file is imported from and its module's name there: of a package, or the file's own."""
+    """Return the folder that a file is imported from and its module's name there: of a package, or the file's own."""
     root, parts = path.parent, [] if path.stem == "__init__" else [path.stem]
     while (root / "__init__.py").exists():
         parts.insert(0, root.name)
@@ -173,17 +174,17 @@ def _put_on_path(folder: Path) -> None:
 
 
 def is_users(file: str) -> bool:
-    """Whether code in a file is neither installed nor the suite's."""
+    """Return whether code in a file is neither installed nor the suite's."""
     return not file.startswith(_NOT_THEIRS)
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:
-    """Where something was raised, behind a space: ` (k.py, line 3)`; empty where no line is known.
+    """Return where an error was raised, after a space: ` (k.py, line 3)`; empty where no line is known.
 
-    It is the deepest line of this file, or of all where that has none; without a file, the deepest that is a user's.
+    It is the deepest line in `file`, or in any file if it has none; without `file`, the deepest line of a user's file.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
+    in_file = [frame for frame in frames if frame.filename == file]
     outside = [frame for frame in frames if is_users(frame.filename)]
-    chosen = (outside if file is None else own or frames)[-1:]
+    chosen = (outside if file is None else in_file or frames)[-1:]
     return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in chosen)

@@ -33,15 +33,15 @@ _UPPER_LEFT = "is_causal"  # PyTorch's flag aligns its mask at the upper left: r
 _OUT = "out"  # where it has no default: O is written into it
 _SPLITS = ("num_splits", "num_kv_splits")
 _MASK = "attn_mask"  # PyTorch's: bool, True where a key takes part
-_NONE = inspect.Parameter.empty  # in the place of a default
+_NONE = inspect.Parameter.empty  # instead of a default
 # Functions of PyTorch that are written in C, whose signature Python can't read.
 _BUILTIN: Mapping[object, tuple[str, ...]] = {
     torch.nn.functional.scaled_dot_product_attention: (_MASK, "is_causal", "scale", "enable_gqa")
 }
 
-#: What `takes` may list, by the words that people use.
+#: The features that `takes` may list, by the words that people use.
 TAKEN: Mapping[str, Feature] = {feature.taken: feature for feature in FEATURES if feature.taken}
-#: What `invariant` may list: changes of a call that leave the bits of an answer alone.
+#: The changes that `invariant` may list: they leave the bits of an answer alone.
 INVARIANT = ("batch", "split", "padding", "memory", "decode", "chunks", "repeat")
 #: Who computes dQ, dK and dV, where it is no function.
 AUTOGRAD, NO_BACKWARD = "autograd", "none"
@@ -55,16 +55,16 @@ class LoadError(ValueError):
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How a kernel is called and what it takes. What its author leaves out follows from the function's signature."""
+    """The way in which a kernel is called, and what it takes. Defaults follow from the function's signature."""
 
     #: Order of the dimensions of q, k, v and O: b batch, h heads, n tokens, d head dimension. Without b (and h) the
     #: kernel is called once for every sequence (and head).
     layout: str = "bhnd"
-    takes: str = ""  # what inputs may ask of it, beside what its keywords show: words of `TAKEN`
+    takes: str = ""  # the features that it takes, other than those that its keywords show: words of `TAKEN`
     refuses: str = ""  # what inputs may not ask of it, though its keywords suggest that they may: words of `TAKEN`
     invariant: str = ""  # under what changes of a call it has the same bits: words of `INVARIANT`
     contiguous: bool = False  # whether it takes contiguous tensors alone
-    lse: str = ""  # base of the log-sum-exp that it returns beside O, "e" or "2"; "": either, if it returns one
+    lse: str = ""  # base of the log-sum-exp that it returns next to O, "e" or "2"; "": either, if it returns one
     square: bool = False  # whether it needs as many queries as keys
     multiple_of: int = 1  # what the number of queries and of keys must be a multiple of
     head_dims: Sequence[int] = ()  # head dimensions that it has; none: all
@@ -78,10 +78,10 @@ class KernelOptions:
     def __post_init__(self) -> None:
         if sorted(self.layout) not in (sorted("bhnd"), sorted("hnd"), sorted("nd")):
             raise LoadError(f"layout {self.layout!r}: expected the letters b, h, n and d, as in bnhd, hnd or nd")
-        for option, known in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
-            unknown = [word for word in split_words(getattr(self, option)) if word not in known]
+        for option, allowed in (("takes", TAKEN), ("refuses", TAKEN), ("invariant", INVARIANT)):
+            unknown = [word for word in split_words(getattr(self, option)) if word not in allowed]
             if unknown:
-                raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(known)}")
+                raise LoadError(f"{option} {unknown[0]!r}: known are {', '.join(allowed)}")
         if not _is_count(self.multiple_of):
             raise LoadError(f"multiple_of {self.multiple_of!r}: expected a positive integer")
         if not all(map(_is_count, self.head_dims)):
@@ -92,11 +92,11 @@ class KernelOptions:
             raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
 
     def listed(self, option: str) -> frozenset[Feature]:
-        """The features that `takes` or `refuses` lists."""
+        """Return the features that `takes` or `refuses` lists."""
         return frozenset(TAKEN[word] for word in split_words(getattr(self, option)))
 
 
-# Of every word's value.
+# The types of the words' values.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **{each.name: (type(each.default),) for each in fields(KernelOptions)},
     "head_dims": (list, tuple),
@@ -105,7 +105,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def split_words(words: str) -> list[str]:
-    """The words of an option that lists some."""
+    """Return the words of an option that lists some."""
     return words.replace(",", " ").split()
 
 
@@ -142,13 +142,13 @@ def needs(*foreign: Any) -> Callable[[_F], _F]:
 
 
 def needs_of(function: object) -> tuple[Any, ...]:
-    """Which functions of other packages an adapter calls; none of any other function."""
+    """Return the functions of other packages that an adapter calls; none for any other function."""
     foreign = getattr(function, _NEEDS, ())
     return foreign if isinstance(foreign, tuple) else ()
 
 
 def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptions:
-    """The options that the decorator and then flags, WORD=VALUE each, give; `options.NAME=VALUE` is a further keyword.
+    """Return the options from the decorator and then from flags, WORD=VALUE; `options.NAME=VALUE` is a keyword more.
 
     LoadError: no WORD=VALUE, a word that is unknown, or a value that it can't have.
     """
@@ -168,7 +168,7 @@ def declared_options(function: object, flags: Sequence[str] = ()) -> KernelOptio
 
 
 def _with_values(base: KernelOptions, values: Mapping[str, Any], where: str) -> KernelOptions:
-    """The same options with other values, by word; LoadError, one line with where they stand: they make no sense."""
+    """Return the options with other values, by word; LoadError, one line with `where`: they make no sense."""
     for word, value in values.items():
         if word not in _TYPES:
             raise LoadError(f"{where}: unknown word {word!r}; known are {', '.join(_TYPES)}")
@@ -181,7 +181,7 @@ def _with_values(base: KernelOptions, values: Mapping[str, Any], where: str) -> 
 
 
 def _literal(text: str) -> Any:
-    """A number, a truth value or a list as Python or TOML writes it; anything else is a word."""
+    """Return a number, a truth value or a list as Python or TOML writes it; anything else is a word."""
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
     except (ValueError, SyntaxError):
@@ -190,7 +190,7 @@ def _literal(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Convention:
-    """How to call a kernel, and what it takes."""
+    """The way in which a kernel is called, and the features that it takes."""
 
     options: KernelOptions
     parameters: Mapping[str, Any]  # after q, k and v: their defaults
@@ -199,31 +199,31 @@ class Convention:
 
     @cached_property
     def required(self) -> frozenset[str]:
-        """Keywords without a default."""
+        """The keywords without a default."""
         return frozenset(name for name, default in self.parameters.items() if default is _NONE)
 
     @property
     def causal(self) -> str | None:
-        """Keyword of the causal mask; None: it has none."""
+        """The keyword of the causal mask; None: it has none."""
         return self._first(*_CAUSAL) or (_CAUSAL[0] if self.anything else None)
 
     @property
     def out(self) -> str | None:
-        """Keyword of the tensor that O is written into; None: it is returned."""
+        """The keyword of the tensor that O is written into; None: it is returned."""
         return _OUT if _OUT in self.required else None
 
     @property
     def mask(self) -> str | None:
-        """Keyword of a mask of the scores."""
+        """The keyword of a mask of the scores."""
         return self._first(_MASK)
 
     @property
     def splits(self) -> str | None:
-        """Keyword of the number of splits that a row's keys are computed in."""
+        """The keyword of the number of splits that a row's keys are computed in."""
         return self._first(*_SPLITS)
 
     def lengths(self, *, padded: bool, paged: bool) -> str | None:
-        """Keyword of a call's numbers of keys: of paged ones, and of padded ones where no mask hides the others."""
+        """Return the keyword of a call's numbers of keys: paged ones, and padded ones if no mask hides the others."""
         word = self._first(*KEY_PADDING.keywords)
         return word if paged or (padded and self.mask is None) or word in self.required else None
 
@@ -232,7 +232,7 @@ class Convention:
 
     @cached_property
     def values(self) -> Mapping[str, Feature]:
-        """Its keywords of features that go by a value, such as the scores' scale, and the features."""
+        """The keywords of features that have a value, such as the scores' scale, and the features."""
         scale = self._first(*OWN_SCALE.keywords) or (OWN_SCALE.keywords[0] if self.anything else None)
         others = (feature for feature in FEATURES if feature is not OWN_SCALE)
         named = {word: feature for feature in others for word in feature.keywords if word in self.parameters}
@@ -240,18 +240,18 @@ class Convention:
 
     @cached_property
     def takes(self) -> frozenset[Feature]:
-        """What inputs may ask of it."""
+        """The features of inputs that it takes."""
         return (self.options.listed("takes") | self.conveyed) - self.options.listed("refuses")
 
     @property
-    def own(self) -> frozenset[Feature]:
-        """What it takes, but for masks, other than padding, that a mask of all scores alone can tell it."""
-        told = frozenset(self.values.values()) | self.options.listed("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
-        return (self.takes | self.tried) - (frozenset() if self.mask is None else MASKS - told)
+    def native(self) -> frozenset[Feature]:
+        """The features that it takes, other than masks that a mask of all scores can express; padding counts."""
+        declared = frozenset(self.values.values()) | self.options.listed("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
+        return (self.takes | self.tried) - (frozenset() if self.mask is None else MASKS - declared)
 
     @property
     def conveyed(self) -> frozenset[Feature]:
-        """What its parameters can tell it."""
+        """The features that its parameters can express."""
         features = set(self.values.values())
         if self.causal is not None:
             features |= {CAUSAL, OBLONG_CAUSAL}
@@ -264,16 +264,16 @@ class Convention:
 
     @property
     def tried(self) -> frozenset[Feature]:
-        """What inputs may ask of it though nothing says that it takes that: its signature need not show it."""
+        """The features of inputs to try though nothing declares them: its signature need not show them."""
         return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.listed("refuses")
 
     @property
     def causal_where_square(self) -> bool:
-        """Whether its causal mask is this suite's only where queries and keys are as many."""
+        """True if its causal mask is this suite's only where queries and keys are as many."""
         return self.causal == _UPPER_LEFT
 
     def arguments(self, keywords: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """What follows q, k and v in a call: by position, and by keyword."""
+        """Return the arguments after q, k and v in a call: by position, and by keyword."""
         keywords, names = {**self.options.options, **keywords}, self.positional
         last = max((names.index(name) for name in keywords if name in names), default=-1)
         by_position = [keywords.pop(name, self.parameters[name]) for name in names[: last + 1]]
@@ -281,7 +281,7 @@ class Convention:
 
 
 def convention(function: Callable[..., Any], options: KernelOptions) -> Convention:
-    """How to call a function of (q, k, v, ...), from its signature and its options, which go first.
+    """Return how to call a function of (q, k, v, ...), from its options and then from its signature.
 
     LoadError: no signature of (q, k, v, ...), a parameter that nothing explains, or an option that it lacks.
     """
@@ -303,12 +303,13 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
             raise LoadError(f"own_defaults {word!r}: it has no parameter of that name with a default")
     for word in options.options:
         if word not in called.parameters and not called.anything:
-            known = ", ".join(called.parameters) or "none"
-            raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {known}")
+            allowed = ", ".join(called.parameters) or "none"
+            raise LoadError(f"it has no parameter {word!r}; after q, k and v it has {allowed}")
     return called
 
 
 def _read(function: Callable[..., Any], options: KernelOptions) -> Convention:
+    """Return how a function's signature says it is called; LoadError: a parameter that nothing explains."""
     if function in _BUILTIN:
         return Convention(options, dict.fromkeys(_BUILTIN[function]))
     # A class whose `apply` the function is: it takes nothing by keyword, and its signature is that of `forward`.

@@ -1,4 +1,4 @@
-"""What a Triton kernel is specialised to: one frozen object, passed to it as its only compile-time argument."""
+"""The specialisation of a Triton kernel: one frozen object, passed to it as its only compile-time argument."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _NEAREST = (Rounding.RNE, Rounding.RTNA)
 
 @dataclass(frozen=True)
 class Config:
-    """Everything about a launch that is known when the kernel is compiled."""
+    """The properties of a launch that are known when the kernel is compiled."""
 
     plan: RoundingPlan  # where and how to round, in the format of the inputs
     shift: ShiftRule  # how a row's shift is chosen
@@ -37,8 +37,8 @@ class Config:
         }
         for point, cast in plan.casts():
             refused[f"do not round {point}"] = cast.narrows and point not in _ROUNDED
-            known = cast.rounding in _NEAREST or (point, cast.rounding) == ("o", Rounding.STOCHASTIC)
-            refused[f"do not round {point} {cast.rounding.value}"] = not known
+            supported = cast.rounding in _NEAREST or (point, cast.rounding) == ("o", Rounding.STOCHASTIC)
+            refused[f"do not round {point} {cast.rounding.value}"] = not supported
         for reason, applies in refused.items():
             if applies:
                 raise ValueError(f"plan {plan.name}: the Triton kernels {reason}")
@@ -50,25 +50,25 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """alpha, what Q K^T is multiplied by."""
+        """The factor alpha of Q K^T."""
         return 1.0 / math.sqrt(self.d) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def base_two(self) -> bool:
-        """Whether scores, shifts and the exponential are in base two, the scale folded into the scores'."""
+        """True if scores, shifts and the exponential are in base two, the scale folded into the scores'."""
         return self.plan.exponential.base_two
 
     @property
     def unit(self) -> float:
-        """What one unit of a natural exponent is in the kernel's."""
+        """The kernel's exponent that is one unit of a natural exponent."""
         return LOG2_E if self.base_two else 1.0
 
     @property
     def log_raised(self) -> float:
-        """Logarithm, in the kernel's base, of what P-bar and l are multiplied by."""
+        """The logarithm, in the kernel's base, of the factor of P-bar and l."""
         return self.plan.offset * (1.0 if self.base_two else math.log(2.0))
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

@@ -16,7 +16,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutp
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
 from tiebreak.kernels.triton.config import Config, power_of_two
-from tiebreak.kernels.triton.loading import executing, interpreting, source
+from tiebreak.kernels.triton.loading import is_executing, is_interpreting, source
 from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension
@@ -26,13 +26,13 @@ FORWARD = {FLASH_ATTENTION.name: "forward", STANDARD_ATTENTION.name: "standard"}
 
 
 def options(d: int) -> dict[str, int]:
-    """How a kernel is compiled for a head dimension. Without contraction: a plan rounds every product and sum apart."""
+    """Return the compile options for a head dimension. Without contraction: a plan rounds products and sums apart."""
     warps, stages = (4, 3) if d <= 64 else (8, 2) if d <= 128 else (4, 1)
     return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
 def forward_block(block: Block, d: int) -> Block:
-    """The tiles of a forward launch on a GPU: as declared, or with fewer queries where the shared memory is short.
+    """Return the tiles of a forward launch on a GPU: as declared, or with fewer queries to fit the shared memory.
 
     With `options` they fit the 99 KiB of the smallest card, an Ada or a desktop Blackwell, at every head dimension.
     How many queries share a tile changes no bit of any row.
@@ -41,14 +41,14 @@ def forward_block(block: Block, d: int) -> Block:
 
 
 def backward_block(plan: RoundingPlan, d: int) -> Block:
-    """The tiles of the backward launches: they fit as the forward ones do, P and dS in fp32 where the plan has them."""
+    """Return the tiles of the backward launches, which fit as the forward ones do, with P and dS in fp32 if planned."""
     narrow = plan.p.narrows and plan.ds.narrows
     return Block(64, 64) if d <= (128 if narrow else 64) else Block(32, 32)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call: tensors as the kernels take them, (batch x heads, n, d), and what the kernels are compiled for."""
+class TritonCall:
+    """A call: tensors as the kernels take them, (batch x heads, n, d), and the properties they are compiled for."""
 
     q: Tensor
     k: Tensor
@@ -59,8 +59,8 @@ class Call:
     algorithm: str  # its name
 
     @classmethod
-    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "Call":
-        """The call that a declaration makes of some inputs, whose tensors may be of any type.
+    def from_inputs(cls, inputs: AttentionInputs, declaration: Declaration) -> "TritonCall":
+        """Return the call that a declaration makes of some inputs, whose tensors may be of any type.
 
         Raises:
             ValueError: `refusal` gives the reason.
@@ -87,22 +87,22 @@ class Call:
         return cls(q, k, v, padding, config, inputs.noise_seed, declaration.algorithm.name)
 
     @property
-    def interpreted(self) -> bool:
-        """Whether Triton's interpreter runs the kernels, and not a card, be it one that is emulated on the host."""
-        return self.q.device.type == "cpu" and not executing()
+    def is_interpreted(self) -> bool:
+        """True if Triton's interpreter runs the kernels, and no card, real or emulated on the host."""
+        return self.q.device.type == "cpu" and not is_executing()
 
     def tiled(self, block: Block) -> Config:
-        """The configuration of one launch; on a CPU with no more queries than there are, which changes no bit."""
-        if self.interpreted:
+        """Return the configuration of one launch; on a CPU without spare queries, which changes no bit."""
+        if self.is_interpreted:
             block = Block(min(block.queries, power_of_two(self.q.shape[1])), block.keys)
         return replace(self.config, block=block)
 
     def empty(self, cast: Cast, like: Tensor) -> Tensor:
-        """Memory in the shape of `like` for what a cast leaves."""
+        """Return memory in the shape of `like` for the result of a cast."""
         return torch.empty_like(like, dtype=_DTYPES[cast.fmt])
 
     def row_numbers(self) -> Tensor:
-        """Memory for one fp32 number a query, (batch x heads, queries)."""
+        """Return memory for one fp32 number a query, (batch x heads, queries)."""
         return torch.empty(self.q.shape[:2], dtype=torch.float32, device=self.q.device)
 
     def launch(self, part: str, kernel: str, grid: tuple[int, ...], *args: Tensor | int, config: Config) -> None:
@@ -113,7 +113,7 @@ class Call:
         """
         from triton import OutOfResources
 
-        if self.interpreted and not interpreting():
+        if self.is_interpreted and not is_interpreting():
             raise ValueError("the compiled kernels run on a GPU, not on cpu: there the backend interpreter runs them")
         function, inputs = getattr(source(part), kernel), (self.q, self.k, self.v, self.padding)
         try:
@@ -128,12 +128,12 @@ class Call:
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside of any graph."""
+    """Return (batch, heads, n, d) as contiguous (batch x heads, n, d) of a type, outside any graph."""
     return tensor.detach().to(dtype).flatten(0, 1).contiguous()
 
 
 def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: bool) -> str | None:
-    """None, or why the kernels can't take some inputs, in one line."""
+    """Return None, or why the kernels can't take some inputs, in one line."""
     (_, _, _, d), formats, block = inputs.q.shape, inputs.formats, declaration.block
     if declaration.algorithm.name not in FORWARD:
         return f"the Triton kernels have no algorithm {declaration.algorithm.name}: they have {', '.join(FORWARD)}"
@@ -150,12 +150,12 @@ def refusal(inputs: AttentionInputs, declaration: Declaration, *, interpreted: b
 
 
 def format_of_v(plan: RoundingPlan, formats: Formats) -> Format:
-    """The format that the kernels hold V in: P-bar's where their product is one of 8 bits, else that of q and k."""
+    """Return the format that the kernels hold V in: P-bar's where their product is 8-bit, else that of q and k."""
     return plan.p_bar.fmt if plan.p_bar.fmt == FP8_E4M3 else formats.inputs
 
 
 def unsuited(plan: RoundingPlan, formats: Formats) -> str | None:
-    """None, or that V would have to be rounded first: it is held as it comes, or in a wider format."""
+    """Return None, or that V would have to be rounded first: it is kept as given, or in a wider format."""
     held_format = format_of_v(plan, formats)
     if held_format in (formats.v, formats.inputs):
         return None
@@ -163,7 +163,7 @@ def unsuited(plan: RoundingPlan, formats: Formats) -> str | None:
 
 
 def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str | None:
-    """None, or what a device lacks for a call in these formats under a plan, in one line."""
+    """Return None, or what a device lacks for a call in these formats under a plan, in one line."""
     if device.type != "cuda":
         return f"the compiled kernels run on a GPU, not on {device}"
     needed = {cast.fmt for _, cast in plan.in_formats(formats).casts()} | {formats.inputs}
@@ -179,8 +179,8 @@ def lacking(formats: Formats, plan: RoundingPlan, device: torch.device) -> str |
     return None
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
+def forward(call: TritonCall) -> tuple[Tensor, Tensor]:
+    """Return O (batch x heads, queries, d) and the log-sum-exp (batch x heads, queries)."""
     (heads, queries, d), keys = call.q.shape, call.k.shape[1]
     o, lse = call.empty(call.config.plan.o, call.q), call.row_numbers()
     config = call.tiled(forward_block(call.config.block, d))
@@ -192,8 +192,8 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
+def backward(call: TritonCall, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dQ, dK and dV in the shapes of the call's q, k and v, and delta (batch x heads, queries).
 
     They follow from what the forward pass returned and dO, (batch, heads, queries, d) of any type and strides.
     """
@@ -209,7 +209,7 @@ def backward(call: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Te
 
 
 def run(inputs: AttentionInputs, arithmetic: object, gradients: bool, *, declaration: Declaration) -> AttentionOutput:
-    """Attention as declared, by the Triton kernels: O, the log-sum-exp and, if asked for, the gradients with delta.
+    """Compute attention as declared, by the Triton kernels: O, the log-sum-exp and, if asked for, gradients with delta.
 
     The inputs are on a GPU, or on the host, where `tiebreak.backends.interpreter` runs them; of any type.
 
@@ -217,7 +217,7 @@ def run(inputs: AttentionInputs, arithmetic: object, gradients: bool, *, declara
         ValueError: no triton, or inputs that the kernels or the device can't take.
     """
     del arithmetic  # the kernels bring their own
-    call = Call.from_inputs(inputs, declaration)
+    call = TritonCall.from_inputs(inputs, declaration)
     o, lse = forward(call)
     made, of_rows = None, (*inputs.q.shape[:3], 1)
     if gradients:

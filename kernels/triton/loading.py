@@ -18,12 +18,12 @@ OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul,
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
-_EXECUTING = ContextVar("executing", default=False)  # whether what is compiled is executed on the host
+_EXECUTING = ContextVar("is_executing", default=False)  # whether what is compiled is executed on the host
 _BINARIES = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 
 
 def installed() -> str | None:
-    """Version of Triton, without importing it; None where no installed package provides it."""
+    """Return the version of Triton, without importing it; None where no installed package provides it."""
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -31,7 +31,7 @@ def installed() -> str | None:
 
 
 def missing() -> str | None:
-    """None, or why there is no triton here that the kernels can use, in one line. It is not imported."""
+    """Return None, or why there is no triton that the kernels can use, in one line. It is not imported."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'tiebreak[triton]'"
     version = installed()
@@ -41,7 +41,7 @@ def missing() -> str | None:
 
 
 def not_interpreting() -> str | None:
-    """None, or why Triton's interpreter can't run the kernels here, in one line."""
+    """Return None, or why Triton's interpreter can't run the kernels here, in one line."""
     if (reason := missing()) is not None:
         return reason
     if importlib.util.find_spec("ml_dtypes") is None:
@@ -55,7 +55,7 @@ def not_interpreting() -> str | None:
 
 @cache
 def source(part: str) -> ModuleType:
-    """One module of `device/`, by its name in the folder.
+    """Return one module of `device/`, by its name in the folder.
 
     Raises:
         ValueError: triton is not installed.
@@ -68,13 +68,13 @@ def source(part: str) -> ModuleType:
         return import_module(f"tiebreak.kernels.triton.device.{part}")
 
 
-def interpreting() -> bool:
-    """Whether Triton's functions are interpreted now."""
+def is_interpreting() -> bool:
+    """Return whether Triton's functions are interpreted now."""
     return os.environ.get(_SWITCH) == "1"
 
 
-def executing() -> bool:
-    """Whether what is compiled for a card that is not here is executed on the host now."""
+def is_executing() -> bool:
+    """Return whether code compiled for an absent card is executed on the host now."""
     return _EXECUTING.get()
 
 
@@ -82,7 +82,7 @@ def executing() -> bool:
 def compiling_text(*, executed: bool = False) -> Iterator[None]:
     """Let Triton compile down to the assembly's text, whatever the environment says: its binary is the text's bytes.
 
-    So nothing of a card is needed. If the text is `executed`, launches are made as on a GPU.
+    So no card is needed. If the text is `executed`, launches are made as on a GPU.
     """
     from triton import knobs
 
@@ -99,14 +99,14 @@ def compiling_text(*, executed: bool = False) -> Iterator[None]:
 
 
 def _without_assembler(*stages: Any) -> tuple[str, str]:
-    """Triton calls this twice: for what to add to its cache's key, and to let the stages be changed."""
+    """Return an addition to Triton's cache key, and change the stages: Triton calls this twice."""
     for name in _BINARIES.intersection(stages[1]) if stages else ():
         stages[1][name] = lambda text, _metadata: text.encode()
     return "text as binary", "text as binary"
 
 
 class Tuning:
-    """Configurations of autotuned kernels, between who calls them and who interprets them: of this process."""
+    """The configurations of autotuned kernels, passed from their callers to the interpreter within this process."""
 
     chosen = ""  # KERNEL.NAME=VALUE+NAME=VALUE; empty: the first of every kernel
     taken = False  # whether a kernel was launched in the chosen one

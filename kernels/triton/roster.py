@@ -49,7 +49,7 @@ DECLARATIONS: Mapping[str, Declaration] = {
 
 
 def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
-    """The kernels of the matrix, compiled for a GPU or run in Triton's interpreter: none is imported until it runs."""
+    """Return the kernels of the matrix, compiled for a GPU or interpreted: none is imported until it runs."""
     return tuple(
         Kernel(
             name,
@@ -67,7 +67,7 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
 
 @dataclass(frozen=True)
 class Compilation:
-    """One kernel to compile: all that triton.compile needs."""
+    """One kernel to compile: all arguments of triton.compile."""
 
     name: str  # of the roster's kernel and, after a slash, of the function
     function: Any  # triton's JITFunction
@@ -81,7 +81,7 @@ _TYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", "fp8_e4m3": "*fp8e4
 
 
 def compilations() -> Iterator[Compilation]:
-    """What there is to compile for causal inputs in bf16 with d = 64, kernel by kernel of the roster.
+    """Yield the kernels of the roster to compile for causal inputs in bf16 with d = 64.
 
     Raises:
         ValueError: triton is not installed.

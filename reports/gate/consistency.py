@@ -1,4 +1,4 @@
-"""What a new run says of itself, held to what its own numbers and the baseline's descriptions say."""
+"""Comparison of a new run's statements with its own numbers and with the baseline's descriptions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _NOISE = 1e-6  # what fp32 sums leave of a number that should be 0
 
 
 def check_described(baseline: Run, run: Run) -> None:
-    """Raise UsageError if a run describes something otherwise than the baseline, or does not say how it is narrowed."""
+    """Raise UsageError if a run describes something differently from the baseline, or not how it is narrowed."""
     for each in run.narrowing:
         if not each.given or not each.names:
             raise UsageError(f"narrowing: {each.field}: the new run does not say by what it was narrowed, and to what")
@@ -32,8 +32,8 @@ def check_described(baseline: Run, run: Run) -> None:
         old, new = getattr(baseline, table), getattr(run, table)
         for name in sorted(old.keys() & new.keys()):
             for field, before, after in differing(old[name], new[name]):
-                told = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
-                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {told}")
+                rule = "the limits and descriptions of a baseline hold; --update-baseline takes the new ones"
+                raise UsageError(f"{table}.{name}{field}: {before} in the baseline, {after} in the new run: {rule}")
 
 
 def damaged(run: Run) -> Iterator[tuple[str, str]]:
@@ -61,7 +61,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def contradictions(record: Record, run: Run) -> Iterator[str]:
-    """Yield what a record says of itself, and neither its own numbers and answers nor the descriptions in force do."""
+    """Yield statements of a record that its own numbers and answers, or the current descriptions, contradict."""
     if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
     if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):
@@ -80,7 +80,7 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
     if (shown is not None) is not bool(record.measures):
         yield f"shows {'something' if shown else 'nothing'}, and has {counted(len(record.measures), 'measure')}"
     elif shown is not None and shown.kind in records.REPLACED:
-        nonfinite = [said == records.NONFINITE for said in (shown.kind, record.verdict)]
+        nonfinite = [verdict == records.NONFINITE for verdict in (shown.kind, record.verdict)]
         if record.verdict and nonfinite[0] is not nonfinite[1]:
             yield f"shows {shown.kind}, and says {record.verdict}"
     elif shown is not None:
@@ -91,42 +91,42 @@ def contradictions(record: Record, run: Run) -> Iterator[str]:
 
 
 def _of_verdict(record: Record, run: Run) -> Iterator[str]:
-    """Yield what goes with another verdict; a claim that is one says so in its first word."""
+    """Yield answers that do not fit the verdict; a claim about one has it as its first word."""
     if record.verdict is None:
         return
     if (verdict := records.verdict_of(record, run.measures)) not in (None, record.verdict):
         yield f"says {record.verdict}, and its interval comes to {verdict}"
     claim = record.answers.get(records.CLAIM)
-    asked = claim.asked.replace(",", " ").split() if claim is not None and claim.passed else []
-    if asked and asked[0] in {*records.VERDICTS} - {record.verdict}:
-        yield f"says {record.verdict}, and that a claim passed: {' '.join(asked)}"
+    words = claim.asked.replace(",", " ").split() if claim is not None and claim.passed else []
+    if words and words[0] in {*records.VERDICTS} - {record.verdict}:
+        yield f"says {record.verdict}, and that a claim passed: {' '.join(words)}"
     if record.verdict != records.BIASED and (record.tied, record.in_training) != (None, None):
         yield f"says {record.verdict}, and where its bias comes from or goes to"
 
 
 def _refuted(record: Record, checks: Mapping[str, CheckRecord]) -> Iterator[str]:
-    """Yield answers that are not what the limits of their checks come to, as far as these decide it.
+    """Yield answers that the limits of their checks contradict, as far as these decide.
 
-    What is not asked may be what a claim takes the place of.
+    A check that was not asked may have been replaced by a claim.
     """
-    said = {True: "passed", False: "failed", None: "undecided"}
+    words = {True: "passed", False: "failed", None: "undecided"}
     for name, check in checks.items():
         answer, comes_to = record.answers.get(name), records.kept(check.limits, record.measures)
         if not check.limits or (check.more and (record.number(records.NONFINITE) or answer is None)):
             continue
         if answer is None:
-            asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
-            if asked and comes_to is not True:
-                yield f"is not asked {name}, and its measures come to {said[comes_to]}"
+            is_asked = check.limits[0].measure in record.measures and records.CLAIM not in record.answers
+            if is_asked and comes_to is not True:
+                yield f"is not asked {name}, and its measures come to {words[comes_to]}"
         elif answer.passed is not comes_to and (answer.passed or not check.more):
-            yield f"says that {name} {said[answer.passed]}, and its measures come to {said[comes_to]}"
+            yield f"says that {name} {words[answer.passed]}, and its measures come to {words[comes_to]}"
 
 
 def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
     """Yield where two records have the same bits and not the same numbers.
 
-    A digest is of the bits of the first look, so it tells where no other was needed. A backward pass may add up in
-    another order each time: of a case that has one the numbers of O alone are compared.
+    A digest is of the bits of the first look, so it decides only where there was no other. A backward pass may add up
+    in another order each time, so for a case with one only the numbers of O are compared.
     """
     looks = (str(record.heads) == str(baseline.options.get("heads")) for record in (old, new))
     if old.digest != new.digest or old.plan != new.plan or not any(looks):
@@ -134,7 +134,7 @@ def same_bits(old: Record, new: Record, baseline: Run) -> Iterator[str]:
     kind = baseline.experiments[old.experiment]
     of_output = {f"measures.{name}" for name in (kind.headline, kind.largest, kind.agreement)} | _OF_OUTPUT
     backward = baseline.cases[old.case].backward
-    found = [each for each in differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
-    for field, before, after in found[:1]:
-        more = f", and {len(found) - 1} more" if found[1:] else ""
+    differs = [each for each in differing(old, new) if not backward or ".".join(each[0].split(".")[1:3]) in of_output]
+    for field, before, after in differs[:1]:
+        more = f", and {len(differs) - 1} more" if differs[1:] else ""
         yield f"the same bits, and {field[1:]} {after}, {before} in the baseline{more}"

@@ -1,4 +1,4 @@
-"""What is expected of a run: cells that are known to fall, each with a reason, and how much worse a measure may get.
+"""Expectations of a run: cells known to fail, each with a reason, and how much worse a measure may get.
 
     [[expected]]
     cells = "cpu-sdpa_flash-*"        # ids of cells; a glob
@@ -27,7 +27,7 @@ from tiebreak.reports.names import matching, split
 from tiebreak.reports.records.decode import Data, FieldError, convert
 from tiebreak.reports.records.record import SKIPPED, MeasureRecord, Record, Run
 
-PLAN = "plan"  # in the place of a check: the gate accepts another declared plan than the baseline's
+PLAN = "plan"  # instead of a check: the gate accepts another declared plan than the baseline's
 Limit = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 _SHARE = "_share"  # behind a measure's name: how much worse it may get as a share of itself
 _T = TypeVar("_T")
@@ -43,16 +43,16 @@ class Expected(Data, frozen=True):
     where: str = ""  # file and number, for messages
 
     def concerns(self, cell: str) -> bool:
-        """Whether a cell, by its id, is among its cells."""
+        """Return whether a cell, by its id, is among its cells."""
         return bool(matching(self.cells, [cell]))
 
     @property
-    def expired(self) -> bool:
-        """Whether its last day has passed."""
+    def is_expired(self) -> bool:
+        """True if its last day has passed."""
         return self.expires is not None and self.expires < date.today()
 
     def excuses(self, record: Record) -> bool:
-        """Whether the check is one that a record does not meet."""
+        """Return whether the check is one that a record does not meet."""
         return self.concerns(record.id) and self.check in record.not_passed
 
 
@@ -96,8 +96,8 @@ def _settings(folder: Path) -> tuple[Path, _Settings]:
 def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tuple[Expected, ...]:
     """Return the entries of the file that `--expected` names, or of [tool.tiebreak] in the nearest pyproject.toml.
 
-    It is looked for in the folder or above. UsageError: an entry is wrong, or has expired. `checks` are the names of
-    all that there are; None: they are not known here.
+    The pyproject.toml is in the folder or above. Raises UsageError: an entry is wrong, or has expired. `checks` are the
+    names of all that there are; None: they are not known here.
     """
     if flag is not None:
         entries = of_file(Path(flag), f"--expected {flag}", checks)
@@ -105,7 +105,7 @@ def read(flag: str | None, folder: Path, checks: Collection[str] | None) -> tupl
         project, table = _settings(folder)
         entries = _checked(table.expected, f"{project}: tool.tiebreak", checks)
     for entry in entries:
-        if entry.expired:
+        if entry.is_expired:
             raise UsageError(f"{entry.where}.expires: {entry.expires} has passed: remove the entry, or renew it")
     return entries
 
@@ -139,13 +139,13 @@ def check_used(entries: Iterable[Expected], cells: Collection[str], unavailable:
 
 @dataclass(frozen=True)
 class Excuses:
-    """What is excused in a run."""
+    """The excused failures of a run."""
 
     entries: Sequence[Expected] = ()
     before: Mapping[tuple[str, str], str] | None = None  # (cell, check) that the baseline has too -> why
 
     def excuse(self, record: Record) -> Record:
-        """The record, excused if all that it does not meet is."""
+        """Return the record, excused if all that it does not meet is."""
         reasons = [self._reason(record.id, check) for check in record.not_passed]
         if not reasons or None in reasons:
             return record
@@ -158,13 +158,13 @@ class Excuses:
     def stale(self, records: Iterable[Record], *, whole: bool) -> list[str]:
         """Return the entries that excuse nothing in a run although some of their cells ran, a line each.
 
-        In a part of a whole run a pattern may well excuse nothing: only entries that name one cell are judged.
+        In a part of a run a pattern may excuse nothing: only entries that name one cell are judged then.
         """
         ran = [record for record in records if record.outcome != SKIPPED]
         lines = []
         for entry in (entry for entry in self.entries if entry.check != PLAN):  # which the gate knows of
             mine = [record for record in ran if (entry.concerns(record.id) if whole else entry.cells == record.id)]
-            # What crashed was asked nothing else.
+            # A crashed cell was asked nothing else.
             mine = [record for record in mine if record.shown is not None or entry.check in record.answers]
             if mine and not any(entry.check in record.not_passed for record in mine):
                 who = f"{mine[0].id} meets" if len(mine) == 1 else f"all {len(mine)} cells meet"
@@ -173,10 +173,7 @@ class Excuses:
 
 
 def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
-    """Return what a baseline does not meet either, and so excuses in a run that is compared with it.
-
-    A record that contradicts itself excuses nothing.
-    """
+    """Return what a baseline's consistent records do not meet either, which is excused in a compared run."""
     edited = {name for name, _ in damaged(run)}
     sound = (record for record in run.records if record.id not in edited)
     return {(record.id, check): f"so it is in {path}" for record in sound for check in record.not_passed}
@@ -184,19 +181,19 @@ def of_baseline(run: Run, path: Path) -> dict[tuple[str, str], str]:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much worse measures may get, where the command line or a file says otherwise than the measures do."""
+    """The limits of how much worse measures may get that the command line or a file sets."""
 
     given: Mapping[str, float] = field(default_factory=dict)  # by measure, in its unit, or with _SHARE, of itself
     places: Mapping[str, str] = field(default_factory=dict)  # where each was given, for a message
 
     def held_to(self, name: str, measure: MeasureRecord) -> MeasureRecord:
-        """A measure's description with the limits in force."""
+        """Return a measure's description with the limits in force."""
         limit, share = self.given.get(name, measure.limit), self.given.get(name + _SHARE, measure.share)
         return replace(measure, limit=limit, share=share)
 
-    def check(self, known: Mapping[str, MeasureRecord]) -> None:
-        """Raise UsageError, with those that a gate holds, if a measure that is named is none of them."""
-        held = [name for name, measure in known.items() if measure.worse is not None]
+    def check(self, measures: Mapping[str, MeasureRecord]) -> None:
+        """Raise UsageError, with the measures that a gate limits, if a named measure is none of them."""
+        held = [name for name, measure in measures.items() if measure.worse is not None]
         for name, where in self.places.items():
             if name not in held and name.removesuffix(_SHARE) not in held:
                 known_ones = f"{', '.join(held)}, each also NAME{_SHARE}"
@@ -211,10 +208,10 @@ def limits(flag: str | None, folder: Path) -> Limits:
     path, table = _settings(folder)
     words = [word.partition(":") for word in split(flag or "")]
     try:
-        asked = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
+        values = convert({name: float(value) for name, _, value in words}, dict[str, Limit])
     except FieldError as error:
         raise UsageError(f"--fail: {error}") from None
     except ValueError:
         raise UsageError(f"--fail: {flag!r}: expected NAME:NUMBER, ...") from None
-    places = dict.fromkeys(table.fail, f"{path}: [tool.tiebreak.fail]") | dict.fromkeys(asked, "--fail")
-    return Limits({**table.fail, **asked}, places)
+    places = dict.fromkeys(table.fail, f"{path}: [tool.tiebreak.fail]") | dict.fromkeys(values, "--fail")
+    return Limits({**table.fail, **values}, places)

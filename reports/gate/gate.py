@@ -43,8 +43,8 @@ _WIDER = 2.0  # times the baseline's: what a cell with the same noise may have t
 
 
 @dataclass(frozen=True)
-class Change:
-    """What changed in one cell."""
+class CellChange:
+    """A change in one cell."""
 
     record: Record  # of the new run; of the baseline if the cell vanished
     worse: bool  # or for the better
@@ -53,34 +53,31 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the gate found."""
+    """The result of a gate."""
 
     compared: int  # cells that both runs have
-    changes: tuple[Change, ...]
+    changes: tuple[CellChange, ...]
     notes: tuple[str, ...]  # what a reader should know; no reason to fall
     complete: bool = True  # whether the new run came to its end
 
     @property
-    def worse(self) -> list[Change]:
-        """What makes the gate fall."""
+    def worse(self) -> list[CellChange]:
+        """The changes that make the gate fail."""
         return [change for change in self.changes if change.worse]
 
     @property
-    def better(self) -> list[Change]:
-        """Improvements."""
+    def better(self) -> list[CellChange]:
+        """The improvements."""
         return [change for change in self.changes if not change.worse]
 
     @property
     def passed(self) -> bool:
-        """Tell whether the gate passed; with nothing compared, or of a run that was interrupted, it does not."""
+        """True if the gate passed; with nothing compared, or for a run that was interrupted, it does not."""
         return self.compared > 0 and self.complete and not self.worse
 
 
 def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mapping[str, Any], *, across: bool) -> None:
-    """Raise UsageError for a baseline that was interrupted, contradicts itself, has other inputs, or another platform.
-
-    `across` allows that platform.
-    """
+    """Refuse a baseline that is interrupted, contradicts itself, or is of other inputs or (see `across`) platforms."""
     if not baseline.complete:
         raise UsageError("complete: the baseline's run was interrupted; make it again")
     for name, text in damaged(baseline):
@@ -93,8 +90,8 @@ def check_comparable(baseline: Run, platform: Mapping[str, Any], options: Mappin
     for name in sorted(kinds) if not across else ():
         before, after = (msgspec.to_builtins(each.get(name)) for each in (baseline.platform, platform))
         if before != after:
-            told = "a baseline of another platform; --across compares all but bits and what has no interval"
-            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {told}")
+            advice = "a baseline of another platform; --across compares all but bits and what has no interval"
+            raise UsageError(f"platform.{name}: {before!r} in the baseline, {after!r} in the new run: {advice}")
 
 
 def gate(
@@ -102,38 +99,38 @@ def gate(
 ) -> Outcome:
     """Compare a run with a baseline, cell by cell; raise UsageError where the two can't be compared.
 
-    `across` compares outcomes, verdicts, answers and estimates alone, as between platforms. Expected entries accept
-    another declared plan; one that accepts what there is not is a UsageError, too.
+    `across` compares only outcomes, verdicts, answers and estimates, as between platforms. Expected entries accept
+    another declared plan; one that accepts a plan which no cell declares is a UsageError, too.
     """
     check_comparable(baseline, run.platform, run.options, across=across)
     check_described(baseline, run)
-    known = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
-    worsening = {name: measure for name, measure in known.measures.items() if measure.worse is not None}
+    described = replace(run, measures={**run.measures, **baseline.measures}, checks={**run.checks, **baseline.checks})
+    worsening = {name: measure for name, measure in described.measures.items() if measure.worse is not None}
     held_to = {name: limits.held_to(name, measure) for name, measure in worsening.items()}
     old, new = ({record.id: record for record in each.records} for each in (baseline, run))
     pairs = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
-    changes: list[Change] = []
+    changes: list[CellChange] = []
     for before, after in pairs:
-        found = list(_compare(before, after, held_to, across))
-        if not any(worse for worse, _ in found):
-            found += [(True, text) for text in same_bits(before, after, baseline)]
-        changes += [Change(after, *each) for each in found]
+        findings = list(_compare(before, after, held_to, across))
+        if not any(worse for worse, _ in findings):
+            findings += [(True, text) for text in same_bits(before, after, baseline)]
+        changes += [CellChange(after, *each) for each in findings]
     plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    asked = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
-    changes += [Change(record, True, "vanished: the new run lacks it") for record in asked]
+    missing = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
+    changes += [CellChange(record, True, "vanished: the new run lacks it") for record in missing]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
-    changes += [Change(record, True, f"not in the baseline, and {record.outcome}")
+    changes += [CellChange(record, True, f"not in the baseline, and {record.outcome}")
                 for record in fresh if _SEVERITY.get(record.outcome)]  # fmt: skip
     worse = {change.record.id for change in changes if change.worse}
-    changes += [Change(record, True, f"{text}: was the file edited?") for name, record in new.items()
-                if name not in worse for text in contradictions(record, known)]  # fmt: skip
+    changes += [CellChange(record, True, f"{text}: was the file edited?") for name, record in new.items()
+                if name not in worse for text in contradictions(record, described)]  # fmt: skip
     notes += _other_software(baseline, run)
     if first := len(fresh) + sum(before.outcome == records.SKIPPED != after.outcome for before, after in pairs):
-        told = "not in the baseline, or skipped there; --update-baseline adds what is new"
-        notes.append(f"{counted(first, 'cell')} {told}")
-    if outside := len(gone) - len(asked):
+        advice = "not in the baseline, or skipped there; --update-baseline adds what is new"
+        notes.append(f"{counted(first, 'cell')} {advice}")
+    if outside := len(gone) - len(missing):
         notes.append(f"{counted(outside, 'cell')} of the baseline NOT compared: outside {_options(run.narrowing)}")
     if not run.ended:
         notes.append("the new run was interrupted: it does not hold")
@@ -146,10 +143,10 @@ def gate(
 
 def _plans(
     pairs: Sequence[tuple[Record, Record]], expected: Sequence[Expected], *, across: bool
-) -> tuple[list[Change], list[str]]:
+) -> tuple[list[CellChange], list[str]]:
     """Return cells whose kernel declares another plan than it did, and what to note of those that are accepted.
 
-    Across platforms its bias counts: another plan is worse where it is biased, or where that is not known.
+    Across platforms the bias counts: another plan is worse where it is biased, or where that is not known.
     """
     skipped = records.SKIPPED
     changed = [(old, new) for old, new in pairs if old.plan != new.plan and not old.outcome == skipped != new.outcome]
@@ -157,16 +154,16 @@ def _plans(
     for entry in entries:
         if any(entry.concerns(new.id) for _, new in pairs) and not any(entry.concerns(new.id) for _, new in changed):
             raise UsageError(f"{entry.where}: no plan of {entry.cells} has changed: remove the entry")
-    worse: list[Change] = []
+    worse: list[CellChange] = []
     notes = Counter[str]()
     for old, new in changed:
         text = f"declares {new.plan or 'no plan'}, {old.plan or 'no plan'} in the baseline"
         accepted = next((entry.reason for entry in entries if entry.concerns(new.id)), None)
         if accepted is None and not (across and new.verdict in (records.UNBIASED, None)):
-            worse.append(Change(new, True, text))
+            worse.append(CellChange(new, True, text))
         else:
             notes[f"{new.backend}-{new.kernel} {text}" + (f": accepted: {accepted}" if accepted else "")] += 1
-    return worse, [f"{told} ({counted(number, 'cell')})" for told, number in notes.items()]
+    return worse, [f"{note} ({counted(number, 'cell')})" for note, number in notes.items()]
 
 
 def _other_software(baseline: Run, run: Run) -> Iterator[str]:
@@ -183,6 +180,7 @@ def _options(narrowing: Collection[Narrowing]) -> str:
 
 
 def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], across: bool) -> Iterator[_Judgement]:
+    """Yield the changes of one cell, and whether each makes it worse."""
     if other := list(_other_inputs(old, new)):
         yield True, f"not comparable: {', '.join(other)}"
         return
@@ -191,10 +189,10 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     if old.outcome == records.SKIPPED or (new.shown is None and new.outcome not in records.PASSING):
         return  # it is as good as new, or the outcome says it
     reasons = new.reasons if outcome else ()
-    for name, asked in old.answers.items():
+    for name, before in old.answers.items():
         answer = new.answers.get(name)
         if answer is None or answer.passed is True or answer.why not in reasons:
-            yield from _answer(name, asked, answer, replanned=across and old.plan != new.plan)
+            yield from _answer(name, before, answer, replanned=across and old.plan != new.plan)
     # Of another platform's arithmetic, such as subnormals that it flushes, or plan the emulation knows what follows.
     predicted = all(each.passed(records.PREDICTION) is True for each in (old, new))
     foretold = across and old.plan == new.plan and predicted
@@ -204,7 +202,7 @@ def _compare(old: Record, new: Record, held_to: Mapping[str, MeasureRecord], acr
     # A case without a verdict cancels: its errors in ulps are of any size.
     judged = old.verdict is not None or new.verdict is not None
     for name, measure in held_to.items():
-        # What has no interval depends on single bits, which are a platform's own.
+        # A measure without an interval depends on single bits, which differ between platforms.
         comparable = not across or isinstance(old.measures.get(name), Estimate)
         if measure.portable or (comparable and (judged or measure.unit != _ULP)):
             yield from _measure(name, measure, old, new, foretold=foretold and not measure.portable)
@@ -246,7 +244,7 @@ def _outcome(old: Record, new: Record) -> list[_Judgement]:
 def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> Iterator[_Judgement]:
     """Judge a check that is no longer asked (None), of other words, or no longer passed.
 
-    Of a kernel that declares another plan on another platform (`replanned`), what passed there is no worse.
+    If a kernel declares another plan on another platform (`replanned`), a check that passed there is no worse.
     """
     if new is None:
         if name not in records.IMPLIED:
@@ -260,7 +258,7 @@ def _answer(name: str, old: Answer, new: Answer | None, *, replanned: bool) -> I
 
 
 def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """Judge those on the bias, and on whether gradients contain it; of what is foretold only that there is one."""
+    """Judge the verdicts on the bias, and on whether gradients contain it; of foretold ones only that there is one."""
     measured = old.shown is not None and new.in_training is not None
     contained = old.in_training or (records.UNBIASED if measured else None)
     for what, before, after in (("", old.verdict, new.verdict), ("in training ", contained, new.in_training)):
@@ -273,7 +271,7 @@ def _verdicts(old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgemen
 
 
 def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, foretold: bool) -> Iterator[_Judgement]:
-    """Tell whether a measure got worse, or better, by more than its limits; of a missing number `_compare` tells."""
+    """Return whether a measure got worse, or better, by more than its limits; of a missing number `_compare` tells."""
     if old.number(name) is None or new.number(name) is None or measure.limit is None:
         return
     (was, narrow, before), (now, wide, after) = (_badness(name, measure, record) for record in (old, new))
@@ -288,7 +286,7 @@ def _measure(name: str, measure: MeasureRecord, old: Record, new: Record, *, for
 def _badness(name: str, measure: MeasureRecord, record: Record) -> tuple[float, float, str]:
     """Return a number that is larger where a measure is worse, the half width of its interval, and its text.
 
-    Both as a share, where the measure is held as one. Nothing lies beyond an interval that is not known.
+    Both are shares, if the measure is limited as one. Nothing is beyond an interval that is not known.
     """
     value, number = record.measures[name], record.number(name) or 0.0
     whole = (record.number(measure.per) if measure.per else None) or 1.0
@@ -308,7 +306,7 @@ def _text(value: Value) -> str:
 def update(run: Run, path: Path) -> None:
     """Make a run the baseline: what differs from run to run is left out, so that its diff shows what changed.
 
-    One that was interrupted, or is narrower than the baseline that it would replace, is a UsageError.
+    Raises UsageError: the run was interrupted, or is narrower than the baseline that it would replace.
     """
     if not run.complete:
         raise UsageError(f"{path}: not updated: the run was interrupted")

@@ -1,4 +1,4 @@
-"""`tiebreak gate BASELINE NEW`, and what a gate came to: for the terminal, for GitHub, beside a kernel's lines."""
+"""`tiebreak gate BASELINE NEW`, and a gate's result: for the terminal, for GitHub, next to a kernel's lines."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ Place = tuple[str, int]  # a file and a line
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `gate`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `gate`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak gate", description="Fail if a run has a regression from a baseline.")
     parser.add_argument("baseline", type=Path, metavar="BASELINE", help="records that were kept")
     parser.add_argument("new", type=Path, metavar="NEW", help="records of the run to judge")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace) -> bool:
-    """Compare, and tell the terminal and GitHub; return whether the gate passed."""
+    """Compare, and report to the terminal and GitHub; return whether the gate passed."""
     try:
         entries = expected.read(None, Path.cwd(), None)  # a file of records has the checks that were asked
         outcome = gate.gate(baseline, run, allowed, across=options.across, expected=entries)
@@ -71,7 +71,7 @@ def _judge(baseline: Run, run: Run, allowed: Limits, options: argparse.Namespace
 
 
 def report(outcome: Outcome, baseline: Path) -> str:
-    """Return what the gate found: a line for the whole, then regressions, what is better, and notes."""
+    """Return the gate's report: a line for the whole, then regressions, what is better, and notes."""
     word = "passed" if outcome.passed else "FAILED"
     compared = f"{counted(outcome.compared, 'cell')} compared with {baseline}"
     lines = [f"gate {word}: {compared}: {counted(len(outcome.worse), 'regression')}, {len(outcome.better)} better"]
@@ -91,7 +91,7 @@ def append_summary(text: str) -> None:
 
 
 def summary_of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
-    """Return a run in short, as Markdown: the verdicts, cells by backend and outcome, then what did not hold."""
+    """Return a run in short, as Markdown: the verdicts, cells by backend and outcome, then what failed."""
     backends = grouped(run.records, lambda record: record.backend)
     rows = [[backend, counts(records)] for backend, records in backends.items()]
     failed = [f"{record.outcome} {record.id}: {'; '.join(record.reasons)}" for record in run.records if record.fails]
@@ -102,11 +102,11 @@ def summary_of_run(run: Run, verdicts: Sequence[str] = ()) -> str:
 
 
 def summary_of_gate(outcome: Outcome, baseline: Path) -> str:
-    """Return what the gate found in short, as Markdown."""
+    """Return the gate's report in short, as Markdown."""
     word = "passed" if outcome.passed else "failed"
     title = f"### tiebreak: the gate {word} ({outcome.compared} cells compared with {baseline})"
-    found = [("regression", outcome.worse), ("better", outcome.better)]
-    lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in found for change in changes]
+    groups = [("regression", outcome.worse), ("better", outcome.better)]
+    lines = [f"{word}: {change.record.id}: {change.text}" for word, changes in groups for change in changes]
     lines += [f"note: {note}" for note in outcome.notes]
     return "\n\n".join([title, grids.text([_list(lines)], "github")]).rstrip()
 
@@ -117,9 +117,9 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def annotations(run: Run, outcome: Outcome | None, places: Mapping[str, Place]) -> list[str]:
-    """Return workflow commands: an error a cell that fails the run, or that the gate found to be a regression.
+    """Return workflow commands: an error for each cell that fails the run, or that the gate found a regression in.
 
-    It is put where a kernel's function stands, by `places`, or at the line of its file that a reason says has raised.
+    They are put at a kernel's function, by `places`, or at the line of its file that raised, by the reason.
     """
     errors = {record.id: (record, record.outcome, record.reasons) for record in run.records if record.fails}
     for change in outcome.worse if outcome is not None else ():
@@ -143,5 +143,5 @@ def _error(properties: Mapping[str, str], text: str) -> str:
 
 
 def _escaped(text: str, separators: str = "") -> str:
-    """Return the text as a workflow command takes it: a record may not begin a command of its own."""
+    """Return the text as a workflow command takes it: a record may not begin its own command."""
     return "".join(f"%{ord(letter):02X}" if letter in f"%\r\n{separators}" else letter for letter in text)

@@ -28,11 +28,11 @@ from tiebreak.reports.verdict import SEVERITIES, verdicts
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "page_map.js", "page_about.js")
-_DIGEST = 8  # findings that stand open
+_DIGEST = 8  # findings that are open at first
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `page`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `page`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak page", description="One HTML file of runs, pairs, audits and sweeps.")
     what = "records of runs, pairs (--json), audits, folders of sweeps"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=what)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"figure: {options.output}")
         return PASSED
     others = grouped((path for path in read if path not in by_file), lambda path: files.kind_of(read[path]))
-    more = [kind.page({path: read[path] for path in own}) for kind, own in others.items()]
+    more = [kind.page({path: read[path] for path in paths}) for kind, paths in others.items()]
     runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
@@ -72,7 +72,7 @@ def page(
 ) -> str:
     """Return the page as HTML; `others` is that of files that are no records.
 
-    Every string of the records is escaped or is data that the script shows as text.
+    Every string of the records is escaped, or is data that the script shows as text. `others` are HTML.
     """
     names = ("page.css", "page.html", *_SCRIPTS)
     style, template, *scripts = ((_HERE / name).read_text(encoding="utf-8") for name in names)
@@ -127,14 +127,14 @@ def _answers(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the answers to the page's title, with their platforms where they differ."""
     answers = list(map(_answer, runs))
     several = len(set(answers)) > 1
-    named = [f"{label}: {told}" if several else told for label, told in zip(labels, answers, strict=True) if told]
+    named = [f"{label}: {text}" if several else text for label, text in zip(labels, answers, strict=True) if text]
     return html(dict.fromkeys(named))
 
 
 def _answer(run: Run) -> str:
-    """Return the verdicts on kernels of one's own; of others, how many are what."""
+    """Return the verdicts on users' kernels; for others, how many have each."""
     judged = verdicts(run)
-    if run.own:
+    if run.has_users_kernel:
         return "\n".join(verdict.headline for verdict in judged)
     severities = Counter(verdict.severity for verdict in judged if verdict.inputs)
     numbers = ", ".join(f"{severities[name]} {name}" for name in SEVERITIES if severities[name])
@@ -147,8 +147,8 @@ def _fell(runs: Sequence[Run], labels: Sequence[str]) -> str:
     for run, label in zip(runs, labels, strict=True):
         for entry in tables.failures(run.records, str):
             head, *lines = map(escape, (f"{label}: {entry}" if len(runs) > 1 else entry).split("\n"))
-            told = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
-            items.append(f"<li><b>{head}</b>{told}</li>")
+            text = "".join(f"<code>{line}</code>" if "rerun" in line else f"<div>{line}</div>" for line in lines)
+            items.append(f"<li><b>{head}</b>{text}</li>")
     return f'<h2 id="failed">What failed</h2>\n{_folded(items, "failed")}' if items else ""
 
 
@@ -160,7 +160,7 @@ def _folded(items: Sequence[str], kind: str) -> str:
 
 
 def _findings(sentences: Iterable[str]) -> str:
-    """Return the findings, the first of them open, with what stands between backticks as code; empty without any."""
+    """Return the findings, the first of them open, with words between backticks as code; empty without any."""
     marked = (re.sub("`(.*?)`", r"<code>\1</code>", escape(line)) for line in sentences)
     items = [f"<li>{line}</li>" for line in marked]
     return f'<h2 id="findings">Findings</h2>\n{_folded(items, "findings")}' if items else ""
@@ -176,22 +176,22 @@ def _pooled(runs: Sequence[Run]) -> str:
 def _platforms(runs: Sequence[Run], labels: Sequence[str]) -> str:
     items = []
     for run, label in zip(runs, labels, strict=True):
-        known = {name: run.platform.get(name) for name in ("torch", "os", "commit")}
-        known |= {name: run.options.get(name) for name in ("seed", "heads")}
-        number, dash, changed = str(known["commit"] or "").partition("-")
-        known["commit"] = f"{number[:12]}{dash}{changed}"
-        facts = escape(", ".join(f"{name} {value}" for name, value in known.items() if value))
+        fields = {name: run.platform.get(name) for name in ("torch", "os", "commit")}
+        fields |= {name: run.options.get(name) for name in ("seed", "heads")}
+        number, dash, changed = str(fields["commit"] or "").partition("-")
+        fields["commit"] = f"{number[:12]}{dash}{changed}"
+        facts = escape(", ".join(f"{name} {value}" for name, value in fields.items() if value))
         note = "" if run.complete else ". Interrupted: these are the cells that were done"
         items.append(f"<li><b>{escape(label)}</b> ({facts}): {tables.counts(run.records)}{note}</li>")
     return "\n".join(['<h2>Platforms</h2>\n<ol id="platforms">', *items, "</ol>"])
 
 
 def _words(runs: Sequence[Run]) -> str:
-    """Return what the runs' measures, checks and cases are, as their files say: folded lists."""
+    """Return descriptions of the runs' measures, checks and cases, by their files: folded lists."""
     parts = ['<h2 id="vocabulary">Words</h2>']
     for name in ("measures", "checks", "cases"):
-        known = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
-        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in known.items())
+        descriptions = {key: kind.about for run in runs for key, kind in getattr(run, name).items() if kind.about}
+        items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in descriptions.items())
         if items:
             parts.append(f'<details id="vocabulary-{name}"><summary>{name}</summary><dl>{items}</dl></details>')
     note = "<p>Plans and shift rules: tiebreak list plans. Outcomes, and the field's own terms: docs/words.md.</p>"

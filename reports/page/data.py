@@ -1,4 +1,4 @@
-"""What the page's script shows, as compressed JSON: every cell once for all platforms."""
+"""The data of the page's script, as compressed JSON: every cell once for all platforms."""
 
 import base64
 import gzip
@@ -25,9 +25,9 @@ def page_data(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
-    """Return platforms, cases and measures; and every cell with what each platform says of it.
+    """Return platforms, cases and measures; and every cell with its data by platform.
 
-    That is null where it lacks the cell, and a number where it says what the platform of that number says.
+    The data are null where a platform lacks the cell, or the number of a platform whose data are equal.
     """
     cases = cases_of(runs)
     measures = {name: about for run in reversed(runs) for name, about in run.measures.items()}
@@ -51,20 +51,21 @@ def plain(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, Any]:
 
 def _cell(row: Row, cases: Sequence[str], headlines: Mapping[str, str | None]) -> dict[str, Any]:
     first = row.record
-    said: list[Any] = []
+    distinct: list[Any] = []
     for record in row.records:
-        told = None if record is None else _record(record, headlines.get(record.experiment))
-        said.append(told if told is None or told not in said else said.index(told))
+        data = None if record is None else _record(record, headlines.get(record.experiment))
+        distinct.append(data if data is None or data not in distinct else distinct.index(data))
     return {
         **{field: getattr(first, field) for field in ("backend", "format", "kernel", "experiment")},
         "place": cases.index(first.case),
         "agreement": row.agreement.mark,
         "bits": row.letters,
-        "records": said,
+        "records": distinct,
     }
 
 
 def _record(record: Record, headline: str | None) -> dict[str, Any]:
+    """Return the data of one cell on one platform."""
     # The number that colours a cell: where it is shown, and has a verdict; what cancels or shrank has none.
     shrank = record.shown is not None and record.shown.kind == SHRUNK
     toned = headline is not None and record.verdict not in (None, NONFINITE) and not shrank
@@ -101,9 +102,9 @@ def _evidence(record: Record) -> dict[str, Any]:
         if isinstance(value, HistogramRecord):
             carried["histogram"] = [value.low, value.width, value.outside, value.counts]
         elif name == "fits":
-            known = [(plan, fit.bits) for plan, fit in value.items() if fit.bits is not None]
-            known.sort(key=lambda pair: -pair[1])
-            carried["fits"] = [[plan, _short(bits)] for plan, bits in known[:_FITS]]
+            shares = [(plan, fit.bits) for plan, fit in value.items() if fit.bits is not None]
+            shares.sort(key=lambda pair: -pair[1])
+            carried["fits"] = [[plan, _short(bits)] for plan, bits in shares[:_FITS]]
         elif name in _TEXTS:
             carried["more"].append([name, _TEXTS[name](value)])
         elif name not in _DRAWN:
@@ -112,7 +113,7 @@ def _evidence(record: Record) -> dict[str, Any]:
 
 
 def _platform(run: Run, label: str) -> dict[str, Any]:
-    """Return what the page says of a platform beside its label."""
+    """Return the page's description of a platform, without its label."""
     facts = {name: str(value) for name, value in run.platform.items() if isinstance(value, str | int | float)}
     facts |= {f"backend {name}": assumption for name, assumption in run.platform.get("assumed", {}).items()}
     return {"label": label, "facts": facts, "explanations": explanation_texts(run)}

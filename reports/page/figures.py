@@ -1,4 +1,4 @@
-"""What the figures of a page show, as plain data."""
+"""The data of a page's figures."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.page.mechanism import Side
+from tiebreak.reports.page.mechanism import HistogramSide
 from tiebreak.reports.page.svg import Figure, Series, as_file, draw
 from tiebreak.reports.records import store
 from tiebreak.reports.records.order import cases_of
@@ -17,7 +17,7 @@ from tiebreak.reports.tables.training import TrainingGrid
 
 _EACH = 2  # kernels of each kind in a figure: more lines than four can't be told apart
 _ROUNDED = "_l_rounded"  # ends the names of kernels that sum l from rounded P-bar
-# Where the marks of a kernel stand in a row of height 1: the two sums of l apart.
+# Places of a kernel's marks in a row of height 1: the two sums of l apart.
 _SUMS = {"l from P̄ before its cast": 0.17, "l from rounded P̄": -0.17, "the device's or a user's own": 0.0}
 _WELL_KNOWN = ("flash@paper", "stabilized@paper")  # the paper's own, which come first where they were run
 
@@ -26,16 +26,16 @@ def figures(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure]:
     """Return the figures that the runs have data for, five at most.
 
     The kernels are the paper's own, then the most biased of those whose P-bar reaches 1, where ties break, and the
-    least biased of the others, under emulation, where the trace is known. They come from the first run that traced any.
+    least biased of the others, under emulation, where the trace is known. They come from the first run with traces.
     Training runs come from all runs, and are those that err most and least.
     """
-    drawn: list[Figure] = []
+    results: list[Figure] = []
     for run, label in zip(runs, labels, strict=True):
         if chosen := list(chain(*_traced(run))):
-            found = (_trace(chosen), _histogram(chosen), _fall(run, chosen))
-            drawn = [replace(each, note=f"{each.note} From {label}.") for each in found if each is not None]
+            drawings = (_trace(chosen), _histogram(chosen), _fall(run, chosen))
+            results = [replace(each, note=f"{each.note} From {label}.") for each in drawings if each is not None]
             break
-    return [*drawn, *_trained(runs, labels)]
+    return [*results, *_trained(runs, labels)]
 
 
 class _Trained(NamedTuple):
@@ -52,7 +52,7 @@ class _Trained(NamedTuple):
 def _trained(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Figure]:
     """Yield a figure a series that the files want drawn: of every file, whatever its kernels are called.
 
-    Where the training runs were in several places, each is labelled with its own.
+    If the training runs were in several places, each is labelled with its own.
     """
     cases = cases_of(runs)
     for figure in dict.fromkeys(about.figure for about in cases.values() if about.figure is not None):
@@ -81,7 +81,7 @@ def _runs_of(figure: SeriesFigure, runs: Sequence[Run], cases: Mapping[str, Case
 
 
 def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]) -> list[_Trained]:
-    """Return those of the first case that err most and least, without those that lie on top of each other."""
+    """Return the runs of the first case that err most and least, without those that coincide."""
     first = min((each.case for each in trained), key=lambda case: cases[case].label or case, default="")
     worst: dict[str, _Trained] = {}  # of each kernel, wherever it ran: other kernels tell more than other platforms
     for each in sorted(trained, key=lambda run: -run.size):
@@ -91,12 +91,12 @@ def _worst_and_best(trained: Sequence[_Trained], cases: Mapping[str, CaseRecord]
     return different if len(different) <= 2 * _EACH else [*different[:_EACH], *different[-_EACH:]]
 
 
-def mechanism(runs: Sequence[Run]) -> tuple[Side, Side] | None:
+def mechanism(runs: Sequence[Run]) -> tuple[HistogramSide, HistogramSide] | None:
     """Return a kernel of a run whose ties are broken to one side and one whose are not; None: there are none."""
     for run in runs:
         stepping, smooth = (
             [
-                Side(record.kernel, record.evidence["histogram"], bias)
+                HistogramSide(record.kernel, record.evidence["histogram"], bias)
                 for record in records
                 if "histogram" in record.evidence and (bias := run.number(record, "headline")) is not None
             ]
@@ -123,7 +123,7 @@ def _different(traced: Sequence[tuple[Record, TraceRecord]]) -> list[Record]:
 
 
 def _size(run: Run, record: Record) -> float:
-    """|bias|; without one a kernel is the last to be called fair."""
+    """Return |bias|; a kernel without one is the last to be called fair."""
     mean = run.number(record, "headline")
     return math.inf if mean is None else abs(mean)
 
@@ -155,7 +155,7 @@ def _histogram(chosen: Sequence[Record]) -> Figure | None:
 
 
 def _fall(run: Run, chosen: Sequence[Record]) -> Figure | None:
-    """Bias over the cases of the family that the traced case belongs to."""
+    """Return a figure of bias over the cases of the family that the traced case belongs to."""
     family = next((about.family for record in chosen if (about := run.cases.get(record.case)) and about.family), None)
     places = {name: about.at for name, about in run.cases.items() if family and about.family == family}
     lines: dict[tuple[str, str], dict[float, float]] = {(each.backend, each.kernel): {} for each in chosen}
@@ -178,20 +178,20 @@ def save_training(grids: Sequence[TrainingGrid], path: Path) -> None:
     """Draw training runs to an SVG file: a figure a backend and snippet, a row a kernel, a mark for every seed."""
     if path.suffix != ".svg":
         raise UsageError(f"--figure {path}: figures are SVG files: name one that ends in .svg")
-    drawn = (_seeds(grid, case) for grid in grids for case in grid.cases)
-    store.write_text(as_file(*(draw(figure) for figure in drawn if figure.rows)), path)
+    charts = (_seeds(grid, case) for grid in grids for case in grid.cases)
+    store.write_text(as_file(*(draw(figure) for figure in charts if figure.rows)), path)
 
 
 def _seeds(grid: TrainingGrid, case: str) -> Figure:
     """Draw one snippet: the kernels that have a number there."""
-    values = {kernel: own for kernel in grid.kernels if (own := grid.values(kernel, case))}
+    values = {kernel: numbers for kernel in grid.kernels if (numbers := grid.values(kernel, case))}
     rows = list(dict.fromkeys(kernel.removesuffix(_ROUNDED) for kernel in values))
     before, rounded, users = _SUMS
     marks: dict[str, list[tuple[float, float]]] = {label: [] for label in _SUMS}
-    for kernel, own in values.items():
+    for kernel, numbers in values.items():
         row = -float(rows.index(kernel.removesuffix(_ROUNDED)))
         label = users if "@train" not in kernel else rounded if kernel.endswith(_ROUNDED) else before
-        marks[label] += [(value, row + _SUMS[label]) for value in own]
+        marks[label] += [(value, row + _SUMS[label]) for value in numbers]
     series = tuple(Series(label, (), tuple(points)) for label, points in marks.items() if points)
     title, names = f"{grid.backend}, {grid.heading(case)}", tuple(row.removesuffix("@train") for row in rows)
     return Figure(title, "", grid.described[case].headline or "", "kernel", series, rows=names)

@@ -1,4 +1,4 @@
-"""What runs say, in sentences: the verdicts on their kernels, the worst first, and what differs between platforms."""
+"""Runs in sentences: the verdicts on their kernels, the worst first, and the differences between platforms."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -10,16 +10,16 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.verdict import FAILING, FAIR, TIED, Verdict, verdicts
 
 _NAMED = 6  # names of a list that are said; the map has them all
-_ALONE = 3  # kernels of one severity that have a sentence of their own
+_ALONE = 3  # kernels of one severity that have a separate sentence
 
 _Judged = tuple[int, Verdict]  # with the number of the platform
 
 
 def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    """Yield the findings of runs, the most urgent first; names stand between backticks.
+    """Yield the findings of runs, the most urgent first, with names between backticks.
 
-    In order: runs that were interrupted; of runs of kernels of one's own, all that their verdicts say below the first
-    line; of others, the kernels, the worst first; what differs between the platforms; what did not run where it was to.
+    In order: interrupted runs; for runs of users' kernels, all that their verdicts say below the first line; for
+    others, the kernels, the worst first; differences between the platforms; cells that should have run.
     """
     for run, label in zip(runs, labels, strict=True):
         if not run.complete:
@@ -27,8 +27,8 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
             more = f": {counted(left, 'cell')} did not finish" if left else ""
             yield f"The run on {_name(label)} was interrupted{more}."
     judged = [(number, verdict) for number, run in enumerate(runs, 1) for verdict in verdicts(run)]
-    if all(run.own for run in runs):
-        yield from _by_platform(_own(judged), len(runs))
+    if all(run.has_users_kernel for run in runs):
+        yield from _by_platform(_of_users(judged), len(runs))
     else:
         yield from _kernels(judged, kernel_places(runs), len(runs))
     if len(runs) > 1:
@@ -39,7 +39,7 @@ def findings(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
     yield from (f"The backend {_name(name)} did not run: {why}." for name, why in missing.items())
 
 
-def _own(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
+def _of_users(judged: Sequence[_Judged]) -> Iterator[tuple[int, str]]:
     """Yield the findings of every verdict; of several kernels with their names."""
     several = len({(verdict.kernel, verdict.backend) for _, verdict in judged}) > 1
     for number, verdict in judged:
@@ -57,15 +57,15 @@ def _kernels(judged: Sequence[_Judged], places: Mapping[str, int], platforms: in
     for severity in (*FAILING, FAILED, BIASED, TIED):
         alike = by_severity.get(severity, [])
         kernels = list(dict.fromkeys(verdict.kernel for _, verdict in alike))
-        said = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
-        yield from (f"{text}." for text in _by_platform(said, platforms))
+        sentences = ((number, _sentence(verdict)) for number, verdict in alike if verdict.kernel in kernels[:_ALONE])
+        yield from (f"{text}." for text in _by_platform(sentences, platforms))
         if rest := list(map(_name, kernels[_ALONE:])):
             yield f"{severity.capitalize()}, too: {first_few(rest, _NAMED)}."
     elsewhere = {(verdict.kernel, verdict.backend) for _, verdict in ran if _severity(verdict) != FAIR}
     fair = dict.fromkeys((verdict.kernel, verdict.backend) for _, verdict in by_severity.get(FAIR, []))
     backends = grouped((pair for pair in fair if pair not in elsewhere), lambda pair: pair[1])
-    if told := [f"{first_few([_name(name) for name, _ in own], _NAMED)} on {at}" for at, own in backends.items()]:
-        yield f"Fair, unbiased on every failure input: {'; '.join(told)}."
+    if texts := [f"{first_few([_name(name) for name, _ in named], _NAMED)} on {at}" for at, named in backends.items()]:
+        yield f"Fair, unbiased on every failure input: {'; '.join(texts)}."
     if silent := list(dict.fromkeys(_name(verdict.kernel) for _, verdict in by_severity.get(None, []))):
         yield f"No failure input was run, and nothing is known of the bias, of {first_few(silent, _NAMED)}."
 
@@ -80,21 +80,21 @@ def _sentence(verdict: Verdict) -> str:
     return f"{_name(verdict.kernel)} on {verdict.backend}: {'; '.join([verdict.statement, *rounding])}"
 
 
-def _by_platform(told: Iterable[tuple[int, str]], platforms: int) -> Iterator[str]:
+def _by_platform(texts: Iterable[tuple[int, str]], platforms: int) -> Iterator[str]:
     """Yield each text once, with the numbers of its platforms unless it is told of all."""
-    for text, own in grouped(told, lambda pair: pair[1]).items():
-        numbers = ", ".join(str(number) for number, _ in own)
-        yield text if len(own) == platforms else f"{text} (platform {numbers})"
+    for text, alike in grouped(texts, lambda pair: pair[1]).items():
+        numbers = ", ".join(str(number) for number, _ in alike)
+        yield text if len(alike) == platforms else f"{text} (platform {numbers})"
 
 
 def _different(comparison: Comparison) -> Iterator[str]:
     differing = [row.record for row in comparison.rows if row.agreement is Agreement.DISAGREE]
     kernels = grouped(differing, lambda record: f"{_name(record.kernel)} on {record.backend}")
     yield f"{summary(comparison)}."
-    if texts := [f"{name} ({first_few([_name(record.case) for record in own], 3)})" for name, own in kernels.items()]:
+    if texts := [f"{name} ({first_few([_name(record.case) for record in here], 3)})" for name, here in kernels.items()]:
         yield f"Different in verdict or outcome: {first_few(texts, _NAMED)}."
 
 
 def _name(text: str) -> str:
-    """Return it between backticks, which no name may end early."""
+    """Return a name between backticks, which no name may end early."""
     return f"`{text.replace('`', chr(39))}`"

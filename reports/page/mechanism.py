@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT, _BOTTOM = 220.0, 90.0, 690.0  # of a histogram
 
 
 @dataclass(frozen=True)
-class Side:
+class HistogramSide:
     """One of the two histograms."""
 
     name: str  # of the kernel
@@ -29,7 +29,7 @@ class Side:
     bias: float  # their mean
 
 
-def drawing(before: Side, after: Side) -> str:
+def drawing(before: HistogramSide, after: HistogramSide) -> str:
     """Return the picture as SVG, of a kernel whose ties are broken to one side and one whose are not."""
     means = "".join(f" The mean error of {side.name} is {side.bias:+.2f} ulp." for side in (before, after))
     errors = [*_errors(50.0, before, _BIASED), *_errors(330.0, after, _FAIR)]
@@ -37,7 +37,7 @@ def drawing(before: Side, after: Side) -> str:
     return template.substitute(means=escape(means), errors="\n".join(errors))
 
 
-def _errors(x: float, side: Side, colour: str) -> Iterator[str]:
+def _errors(x: float, side: HistogramSide, colour: str) -> Iterator[str]:
     """Yield the histogram of signed errors, and their mean, dashed."""
     errors, y = side.errors, _BOTTOM
 

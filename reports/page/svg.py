@@ -27,7 +27,7 @@ class Series:
 
     label: str
     points: tuple[Point, ...]  # of the line; none: marks alone
-    marked: tuple[Point, ...] = ()  # drawn as dots; of marks alone, each series has a shape of its own
+    marked: tuple[Point, ...] = ()  # drawn as dots; of marks alone, each series has its own shape
     dashed: bool = False  # a theory, not a measurement
     bars: tuple[tuple[float, float, float], ...] = ()  # x, and from where to where an interval goes
 
@@ -47,11 +47,11 @@ class Figure:
 
 def tag(name: str, content: str = "", /, **attributes: float | str) -> str:
     """Return an element; names of attributes have - for _, the content is escaped already."""
-    said = "".join(
+    pairs = "".join(
         f' {key.replace("_", "-")}="{value if isinstance(value, str) else format(round(value, 1), "g")}"'
         for key, value in attributes.items()
     )
-    return f"<{name}{said}>{content}</{name}>" if content else f"<{name}{said}/>"
+    return f"<{name}{pairs}>{content}</{name}>" if content else f"<{name}{pairs}/>"
 
 
 def words(x: float, y: float, text: str, anchor: str = "start", /, **attributes: float | str) -> str:
@@ -87,7 +87,7 @@ def draw(figure: Figure) -> str:
 
 
 class _Plot:
-    """From a figure's numbers to places."""
+    """The scales from a figure's numbers to places."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
@@ -108,7 +108,7 @@ class _Plot:
         return self.bottom - (value - self.y_low) / (self.y_high - self.y_low) * (self.bottom - self.top)
 
     def axes(self) -> Iterator[str]:
-        """Yield grid, tick labels, names of the axes; of a figure of rows its title too, in the place of an axis."""
+        """Yield grid, tick labels, names of the axes; for a figure of rows its title too, instead of an axis."""
         figure = self.figure
         rows = [(-float(number), name) for number, name in enumerate(figure.rows)]
         for value, label in rows or [(at, f"{at:.4g}") for at in ticks(self.y_low, self.y_high)]:

@@ -9,11 +9,11 @@ from tiebreak.reports.records.record import FARTHER, MORE, Estimate, MeasureReco
 from tiebreak.reports.tables.grids import Grid, Part
 
 A, B = SIDES = ("A", "B")  # the two kernels of a pair
-# What two readings are beside each other: the two kernels; one and exact attention; what trains and what samples; one
+# What is compared in two readings: the two kernels; one and exact attention; what trains and what samples; one
 # kernel twice, called in two ways or with other random bits.
 PAIR, EXACT, WAYS, FLOOR = "pair", "exact", "ways", "floor"
 ROLES = (PAIR, EXACT, WAYS, FLOOR)
-#: What a difference has a number of, once for all: `--limit NAME=NUMBER` takes these names.
+#: The measures of a difference: `--limit NAME=NUMBER` takes these names.
 MEASURES: Mapping[str, MeasureRecord] = {
     "mean": MeasureRecord("mean difference of the log-probabilities", "nats", FARTHER),
     "rms": MeasureRecord("root mean square of the difference", "nats", MORE),
@@ -30,7 +30,7 @@ beyond: share of tokens whose ratio of probabilities leaves 1 +- 0.01, 1 +- 0.2.
 are samples of the exact model: of A and B the estimates hold as far as these stay close to it."""
 
 
-class Difference(Data, frozen=True):
+class LogProbabilityDifference(Data, frozen=True):
     """Log-probabilities of the same tokens by two models, the second less the first; null: NaN or infinite."""
 
     tokens: Count  # that have a log-probability
@@ -47,23 +47,23 @@ class Difference(Data, frozen=True):
     equal_by_layer: tuple[Size, ...]  # share of its elements with the same bits
 
 
-class Compared(Data, frozen=True):
-    """Two readings of the same tokens beside each other."""
+class ReadingComparison(Data, frozen=True):
+    """Two readings of the same tokens compared."""
 
     first: str  # which, and how it was called where that is not in one prefill: A, decode with a cache
     second: str  # likewise
     role: Annotated[str, one_of(ROLES)]  # what for
-    difference: Difference | None = None  # None: one could not be made
+    difference: LogProbabilityDifference | None = None  # None: one could not be made
     skipped: str | None = None  # why not
     predicted: Size | None = None  # rms that their plans, emulated in the same model, have; None: not known
 
     def __str__(self) -> str:
-        """As tables name it."""
+        """Return its name in tables."""
         return f"{self.first} | {self.second}"
 
     @property
-    def same(self) -> bool:
-        """Whether all log-probabilities have the same bits."""
+    def is_equal(self) -> bool:
+        """True if all log-probabilities have the same bits."""
         return self.difference is not None and self.difference.equal == 1.0
 
 
@@ -71,12 +71,12 @@ class FormatRecord(Data, frozen=True):
     """All readings in one format."""
 
     format: str  # of q, k, v and O
-    compared: tuple[Compared, ...]  # the pair, called alike, first
+    compared: tuple[ReadingComparison, ...]  # the pair, called alike, first
     nearer: Annotated[str, one_of(SIDES)] | None = None  # to exact attention; None: the data do not tell
 
     @property
-    def pair(self) -> Compared:
-        """The two kernels, called alike."""
+    def pair(self) -> ReadingComparison:
+        """The comparison of the two kernels, called alike."""
         return self.compared[0]
 
 
@@ -94,44 +94,44 @@ class ModelRecord(Data, frozen=True):
         return None if None in numbers else max(filter(None, numbers), key=abs, default=0.0)
 
 
-def number(difference: Difference | None, measure: str) -> float | None:
+def number(difference: LogProbabilityDifference | None, measure: str) -> float | None:
     """Return the number of one of `MEASURES`; None where there is none."""
     value: Value = getattr(difference, measure, None)
     return number_of(value)
 
 
 def sentences(of: FormatRecord) -> Iterator[str]:
-    """Yield what there is to say of the pair in one format."""
-    found, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
-    if found is None:
+    """Yield sentences about the pair in one format."""
+    difference, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
+    if difference is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
-    elif of.pair.same:
-        yield f"{of.format}: bitwise equal in all {found.tokens} log-probabilities"
+    elif of.pair.is_equal:
+        yield f"{of.format}: bitwise equal in all {difference.tokens} log-probabilities"
     else:
         nearer = f"{of.nearer} is nearer" if of.nearer else "the data do not tell which is nearer"
         yield f"{of.format}: to exact attention A has rms {exact[0]}, B {exact[1]}: {nearer}"
-        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, found.by_position))}"
-        first = next((at for at, share in enumerate(found.equal_by_layer) if share < 1.0), 0)
+        yield f"{of.format}: rms by eighths of the context {' '.join(map(_figure, difference.by_position))}"
+        first = next((at for at, share in enumerate(difference.equal_by_layer) if share < 1.0), 0)
         yield (
-            f"{of.format}: they first differ after layer {first + 1} of {len(found.by_layer)}, where"
-            f" {found.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
-            f" {' '.join(map(_figure, found.by_layer))}"
+            f"{of.format}: they first differ after layer {first + 1} of {len(difference.by_layer)}, where"
+            f" {difference.equal_by_layer[first]:.2%} of elements are equal; relative rms by layer"
+            f" {' '.join(map(_figure, difference.by_layer))}"
         )
 
 
 def in_brief(of: FormatRecord) -> str:
     """Return how far apart the pair is in one format, in a few words."""
-    if of.pair.difference is None or of.pair.same:
+    if of.pair.difference is None or of.pair.is_equal:
         return f"{of.format} {'not read' if of.pair.difference is None else 'bitwise equal'}"
     return f"{of.format} rms {_text(of.pair, 'rms')}, mean {_text(of.pair, 'mean')}"
 
 
 def parts(model: ModelRecord) -> list[Part]:
-    """Return what there is to say, and a grid of all formats with a row for two readings that differ."""
+    """Return sentences, and a grid of all formats with a row for two readings that differ."""
     rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
-        # What the way of calling does not change has the row of the usual way.
-        alike = [each.second for each in of.compared if each.role == FLOOR and each.same]
+        # A value that the way of calling does not change is in the row of the usual way.
+        alike = [each.second for each in of.compared if each.role == FLOOR and each.is_equal]
         for each in of.compared:
             if each.role in (PAIR, EXACT) or each.second not in alike:
                 end = "" if each.predicted is None else _figure(each.predicted)
@@ -148,20 +148,20 @@ def parts(model: ModelRecord) -> list[Part]:
 
 
 def figures(model: ModelRecord) -> list[Figure]:
-    """Return a figure for each format: rms by position, of the pair and of each kernel beside exact attention."""
+    """Return a figure for each format: rms by position, of the pair and of each kernel against exact attention."""
     drawn = []
     for of in model.formats:
         lines = {str(each): each.difference for each in of.compared if each.role in (PAIR, EXACT)}
-        known = {name: enumerate(found.by_position, 1) for name, found in lines.items() if found is not None}
+        series_of = {name: enumerate(between.by_position, 1) for name, between in lines.items() if between is not None}
         series = (
-            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in known.items()
+            Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in series_of.items()
         )
         title = f"{of.format}: how far log-probabilities are apart along the sequence"
         drawn.append(Figure(title, f"A: {model.a}, B: {model.b}.", "eighth of the context", "rms, nats", tuple(series)))
     return drawn
 
 
-def _text(compared: Compared, measure: str) -> str:
+def _text(compared: ReadingComparison, measure: str) -> str:
     """Return a number as a table has it, with its interval where there is one."""
     if compared.difference is None:
         return "skipped"

@@ -1,4 +1,4 @@
-"""What there is to say of a pair of kernels: an object, of which the command's lines, tables and JSON are made."""
+"""The verdict on a pair of kernels: an object from which the command's lines, tables and JSON are made."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tiebreak.reports.tables.grids import Grid, Part, html
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-# What there is to say of two kernels, the worst first. A pair fails with either of the first two.
+# Severities of a pair, the worst first. A pair fails with either of the first two.
 APART, ROUNDINGS, SAME = "apart", "two roundings of one thing", "bitwise equal"
 SEVERITIES = (APART, UNDECIDED, ROUNDINGS, SAME)
 SeverityName = Annotated[str, one_of(SEVERITIES)]
@@ -53,14 +53,14 @@ class PointRecord(Data, frozen=True, omit_defaults=False):
 
 
 class GradientRecord(Data, frozen=True, omit_defaults=False):
-    """What the two make of one gradient."""
+    """The comparison of the two kernels' values of one gradient."""
 
     bits: Size  # share of elements that are equal
     rms: float | None  # of the difference, as a share of that of the exact gradient
 
 
 class CallRecord(Data, frozen=True, omit_defaults=False):
-    """One case, the same inputs through both; what is not known is None."""
+    """One case, the same inputs through both; None where a value is unknown."""
 
     case: str  # its name
     severity: SeverityName | None  # None: it was not compared
@@ -81,7 +81,7 @@ class CallRecord(Data, frozen=True, omit_defaults=False):
 
 
 class PairVerdict(FileData, frozen=True):
-    """What `tiebreak pair` says of two kernels."""
+    """The verdict of `tiebreak pair` on two kernels."""
 
     schema: Schema  # version of this layout
     headline: str  # PASS, FAIL or UNDECIDED, the names, and the most serious finding, in one line
@@ -98,7 +98,7 @@ class PairVerdict(FileData, frozen=True):
     command: str = ""  # runs all of it again
 
     def __str__(self) -> str:
-        """As the command prints it first: the headline, and a line for each finding."""
+        """Return the first lines that the command prints: the headline, and a line for each finding."""
         return "\n".join([self.headline, *(f"  {name:{_WIDTH}} {text}" for name, text in self._findings())])
 
     def _findings(self) -> Iterator[tuple[str, str]]:
@@ -127,9 +127,9 @@ class PairVerdict(FileData, frozen=True):
         return Grid(_HEADERS[:shown], [row[:shown] for row in rows])
 
     def parts(self) -> list[Part]:
-        """Return all that the command prints."""
-        told = [] if self.model is None else log_probabilities.parts(self.model)
-        return [str(self), self.grid(), _LEGEND, *told]
+        """Return all parts that the command prints."""
+        model_parts = [] if self.model is None else log_probabilities.parts(self.model)
+        return [str(self), self.grid(), _LEGEND, *model_parts]
 
 
 def _row(call: CallRecord) -> list[str]:
@@ -137,11 +137,11 @@ def _row(call: CallRecord) -> list[str]:
     apart = "" if mean.mean is None else f"{mean.mean:+.3f} +- {mean.half_width or 0.0:.3f}"
     numbers = ("" if each is None else f"{each:.3f}" for each in (call.rms, call.predicted, *call.errors))
     gradients = (f"{percent(x.bits)} {'NaN' if x.rms is None else f'{x.rms:.1e}'}" for x in call.gradients.values())
-    bits, said = "" if call.bits is None else percent(call.bits), call.severity or ""
+    bits, severity = "" if call.bits is None else percent(call.bits), call.severity or ""
     mark = _MARKS.get(call.verdict or "", "")
     return [
         call.case,
-        _SHORT.get(said, said),
+        _SHORT.get(severity, severity),
         bits,
         f"{apart}{mark}",
         *numbers,
@@ -153,7 +153,7 @@ def _row(call: CallRecord) -> list[str]:
 def headlined(calls: Sequence[CallRecord]) -> CallRecord:
     """Return the call that the headline names: of the worst severity, and of these the plainest, or the farthest.
 
-    Of biases the one that is largest for certain.
+    For biases it is the largest that is certain.
     """
     compared = [call for call in calls if call.severity is not None]
     severity = min((str(call.severity) for call in compared), key=SEVERITIES.index)
@@ -161,7 +161,7 @@ def headlined(calls: Sequence[CallRecord]) -> CallRecord:
     return max(worst, key=lambda call: (call.wrong, call.slips != (), _certain(call), call.rms or 0.0))
 
 
-def _whose(call: CallRecord) -> str:
+def _bias_of_each(call: CallRecord) -> str:
     """Return how far each is from the exact answer, where a bias between them leaves open which one has it."""
     if call.wrong or call.verdict != BIASED or None in call.biases:
         return ""
@@ -180,7 +180,7 @@ def statement(calls: Sequence[CallRecord], model: ModelRecord | None) -> tuple[s
     inputs, severity = counted(len(severities), "input"), str(named.severity)
     if severity in (APART, UNDECIDED):
         worst = severities.count(severity)
-        return severity, f"{severity} on {worst} of {inputs} ({named.case}: {named.why}{_whose(named)})"
+        return severity, f"{severity} on {worst} of {inputs} ({named.case}: {named.why}{_bias_of_each(named)})"
     pairs = [each.pair for each in model.formats] if model else []
     if any(each.difference is not None and each.difference.rms is None for each in pairs):
         return UNDECIDED, f"{severity} on {inputs}, and through the model what is NaN or Inf"

@@ -22,26 +22,26 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class FileData(Data, frozen=True, omit_defaults=False):
-    """The object that a file is; its class has a field `schema`."""
+    """The object in a file at the top level; its class has a field `schema`."""
 
     def check(self) -> None:
         """Raise FieldError if fields contradict each other."""
 
 
 class FieldError(ValueError):
-    """What is wrong with a field, or with the whole where there is no path."""
+    """An error in a field, or in the whole where there is no path."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(f"{path.removeprefix('.')}: {problem}" if path else problem)
 
 
 def one_of(names: tuple[str, ...]) -> Meta:
-    """Return what limits a string to some names."""
+    """Return a constraint that limits a string to some names."""
     return Meta(pattern=rf"^({'|'.join(names)})(?!\n)$", extra_json_schema={"enum": list(names)})
 
 
 def decode(content: bytes | str, kind: type[_T]) -> _T:
-    """Return the object that JSON stands for; FieldError if it is none, or a field is missing, unknown or wrong."""
+    """Return the object that JSON represents; FieldError if it is none, or a field is missing, unknown or wrong."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -53,7 +53,7 @@ def decode(content: bytes | str, kind: type[_T]) -> _T:
 
 
 def convert(plain: Any, kind: Any, path: str = "") -> Any:
-    """Return the object that plain values at a path stand for; FieldError if a field is missing, unknown or wrong."""
+    """Return the object that plain values at a path represent; FieldError if a field is missing, unknown or wrong."""
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:

@@ -20,7 +20,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
     """Return the cases of several runs in display order: group after group, cases of no group last.
 
-    The run that says most groups decides, and each case is as the first run describes it that says its group.
+    The run that names most groups decides, and each case is as in the first run that names its group.
     """
     cases: dict[str, CaseRecord] = {}
     for run in sorted(runs, key=lambda run: -sum(bool(about.group) for about in run.cases.values())):
@@ -32,13 +32,13 @@ def cases_of(runs: Iterable[Run]) -> dict[str, CaseRecord]:
 
 
 def kernel_places(runs: Sequence[Run]) -> dict[str, int]:
-    """Return where each kernel stands in tables, from 0.
+    """Return the position of each kernel in tables, from 0.
 
-    First the users' own, then names such as `sdpa_flash`, then composed ones, `rule@plan`, in the suite's order.
+    Users' kernels come first, then names such as `sdpa_flash`, then composed ones, `rule@plan`, in the suite's order.
     """
     users = {target.rpartition(":")[2] for run in runs for target in (run.options.get("kernel") or "").split()}
-    known = dict.fromkeys(plan for run in runs for plan in run.plans)
-    composed = {plan: place for place, plan in enumerate(known)}
+    plans = dict.fromkeys(plan for run in runs for plan in run.plans)
+    composed = {plan: place for place, plan in enumerate(plans)}
     names = {record.kernel for run in runs for record in run.records}
 
     def place(name: str) -> tuple[bool, bool, int, str]:

@@ -41,12 +41,12 @@ IMPLIED = frozenset({RUNS, IN_TIME})  # checks that a cell with a result has pas
 UNBIASED, BIASED, NONFINITE = "unbiased", "biased", "nonfinite"
 VERDICTS = (UNBIASED, UNDECIDED, BIASED, NONFINITE)  # from the best to the worst
 
-# What tables show of a result: the number of the measure that Shown.kind names, or one of these in its place.
+# Values of Shown.kind: the measure whose number tables show, or one of these instead.
 SHRUNK, NO_NUMBER = "shrunk", "none"
 REPLACED = frozenset({NONFINITE, SHRUNK, NO_NUMBER})
 
-# Of a kernel that declares no plan: one has its bits; it has random bits of its own and the bias of one; several have
-# its bits and can't be told apart; none has.
+# Results for a kernel that declares no plan: one plan has its bits; one has its bias, with other random bits; several
+# have its bits and can't be told apart; none has.
 FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED = "follows", "behaves_like", "ambiguous", "unexplained"
 STATES = (FOLLOWS, BEHAVES_LIKE, AMBIGUOUS, UNEXPLAINED)
 FOLLOWED = 0.98  # share of equal bits, in every cell, from which on a plan is followed
@@ -77,7 +77,7 @@ class Estimate(Data, frozen=True):
 
 
 class FitRecord(Estimate, frozen=True):
-    """What a known plan has in common with a kernel that declares none: its bias less the plan's, and equal bits."""
+    """The agreement of a known plan with a kernel that declares none: its bias less the plan's, and equal bits."""
 
     bits: Size | None = None  # share of elements of O that agree to the bit
 
@@ -97,7 +97,7 @@ def number_of(value: Value) -> float | None:
 
 
 class Answer(Data, frozen=True):
-    """What a check was told of a cell."""
+    """The answer of a check about a cell."""
 
     passed: bool | None  # None: the data do not tell
     asked: str  # what had to hold
@@ -106,11 +106,11 @@ class Answer(Data, frozen=True):
 
 
 class Shown(Data, frozen=True):
-    """What tables show of a result; `tiebreak.reports.tables.texts` puts it in words."""
+    """The result that tables show; `tiebreak.reports.tables.texts` puts it in words."""
 
     kind: str  # the measure whose number it is, or what there is in its place: one of REPLACED
     number: float | None = None  # of the measure; of what has shrunk the share of its size that is left
-    unit: str = ""  # that stands behind it; empty: the table's legend says it
+    unit: str = ""  # after the number; empty: the table's legend says it
     verdict: VerdictName | None = None  # on a bias
     spec: Spec = "+.2f"  # how the number is written, as Python's format takes it
 
@@ -121,7 +121,7 @@ class Shown(Data, frozen=True):
 
 
 class Explanation(Data, frozen=True):
-    """Which known plan explains a kernel that declares none; `tiebreak.reports.tables.texts` puts it in words."""
+    """The known plan that explains a kernel that declares none; `tiebreak.reports.tables.texts` puts it in words."""
 
     state: Annotated[str, one_of(STATES)]  # how far it explains it
     plans: tuple[str, ...]  # those that can't be told apart, the plainest first; where none explains it the nearest
@@ -131,7 +131,7 @@ class Explanation(Data, frozen=True):
 
 
 class PlanRecord(Data, frozen=True):
-    """What a plan is that records and explanations name."""
+    """A description of a plan that records and explanations name."""
 
     rule: str  # by what a row's shift is chosen
     fix: bool = False  # whether that moves the shift away from a maximum that repeats; else it is the row's maximum
@@ -139,7 +139,7 @@ class PlanRecord(Data, frozen=True):
 
 
 class MeasureRecord(Data, frozen=True):
-    """What a measure is, and how the gate holds it."""
+    """A description of a measure, and of how the gate limits it."""
 
     about: str  # one line
     unit: str = ""  # ulp; empty: a plain number
@@ -153,7 +153,7 @@ class MeasureRecord(Data, frozen=True):
 
 
 class LimitRecord(Data, frozen=True):
-    """The limit of a measure, which it keeps to for a check to pass."""
+    """The limit of a measure that a check requires."""
 
     measure: str  # by name
     most: float | str | None = None  # what it may reach, or the measure whose number that is; None: any number will do
@@ -162,9 +162,9 @@ class LimitRecord(Data, frozen=True):
     or_within: str | None = None  # the measure of what rounding leaves open: an interval within that keeps to it, too
 
     def kept(self, measures: Mapping[str, Value]) -> bool | None:
-        """Tell whether measures keep to it; None: their interval does not tell. A number that is NaN does not.
+        """Return whether measures keep to it; None: their interval does not tell. A NaN does not.
 
-        An interval is beyond a limit where all of it is, and keeps to it where all of it does.
+        An interval is beyond a limit if all of it is, and keeps to it if all of it does.
         """
         if any(name not in measures for name in self.where):
             return True
@@ -182,13 +182,13 @@ class LimitRecord(Data, frozen=True):
 
 
 def kept(limits: Collection[LimitRecord], measures: Mapping[str, Value]) -> bool | None:
-    """Tell whether measures keep to all limits of a check; None: none is broken, and one is undecided."""
-    found = {limit.kept(measures) for limit in limits}
-    return False if False in found else None if None in found else True
+    """Return whether measures keep to all limits of a check; None: none is broken, and one is undecided."""
+    answers = {limit.kept(measures) for limit in limits}
+    return False if False in answers else None if None in answers else True
 
 
 class CheckRecord(Data, frozen=True):
-    """What a check asks."""
+    """A description of a check's question."""
 
     about: str  # one line
     judges: bool = False  # whether it is about the cell's rounding: a cell that passed has passed such a one
@@ -198,17 +198,17 @@ class CheckRecord(Data, frozen=True):
 
 
 class SeriesFigure(Data, frozen=True):
-    """How a page draws one series of the evidence of a case's cells: those whose headline is largest and smallest."""
+    """The way in which a page draws one series of a case's cells: those with largest and smallest headline."""
 
     series: str  # its name in the evidence
     title: str  # of the figure
     note: str  # what to see in it
-    y_label: str  # what stands at the vertical axis
+    y_label: str  # the label of the vertical axis
     summed: bool = False  # whether readings are added up from step to step
 
 
 class CaseRecord(Data, frozen=True):
-    """What a case is."""
+    """A description of a case."""
 
     about: str  # one line
     source: str = ""  # where the input or the claims come from
@@ -216,20 +216,20 @@ class CaseRecord(Data, frozen=True):
     headline: str | None = None  # the measure that tables show
     unclaimed: str | None = None  # why nothing is claimed of the kernels that no claim speaks of
     family: str | None = None  # what varies between cases that belong together
-    at: Number | None = None  # where the case stands in its family
+    at: Number | None = None  # the place of the case in its family
     failure: bool = False  # whether it is an input on which rounding is known to fail
-    group: str = ""  # what the cases next to it are about; empty: not known
+    group: str = ""  # the heading of its cases; empty: undecided
     backward: bool = False  # whether the backward pass is run and measured too
     figure: SeriesFigure | None = None  # of its readings
 
 
 class ExperimentRecord(Data, frozen=True):
-    """What a kind of experiment is."""
+    """A description of a kind of experiment."""
 
     about: str  # one line
     legend: str = ""  # what its tables show
     headline: str | None = None  # the measure, in ulps, that heat maps colour
-    largest: str | None = None  # the measure that comparisons show beside what tables show: the largest error
+    largest: str | None = None  # the measure that comparisons add to what tables show: the largest error
     agreement: str | None = None  # the measure that is the share of bits that agree with a prediction
     carried: str | None = None  # the measure that is how much of a bias of O gradients contain, as a share
     pooled: bool = False  # whether tables put all seeds of a kernel in one place, kernels down and cases across
@@ -252,7 +252,7 @@ class HistogramRecord(Data, frozen=True):
 
 
 class ChangeRecord(Data, frozen=True):
-    """A call beside the same one with one thing changed."""
+    """A call compared with the same one with one thing changed."""
 
     bits: Size  # share of elements of O, or of a gradient, that have other bits
     difference: Estimate  # signed mean of the changed one less the plain one, in ulps
@@ -278,7 +278,7 @@ class RuleReading(Data, frozen=True):
 
 
 class RuleAnswer(Data, frozen=True):
-    """What an acceptance rule of another project says of a cell."""
+    """The verdict of another project's acceptance rule on a cell."""
 
     passed: bool | None  # None: it lacks what it needs
     readings: Mapping[str, RuleReading] = {}  # by what it reads
@@ -286,7 +286,7 @@ class RuleAnswer(Data, frozen=True):
 
 
 class NumbersRecord(Data, frozen=True):
-    """Numbers that the same inputs have on every machine but for rounding."""
+    """Numbers that the same inputs give on every machine up to rounding."""
 
     about: str  # what they are
     unit: str  # of them
@@ -350,22 +350,22 @@ class Record(Data, frozen=True):
 
     def __post_init__(self) -> None:
         for name in EVIDENCE.keys() & self.evidence.keys():
-            known = convert(self.evidence[name], EVIDENCE[name], f"evidence.{name}")
-            structs.force_setattr(self, "evidence", {**self.evidence, name: known})
+            value = convert(self.evidence[name], EVIDENCE[name], f"evidence.{name}")
+            structs.force_setattr(self, "evidence", {**self.evidence, name: value})
 
     @property
     def passes(self) -> bool:
-        """Tell whether it passes, or is excused; a skip is no pass."""
+        """True if it passes, or is excused; a skip is no pass."""
         return self.outcome in PASSING or self.excused is not None
 
     @property
     def fails(self) -> bool:
-        """Tell whether it makes a run fall: neither a pass, nor excused, nor skipped."""
+        """True if it makes a run fail: neither passed, nor excused, nor skipped."""
         return not self.passes and self.outcome != SKIPPED
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return why it did not hold, or was not run."""
+        """The reasons why it did not pass, or was not run."""
         if self.skipped is not None:
             return (self.skipped,)
         failed = tuple(answer.why for answer in self.answers.values() if answer.passed is False)
@@ -373,7 +373,7 @@ class Record(Data, frozen=True):
 
     @property
     def not_passed(self) -> list[str]:
-        """Return the checks that it does not meet, or of which the data do not tell."""
+        """The checks that it does not meet, or that the data do not decide."""
         return [name for name, answer in self.answers.items() if answer.passed is not True]
 
     def number(self, name: str) -> float | None:
@@ -381,7 +381,7 @@ class Record(Data, frozen=True):
         return number_of(self.measures.get(name))
 
     def passed(self, check: str) -> bool | None:
-        """Tell whether a check passed; None: not asked, or the data do not tell."""
+        """Return whether a check passed; None: not asked, or the data do not tell."""
         answer = self.answers.get(check)
         return None if answer is None else answer.passed
 
@@ -399,7 +399,7 @@ def outcome_of(answers: Mapping[str, Answer], judging: Collection[str]) -> str:
 def verdict_of(record: "Record", measures: Mapping[str, MeasureRecord]) -> str | None:
     """Return the verdict that the interval of a record's bias comes to; see `tiebreak.cases.verdicts.judge`.
 
-    The bias is the measure that has a margin; None: there is no such one.
+    The bias is the measure that has a margin; None if no measure has one.
     """
     if record.number(NONFINITE):
         return NONFINITE
@@ -418,14 +418,14 @@ NARROWED = ("id", "backend", "kernel", "case", "format", "experiment")  # fields
 
 
 class Narrowing(Data, frozen=True):
-    """What the command line left out of a run: cells of which a field has none of these names."""
+    """The cells that the command line left out of a run: those of which a field has none of these names."""
 
     given: tuple[str, ...]  # the options that did, with their values
     field: Annotated[str, one_of(NARROWED)]  # of a record
     names: tuple[str, ...]  # left in; globs are allowed
 
     def leaves_in(self, record: Record) -> bool:
-        """Tell whether a record is of a cell that was asked for."""
+        """Return whether a record is of a cell that was asked for."""
         value: str = getattr(record, self.field)
         return value in self.names or any(matching(name, [value]) for name in self.names)
 
@@ -457,7 +457,7 @@ class Run(FileData, frozen=True):
         return f"{backend} {assumed[backend]}" if backend in assumed else backend
 
     def evidence(self, backend: str) -> str:
-        """Return what a plan rests on that the bits of a kernel on a backend tell; a baseline has it of none."""
+        """Return the evidence for plans that a kernel's bits give on a backend; a baseline has it for none."""
         return str(self.platform.get("evidence", {}).get(backend, "bits"))
 
     def number(self, record: Record, role: str) -> float | None:
@@ -467,25 +467,25 @@ class Run(FileData, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Tell whether it came to its end, with nothing left to do."""
+        """True if it came to its end, with nothing left to do."""
         return self.complete and not self.not_run and not self.running
 
     @property
-    def own(self) -> bool:
-        """Tell whether a user's own kernel was run."""
+    def has_users_kernel(self) -> bool:
+        """True if a user's own kernel was run."""
         return bool(self.options.get("kernel"))
 
     @property
     def pooled(self) -> frozenset[str]:
-        """Return the kinds of experiment of which tables put all seeds of a kernel in one place."""
+        """The kinds of experiment of which tables put all seeds of a kernel in one place."""
         return frozenset(name for name, kind in self.experiments.items() if kind.pooled)
 
     def check(self) -> None:
         """Raise FieldError for a second record of a cell, what the file does not describe, a platform without name."""
         for name in ("cpu", "level"):
             convert(self.platform.get(name), str, f"platform.{name}")
-        probed, said = Mapping[str, Mapping[str, str | Number]], Mapping[str, str]
-        for name, kind in (("fingerprint", probed), ("evidence", said), ("assumed", said)):
+        probed, texts = Mapping[str, Mapping[str, str | Number]], Mapping[str, str]
+        for name, kind in (("fingerprint", probed), ("evidence", texts), ("assumed", texts)):
             convert(self.platform.get(name, {}), kind, f"platform.{name}")
         seen: set[str] = set()
         for number, record in enumerate(self.records):

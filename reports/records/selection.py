@@ -1,4 +1,4 @@
-"""What a command line names: which records of files are shown."""
+"""The choice of records in files that a command line makes."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_match(parser: argparse.ArgumentParser) -> None:
     """Add how `compare` and `page` match cells of two files; see `tiebreak.reports.tables.compare`."""
     parser.add_argument(
-        "--match", choices=("kernel",), help="one kernel of each file stands beside the others', as old and new"
+        "--match", choices=("kernel",), help="compare one kernel of each file with the others', as old and new"
     )
 
 
@@ -39,6 +39,6 @@ def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None 
 def pick(flag: str, kind: str, names: str, known: Sequence[str], listed: str | None = None) -> set[str]:
     """Return the names that a flag's comma list of names and globs selects; UsageError says which may be meant.
 
-    `listed` is what shows the known names where they are many; None: the command without the flag.
+    `listed` says what lists the known names if they are many; None: the command without the flag.
     """
     return set(names_of.pick(kind, names, known, listed or f"leave --{flag} out to see", f"--{flag}"))

@@ -19,7 +19,7 @@ from tiebreak.reports.records.record import Run
 
 _GZIP = b"\x1f\x8b"  # what a file begins with that gzip has compressed
 MAX_BYTES = 128 * 2**20  # 5,000 cells take about 8 MiB: what is larger is no file of records
-# What a file that another command reads has, and which.
+# The fields of files that other commands read, and the commands.
 _OTHERS = {
     "records": "records of a run: tiebreak show, page, compare and gate take them",
     "calls": "what tiebreak pair says: tiebreak show and page take it",
@@ -75,7 +75,7 @@ def _lines(part: Any) -> str:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file through a temporary one beside it: where that fails (UnwritableFolderError) an older one stays."""
+    """Write a file through a temporary one next to it: if that fails (UnwritableFolderError) an older one stays."""
     check_writable(path.parent)
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
@@ -108,8 +108,8 @@ def refuse_repeated(files: Iterable[tuple[Path, Data]]) -> None:
     earlier: list[tuple[Path, Any]] = []
     for path, data in files:
         name = data.run if isinstance(data, Run) and data.run is not None else data
-        for other, known in earlier:
-            if name == known:
+        for other, first in earlier:
+            if name == first:
                 raise UnreadableRecordsError(f"{path}: the same as in {other}; give each once")
         earlier.append((path, name))
 
@@ -153,11 +153,11 @@ def _check_schema(parts: dict[str, msgspec.Raw], kind: type[Data]) -> None:
     for name, other in _OTHERS.items():
         if name in parts and name not in kind.__struct_fields__:
             raise FieldError(other)
-    found = bytes(parts.get("schema", b"missing")).decode(errors="replace")
-    if found != str(SCHEMA):
-        newer = found.isdecimal() and int(found[:20]) > SCHEMA
+    schema = bytes(parts.get("schema", b"missing")).decode(errors="replace")
+    if schema != str(SCHEMA):
+        newer = schema.isdecimal() and int(schema[:20]) > SCHEMA
         cure = "update tiebreak" if newer else "make the file anew, or read it with the tiebreak that made it"
-        raise FieldError(f"{found:.20} is not {SCHEMA}, the one that this tiebreak reads: {cure}", "schema")
+        raise FieldError(f"{schema:.20} is not {SCHEMA}, the one that this tiebreak reads: {cure}", "schema")
 
 
 def one_line(text: str) -> str:

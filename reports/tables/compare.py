@@ -23,7 +23,7 @@ _VERSIONS = ("torch", "python", "os", "commit", "wheel")  # what may tell platfo
 
 
 class Agreement(enum.Enum):
-    """What the runs agree on in one cell: what --only takes for it, the mark of its row, how a summary counts it."""
+    """The agreement of runs in one cell: its word for --only, its row's mark, its name in a summary."""
 
     BITS = "agree", "=", "agree to the bit"
     VERDICT = "bits", "~", "agree in verdict, not in bits"  # verdict and outcome are the same
@@ -46,12 +46,12 @@ class Row:
 
     @property
     def record(self) -> Record:
-        """That of the first run that has the cell: all agree in the cell's names."""
+        """The record of the first run that has the cell: all agree in the cell's names."""
         return next(record for record in self.records if record is not None)
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """One a run: the same letter for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
+        """A letter for each run, the same for the same bits, "" where there are none; a to z, then a1, b1 and so on."""
         digests = [record.digest if record else None for record in self.records]
         names = {digest: at for at, digest in enumerate(dict.fromkeys(filter(None, digests)))}
         letters = {digest: f"{chr(ord('a') + at % 26)}{at // 26 or ''}" for digest, at in names.items()}
@@ -76,7 +76,7 @@ _LEGEND = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `compare`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `compare`; see `tiebreak.reports.cli.main`."""
     parser = Parser(prog="tiebreak compare", description="Several runs side by side.")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="records of two or more runs")
     parser.add_argument("--format", choices=("simple", "github", "latex"), default="simple", help="default: simple")
@@ -111,40 +111,40 @@ def _platforms(runs: Sequence[Run], paths: Sequence[Path], labels: Sequence[str]
 
 
 def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> list[Part]:
-    """Return what `compare` shows: counts, then a table for every backend and format of the rows that are shown."""
+    """Return the output of `compare`: counts, then a table for every backend and format of the rows that are shown."""
     rows = [row for row in comparison.rows if row.agreement in shown]
-    told: list[Part] = [summary(comparison)]
+    shown_parts: list[Part] = [summary(comparison)]
     for title, group in grouped(rows, lambda row: f"{row.record.backend}, {row.record.format}").items():
         names = (f"{row.agreement.mark} {row.record.kernel} {row.record.case}" for row in group)
         lines = [[name, *cell_texts(row)] for name, row in zip(names, group, strict=True)]
-        told.append(Grid(["kernel, case", *comparison.labels], lines, title))
+        shown_parts.append(Grid(["kernel, case", *comparison.labels], lines, title))
     if hidden := len(comparison.rows) - len(rows):
         why = " with the same bits everywhere" if shown is DIFFERING else ""
-        told.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
-    return [*told, *numbers(comparison), *([_LEGEND] if rows else [])]
+        shown_parts.append(f"left out: {counted(hidden, 'row')}{why}; --all shows all")
+    return [*shown_parts, *numbers(comparison), *([_LEGEND] if rows else [])]
 
 
 def numbers(comparison: Comparison) -> Iterator[Part]:
     """Yield a table of cells that keep numbers of one kind, how far from the first run they are, and its legend."""
     kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
-    rows = [(row, own, next(filter(None, own))) for row, own in kept if any(own)]
+    rows = [(row, values, next(filter(None, values))) for row, values in kept if any(values)]
     for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():
         names = (f"{row.record.kernel}, {row.record.backend}, {row.record.format}" for row, *_ in group)
-        lines = [[name, *_apart(own, first)] for name, (_, own, first) in zip(names, group, strict=True)]
+        lines = [[name, *_apart(values, first)] for name, (_, values, first) in zip(names, group, strict=True)]
         yield Grid(["kernel", *comparison.labels], lines, title)
         yield "First their rms; of each other run the rms of the difference to that, and its mean with the sign."
 
 
 def _apart(kept: Sequence[Any], first: Any) -> Iterator[str]:
     """Yield a text a run."""
-    for own in kept:
-        if own is None or own.inputs != first.inputs:
-            yield "other inputs" if own else "missing"
+    for run in kept:
+        if run is None or run.inputs != first.inputs:
+            yield "other inputs" if run else "missing"
             continue
-        pairs = zip(own.values, first.values, strict=True)
-        values = [math.nan if None in pair else pair[0] - (pair[1] if own is not first else 0.0) for pair in pairs]
+        pairs = zip(run.values, first.values, strict=True)
+        values = [math.nan if None in pair else pair[0] - (pair[1] if run is not first else 0.0) for pair in pairs]
         rms = math.sqrt(sum(value**2 for value in values) / len(values))
-        yield f"{rms:.3g}" if own is first else f"{rms:.2g} ({sum(values) / len(values):+.1g})"
+        yield f"{rms:.3g}" if run is first else f"{rms:.2g} ({sum(values) / len(values):+.1g})"
 
 
 def summary(comparison: Comparison) -> str:
@@ -170,14 +170,14 @@ def _text(record: Record | None, largest: str | None) -> str:
         text = texts.shown_text(shown, _FINER.get(shown.spec, shown.spec), mean.half_width)
     if largest is not None and (error := record.number(largest)) is not None:
         text += f" max {error:.3g}"
-    # Whether anything was asked depends on the backend: what passes has no mark.
+    # Whether a check was asked depends on the backend, so passes have no mark.
     return text if record.outcome in PASSING else texts.marked(text, texts.mark_of(record))
 
 
 def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     """Put runs side by side: a row for every cell that any run has."""
     by_id = [{record.id: record for record in run.records} for run in runs]
-    known = {record.id: record for run in runs for record in run.records}
+    first_of = {record.id: record for run in runs for record in run.records}
     cases, kernels = list(cases_of(runs)), kernel_places(runs)
     largest = {kind: described.largest for run in runs for kind, described in run.experiments.items()}
 
@@ -185,8 +185,8 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
         return cell.backend, cell.format, cases.index(cell.case), kernels[cell.kernel]
 
     rows = []
-    for cell in sorted(known.values(), key=place):
-        records = tuple(own.get(cell.id) for own in by_id)
+    for cell in sorted(first_of.values(), key=place):
+        records = tuple(by_cell.get(cell.id) for by_cell in by_id)
         inputs = tuple(
             f"case v{each.case_version}, seed {each.seed}, {run.options.get('heads', '')} heads" if each else ""
             for each, run in zip(records, runs, strict=True)
@@ -199,21 +199,21 @@ def matched(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with one name for the kernel that each has alone; UsageError if one has none, or several."""
     kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
     shared = set(kernels[0]).intersection(*kernels)
-    own = [[name for name in names if name not in shared] for names in kernels]
-    if not any(own):
+    alone = [[name for name in names if name not in shared] for names in kernels]
+    if not any(alone):
         return list(runs)
-    for number, names in enumerate(own, start=1):
+    for number, names in enumerate(alone, start=1):
         if len(names) != 1:
-            found = ", ".join(names) or "none"
-            raise UsageError(f"--match kernel: file {number} has {found}; expected one kernel of its own in each file")
-    common = " -> ".join(name for (name,) in own)
+            listed = ", ".join(names) or "none"
+            raise UsageError(f"--match kernel: file {number} has {listed}; expected one kernel that only it has")
+    common = " -> ".join(name for (name,) in alone)
 
     def renamed(cell: Record) -> Record:
         return replace(cell, kernel=common, id=record_id(cell.backend, common, cell.case, cell.format))
 
     return [
         replace(run, records=tuple(renamed(cell) if cell.kernel == name else cell for cell in run.records))
-        for run, (name,) in zip(runs, own, strict=True)
+        for run, (name,) in zip(runs, alone, strict=True)
     ]
 
 
@@ -221,7 +221,7 @@ def _agreement(records: Sequence[Record | None], inputs: Sequence[str]) -> Agree
     if len(set(inputs) - {""}) > 1:
         return Agreement.NOT_COMPARABLE
     ran = [record for record in records if record is not None and record.outcome != SKIPPED]
-    # Whether anything was asked of what passes depends on the backend, not on the result.
+    # Whether a passing cell was asked anything depends on the backend, not on the result.
     if len({(record.verdict, record.outcome not in PASSING and record.outcome) for record in ran}) > 1:
         return Agreement.DISAGREE
     if len(ran) < len(records):

@@ -56,7 +56,7 @@ def _tables(grid: Grid, tablefmt: str, width: int | None) -> Iterator[str]:
     headers = [_broken(head) for head in grid.headers] if tablefmt == "simple" else list(grid.headers)
     rows = [["" if value is None else ", ".join(str(value).split("\n")) for value in row] for row in grid.rows]
     columns = zip(headers, *rows, strict=True)
-    sizes = [max([_PADDING + max(map(len, head.split("\n"))), *map(len, own)]) + _GAP for head, *own in columns]
+    sizes = [max([_PADDING + max(map(len, head.split("\n"))), *map(len, texts)]) + _GAP for head, *texts in columns]
     chosen: list[list[int]] = [[0]]
     for column in range(1, len(sizes)):
         taken = sum(sizes[place] for place in chosen[-1])

@@ -46,10 +46,7 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
 
 
 def failures(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
-    """Return an entry for every cell that does not pass: what failed, why, and how to rerun it; then what is excused.
-
-    `command` makes of a record's command what the reader is told to run.
-    """
+    """Return an entry for each failed cell: what, why, and its rerun as `command` makes it; then what is excused."""
     entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]
@@ -63,17 +60,17 @@ def failures(records: Sequence[Record], command: Callable[[str], str] = runnable
 
 
 def brief(records: Sequence[Record]) -> list[str]:
-    """Return a line for cells that do not pass, of the first: what failed, and the first clause of why."""
-    told = [(each, next(iter(each.evidence.get("off", each.reasons)), "")) for each in records if each.fails]
+    """Return a line for cells that do not pass, about the first: what failed, and the first clause of why."""
+    failures = [(each, next(iter(each.evidence.get("off", each.reasons)), "")) for each in records if each.fails]
     lines = []
-    for (outcome, why), own in grouped(told, lambda pair: (pair[0].outcome, pair[1].partition("; ")[0])).items():
-        names = first_few([record.id for record, _ in own], _NAMED)
+    for (outcome, why), alike in grouped(failures, lambda pair: (pair[0].outcome, pair[1].partition("; ")[0])).items():
+        names = first_few([record.id for record, _ in alike], _NAMED)
         lines.append(shorten(f"{outcome} {names}: {why}", _BRIEF, placeholder=" ..."))
     return lines[:_LINES] + [f"and {len(lines) - _LINES} more"] * (len(lines) > _LINES)
 
 
 def _likeness(record: Record) -> Hashable:
-    """Equal for records that one line will do for: of one kernel, without a result, for one reason but its numbers."""
+    """Return a key equal for records that share a line: one kernel, no result, one reason but for its numbers."""
     reasons = tuple(_NUMBER.sub("#", reason) for reason in record.reasons)
     alone = record.id if record.shown is not None else None
     return record.backend, record.kernel, record.format, record.outcome, reasons, alone

@@ -28,7 +28,7 @@ _NAMED = ("id", "backend", "kernel", "case", "case_version", "format", "seed", "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `show`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `show`; see `tiebreak.reports.cli.main`."""
     about = "The table of one run, pair, audit or sweep; of several files, their short training runs over the seeds."
     parser = Parser(prog="tiebreak show", description=about)
     files_help = "records of a run, a pair (--json), an audit, or a sweep's folder"
@@ -76,13 +76,14 @@ def _narrowed(data: _D, kind: FileKind[_D], options: argparse.Namespace) -> _D:
 
 
 def csv_grid(run: Run) -> Grid:
-    """Return a row a record: every measure and check that the run describes; what there is not is empty."""
+    """Return a row for each record: every measure and check that the run describes, empty where there is none."""
     estimated = {name for each in run.records for name, value in each.measures.items() if isinstance(value, Estimate)}
     rows = [_row(record, run, estimated) for record in run.records]
     return Grid(list(rows[0]) if rows else ["id"], [list(row.values()) for row in rows])
 
 
 def _row(record: Record, run: Run, estimated: Collection[str]) -> dict[str, Any]:
+    """Return a record's row of CSV, by column."""
     numbers, answers = dict[str, Any](), dict[str, Any]()
     for name in run.measures:
         value = record.measures.get(name)

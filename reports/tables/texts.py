@@ -1,4 +1,4 @@
-"""What tables show of a record, in words: its number with a mark of the outcome, its plan, its changes."""
+"""Records in words, as tables show them: a number with a mark of the outcome, the plan, the changes."""
 
 import math
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ LEGEND = (
     "\na mark: measured, nothing was asked. !..!: a check failed, see below; (..): that is excused;"
     " ?..?: too\nfew heads to tell; skip: can't run there, see below."
 )
-EXCUSED = "excused"  # in the place of an outcome
+EXCUSED = "excused"  # instead of an outcome
 RULES_LEGEND = (
     "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
     "\nneeds: it lacks what it takes. Rules see the heads drawn at first. tiebreak: the bias in ulps, B: biased."
 )
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
-_VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # what stands behind a bias
+_VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # the mark after a bias
 _EMPTY = {records.SKIPPED: "skip", records.CRASHED: "crash", records.TIMED_OUT: "time"}  # where there is no result
 _AROUND = {records.PASSED: f"{{}} {PASSED_MARK}", records.MEASURED: "{}", records.SKIPPED: "{}", EXCUSED: "({})",
            records.UNDECIDED: "?{}?"}  # fmt: skip
@@ -34,14 +34,14 @@ def cell_text(record: Record) -> str:
 
 
 def plain_text(record: Record) -> str:
-    """Return what a table shows of a cell without its mark; of a kernel that broke its contract there is no result."""
+    """Return the text of a cell without its mark; a kernel that broke its contract has no result."""
     return _EMPTY.get(record.outcome, "none") if record.shown is None else shown_text(record.shown)
 
 
 def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) -> str:
-    """Return what tables show of a result in words: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
+    """Return a result in words, as tables show it: `+0.23 B`, `x0.28`, `NaN`, `1.0 deg`.
 
-    `spec` is how the number is written, if not as it says itself; `half_width` is of its interval, if that is told too.
+    `spec` is the number's format, if not its own; `half_width` is that of its interval, if it is shown too.
     """
     if shown.kind == records.NONFINITE:
         return "NaN"
@@ -55,7 +55,7 @@ def shown_text(shown: Shown, spec: str = "", half_width: float | None = None) ->
 
 
 def mark_of(record: Record) -> str:
-    """Return what a cell's mark stands for: its outcome, or that its failure is excused."""
+    """Return the meaning of a cell's mark: its outcome, or that its failure is excused."""
     return record.outcome if record.excused is None else EXCUSED
 
 
@@ -103,7 +103,7 @@ def changes_text(changes: Mapping[str, records.ChangeRecord]) -> str:
 
 
 def _change_text(change: records.ChangeRecord) -> str:
-    """Return what one change does: which way, how many bits, and where that leaves the bias."""
+    """Return the effect of one change: which way, how many bits, and where that leaves the bias."""
     if change.lost:
         return f"with {change.lost} elements finite in one answer alone"
     if change.growth is not None:
@@ -130,22 +130,22 @@ def worst(changes: Mapping[str, records.ChangeRecord]) -> str:
 
 
 def rules_tables(run: records.Run) -> list[Part]:
-    """Return the tables of a run, one a backend, format and case; records that no rule was asked of are left out."""
-    asked = [record for record in run.records if answers_of(record)]
+    """Return the tables of a run, one for each backend, format and case, without records that no rule judged."""
+    judged = [record for record in run.records if answers_of(record)]
     parts: list[Part] = []
-    for (backend, fmt, case), alike in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
-        told = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
+    for (backend, fmt, case), alike in grouped(judged, lambda each: (each.backend, each.format, each.case)).items():
+        answers = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
         rows = [["tiebreak", *map(plain_text, alike)]]
-        for name in dict.fromkeys(name for name, _ in told):
+        for name in dict.fromkeys(name for name, _ in answers):
             rows.append([name, *(_rule_text(answers_of(record).get(name)) for record in alike)])
         headers = ["rule", *(record.kernel for record in alike)]
         parts.append(Grid(headers, rows, f"{run.backend_text(backend)}, {fmt}: {case}"))
-        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in told if answer.needs)
+        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in answers if answer.needs)
     return [*parts, RULES_LEGEND] if parts else []
 
 
 def answers_of(record: Record) -> dict[str, records.RuleAnswer]:
-    """Return what rules said of a record; empty where none was asked."""
+    """Return the rules' verdicts on a record; empty where none was applied."""
     return dict(record.evidence.get("rules", {}))
 
 
@@ -154,10 +154,10 @@ def _rule_text(answer: records.RuleAnswer | None) -> str:
 
 
 def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
-    """Return what the rules said of one record, in a line."""
-    told = [answer.passed for answer in answers.values() if answer.passed is not None]
+    """Return the rules' verdicts on one record, in a line."""
+    verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
-    return f"passes {sum(told)} of {len(told)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
+    return f"passes {sum(verdicts)} of {len(verdicts)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
 
 
 def share_text(answer: records.RuleAnswer) -> str:
@@ -169,7 +169,7 @@ def share_text(answer: records.RuleAnswer) -> str:
 
 
 def _share(reading: records.RuleReading) -> float:
-    """Of its limit, that a number has reached; infinite for NaN, and for anything where the limit is 0."""
+    """Return the share of its limit that a number has reached; infinite for NaN, or where the limit is 0."""
     if reading.number is None or reading.limit is None:
         return math.inf
     return reading.number / reading.limit if reading.limit else math.inf if reading.number else 0.0

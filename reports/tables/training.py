@@ -29,16 +29,16 @@ class TrainingGrid:
 
     @property
     def kernels(self) -> list[str]:
-        """In the order of their first records."""
+        """The kernels in the order of their first records."""
         return list(dict.fromkeys(kernel for kernel, _ in self.cells))
 
     @property
     def cases(self) -> list[str]:
-        """In the order of their labels."""
+        """The cases in the order of their labels."""
         return sorted(dict.fromkeys(case for _, case in self.cells), key=lambda case: self.heading(case).split(":"))
 
     def heading(self, case: str) -> str:
-        """Of the case's column: its label and measure."""
+        """Return the heading of the case's column: its label and measure."""
         about = self.described[case]
         return case if about.label is None else f"{about.label}: {about.headline}"
 
@@ -52,7 +52,7 @@ class TrainingGrid:
 
     def table(self) -> Grid:
         """Return the table: the headline, lowest to highest, with the mark of the worst of it; what the paper says."""
-        ran = [record for own in self.cells.values() for record in own]
+        ran = [record for records in self.cells.values() for record in records]
         paper = {record.kernel: record.evidence["paper"] for record in ran if "paper" in record.evidence}
         seeds = sorted({record.seed for record in ran})
         texts = {place: self._text(cells) for place, cells in self.cells.items()}
@@ -77,11 +77,11 @@ def pooled(runs: Mapping[Path, Run]) -> list[Run]:
             if (here := first.platform[name]) != (other := run.platform[name]):
                 there = f"{other!r}, {here!r} in {next(iter(runs))}"
                 raise UsageError(f"{path}: platform.{name} is {there}; compare puts them side by side")
-    own = [replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled))
+    training_runs = [replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled))
            for run in runs.values()]  # fmt: skip
-    if not any(run.records for run in own):
+    if not any(run.records for run in training_runs):
         raise UsageError(f"{next(iter(runs))}: no training runs in there, and compare puts calls side by side")
-    return own
+    return training_runs
 
 
 def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
@@ -89,8 +89,8 @@ def training_grids(runs: Sequence[Run]) -> list[TrainingGrid]:
     described = {name: about for run in reversed(runs) for name, about in run.cases.items()}
     trained = (record for run in runs for record in run.records if record.experiment in run.pooled)
     return [
-        TrainingGrid(*key, described, grouped(own, lambda record: (record.kernel, record.case)))
-        for key, own in grouped(trained, lambda record: (record.experiment, record.backend)).items()
+        TrainingGrid(*key, described, grouped(records, lambda record: (record.kernel, record.case)))
+        for key, records in grouped(trained, lambda record: (record.experiment, record.backend)).items()
     ]
 
 
@@ -101,7 +101,7 @@ def training_tables(runs: Sequence[Run]) -> list[Part]:
 
 
 def training_legend(runs: Sequence[Run]) -> str:
-    """Return what the rows and columns of the tables stand for."""
+    """Return the legend of the tables' rows and columns."""
     lines = [kind.legend for run in runs for kind in run.experiments.values() if kind.pooled and kind.legend]
     for grid in training_grids(runs):
         cases = ((case, grid.described[case]) for case in grid.cases)

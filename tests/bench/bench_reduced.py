@@ -16,7 +16,7 @@ from torch.nn import functional
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.data import Batches, corpus
-from tiebreak.cases.gpt2.model import GPT2, PRESETS, Block, Configuration, Memory, everywhere
+from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration, KeyValueCache, TransformerBlock, everywhere
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.laboratory.reduced import parse_reduction, reduce_precision, reduced_gpt2
 
@@ -29,7 +29,7 @@ MASKS = ("unmasked", "E8M5", "E8M5:rtz", "E5M2")
 class _Torchs(GPT2):
     """The same model with torch's own attention."""
 
-    def forward(self, tokens: Tensor, step: int, memory: Memory | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: int, memory: KeyValueCache | None = None) -> Tensor:
         del step, memory
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in range(self.configuration.layers):
@@ -37,7 +37,7 @@ class _Torchs(GPT2):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _through(self, block: Block, x: Tensor) -> Tensor:
+    def _through(self, block: TransformerBlock, x: Tensor) -> Tensor:
         h = block.norm_1(x)
         q, k, v = (
             layer(h).unflatten(-1, (block.heads, -1)).transpose(1, 2) for layer in (block.wq, block.wk, block.wv)

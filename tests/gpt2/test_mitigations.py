@@ -11,7 +11,7 @@ from tiebreak.cases.gpt2 import scripting
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation, QKClip, clip
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
-from tiebreak.cases.gpt2.monitors import MEASURES, Recorder
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder
 from tiebreak.cases.gpt2.scripting import HEAD, LAYER, Script
 from tiebreak.cases.gpt2.snippets import DRIFT, RUNAWAY, SnippetResult, run_snippet
 from tiebreak.cases.gpt2.variants import Variant, variants
@@ -103,7 +103,7 @@ def _backward(model: GPT2) -> None:
 
 
 def _largest(model: GPT2) -> Tensor:
-    recorder = Recorder({"max_logit": MEASURES["max_logit"]}, range(SMALL.layers))
+    recorder = MeasureRecorder({"max_logit": MEASURES["max_logit"]}, range(SMALL.layers))
     model.observers = [recorder]
     _backward(model)
     return torch.tensor([recorder.series("max_logit", at, head)[0] for at in (0, 1) for head in (0, 1)])
@@ -119,7 +119,7 @@ def test_a_scripted_head_keeps_its_scores_and_ties_under_qk_norm(script: Script)
     error, size = (normed - plain)[:, others].std(), plain[:, others].std()
     assert error < 0.5 * size
     assert size < 0.05  # little enough not to matter
-    recorder = Recorder({"repeated_rows": MEASURES["repeated_rows"]}, [LAYER])
+    recorder = MeasureRecorder({"repeated_rows": MEASURES["repeated_rows"]}, [LAYER])
     model.observers = [recorder]
     _backward(model)
     # After the rounding of q, k and S to bf16, in all rows but the first, which sees one token.

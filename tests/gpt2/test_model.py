@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.gpt2.attention import FP32_ATTENTION, Call, HeadKernel, Heads, Observation, attend, noise_seed
+from tiebreak.cases.gpt2.attention import (
+    FP32_ATTENTION,
+    HeadKernel,
+    Heads,
+    LayerCall,
+    Observation,
+    attend,
+    noise_seed,
+)
 from tiebreak.cases.gpt2.model import GPT2, PRESETS, Configuration, Gate, HeadNorm, everywhere
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.counter import random_bits
@@ -127,12 +135,12 @@ def _tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, do
 
 
-def _call(seed: int = 0, observer: list[Observation] | None = None) -> Call:
+def _call(seed: int = 0, observer: list[Observation] | None = None) -> LayerCall:
     x = torch.zeros(SHAPE[0], SHAPE[2], 4)
-    return Call(EMULATION.arithmetic, 0, seed, () if observer is None else (observer.append,), x)
+    return LayerCall(EMULATION.arithmetic, 0, seed, () if observer is None else (observer.append,), x)
 
 
-def _run(kernels: Heads, call: Call) -> tuple[Tensor, ...]:
+def _run(kernels: Heads, call: LayerCall) -> tuple[Tensor, ...]:
     """O and the gradients of q, k and v."""
     q, k, v, do = _tensors()
     for leaf in (q, k, v):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.gpt2 import monitors
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
-from tiebreak.cases.gpt2.model import Block, Configuration
-from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, View, direction_cosine, drift
+from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, Observation, attend
+from tiebreak.cases.gpt2.model import Configuration, TransformerBlock
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, View, direction_cosine, drift
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 
@@ -23,7 +23,7 @@ LOW = HeadKernel(VARIANTS["flash"].scripted)
 def _observe(q: Tensor, k: Tensor, v: Tensor, do: Tensor, x: Tensor, kernel: HeadKernel = LOW) -> Observation:
     observations: list[Observation] = []
     leaf = q.clone().requires_grad_()
-    call = Call(EMULATION.arithmetic, 3, 0, (observations.append,), x)
+    call = LayerCall(EMULATION.arithmetic, 3, 0, (observations.append,), x)
     attend(leaf, k, v, (kernel,) * q.shape[1], call).backward(do)  # type: ignore[no-untyped-call]
     return observations[0]
 
@@ -103,10 +103,10 @@ def test_the_gradient_direction_is_that_of_the_first_step(drawn: View) -> None:
 
 
 def test_a_recorder_keeps_series_by_layer_and_head(drawn: View) -> None:
-    recorder = Recorder(MEASURES, [3])
+    recorder = MeasureRecorder(MEASURES, [3])
     recorder(drawn.observation)
     recorder(replace(drawn.observation, layer=1))  # not asked for
-    other = Recorder(MEASURES, [3], 1)
+    other = MeasureRecorder(MEASURES, [3], 1)
     other(replace(drawn.observation, heads=(0, 2, 3)))  # another call computes it
     recorder(drawn.observation)
     for head in range(3):
@@ -129,10 +129,10 @@ def test_what_is_read_of_one_head_is_the_same_without_the_others(drawn: View, ru
             observation, output=replace(observation.output, gradients=replace(View(observation).gradients, delta=None))
         )
     measures = {**MEASURES, "direction": direction_cosine()}
-    whole = Recorder(measures, [3])
+    whole = MeasureRecorder(measures, [3])
     whole(observation)
     for head in range(3):
-        alone = Recorder({**MEASURES, "direction": direction_cosine()}, [3], head)
+        alone = MeasureRecorder({**MEASURES, "direction": direction_cosine()}, [3], head)
         alone(observation)
         for name in measures:
             ours, theirs = (recorder.series(name, 3, head) for recorder in (alone, whole))
@@ -143,7 +143,7 @@ def test_what_is_read_of_one_head_is_the_same_without_the_others(drawn: View, ru
 
 def test_spectral_norms_are_the_largest_singular_values_of_each_head_and_nan_of_nan() -> None:
     torch.manual_seed(0)
-    block = Block(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
+    block = TransformerBlock(Configuration(layers=1, heads=3, width=12, context=4, vocabulary=5))
     expected = [np.linalg.svd(part)[1][0] for part in np.split(block.wq.weight.detach().numpy(), 3)]
     assert monitors.spectral_norms(block).tolist() == pytest.approx(expected, rel=1e-5)
     with torch.no_grad():

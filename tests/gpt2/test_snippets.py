@@ -24,7 +24,7 @@ from tiebreak.cases.gpt2.snippets import (
     run_snippet,
 )
 from tiebreak.cases.gpt2.variants import VARIANTS, Variant, variant_names, variants
-from tiebreak.cases.verdicts import Verdict
+from tiebreak.cases.verdicts import BiasVerdict
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16
 
@@ -143,12 +143,14 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_counted() -> None:
 @pytest.mark.parametrize(
     ("snippet", "value", "verdict"),
     [
-        ("train_drift", 2.7e-3, Verdict.BIASED),
-        ("train_drift", -1e-7, Verdict.UNBIASED),
-        ("train_drift", math.nan, Verdict.UNDECIDED),
-        ("train_one_sink", -1.1e-4, Verdict.BIASED),
+        ("train_drift", 2.7e-3, BiasVerdict.BIASED),
+        ("train_drift", -1e-7, BiasVerdict.UNBIASED),
+        ("train_drift", math.nan, BiasVerdict.UNDECIDED),
+        ("train_one_sink", -1.1e-4, BiasVerdict.BIASED),
         ("train_large_logits", 40.0, None),  # sound kernels and others alike get through
     ],
 )
-def test_a_run_drifts_where_it_goes_as_with_plain_flash(snippet: str, value: float, verdict: Verdict | None) -> None:
+def test_a_run_drifts_where_it_goes_as_with_plain_flash(
+    snippet: str, value: float, verdict: BiasVerdict | None
+) -> None:
     assert SNIPPETS[snippet].drifts({SNIPPETS[snippet].headline: value}) is verdict

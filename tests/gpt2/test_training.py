@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from tiebreak.backends.backend import CPU
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, Observation, attend
+from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, Observation, attend
 from tiebreak.cases.gpt2.model import GPT2, Configuration, everywhere
 from tiebreak.cases.gpt2.monitors import View
 from tiebreak.cases.gpt2.optimizers import Schedule, optimizers
@@ -307,7 +307,7 @@ def test_heads_of_several_kernels_are_kept_in_their_order(tmp_path: Path) -> Non
     captures, kernels = Captures(), [HeadKernel(composed_kernel(name)) for name in ("fair", "flash@paper")]
     captures.begin(1)
     tensors = torch.arange(3.0)[None, :, None, None].expand(1, 3, 2, 8)  # each head holds its own number
-    call = Call(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
+    call = LayerCall(CPU.arithmetic, 0, 1, (captures,), torch.zeros(1, 2, 8))
     leaf = tensors.clone().requires_grad_()
     attend(leaf, tensors, tensors, (kernels[0], kernels[1], kernels[0]), call).sum().backward()  # type: ignore[no-untyped-call]
     (path,) = captures.write(tmp_path, {})

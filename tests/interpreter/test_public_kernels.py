@@ -16,7 +16,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import SKIPPED
@@ -85,7 +85,7 @@ def test_a_kernel_whose_file_is_not_here_is_skipped_with_the_place_it_should_hav
 ) -> None:
     monkeypatch.setenv("TIEBREAK_SOURCES", str(tmp_path))
     target = external_kernel(f"{EXAMPLES / 'public_kernels.py'}:aiter_mha")
-    record = run_cell(Cell(INTERPRETER, target, Call(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
+    record = run_cell(Cell(INTERPRETER, target, OneCall(CASES["no_tail"]), BF16), Workbench(Settings(heads=2)))
     assert record.outcome == SKIPPED
     assert "there is no aiter/ops/triton/attention/mha.py" in str(record.skipped)
 

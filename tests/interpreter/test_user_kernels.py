@@ -12,7 +12,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell, SelectionContext
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -25,7 +25,7 @@ File = Callable[..., str]
 
 
 def _cell(target: str, case: str, backend: Backend = INTERPRETER) -> Record:
-    return run_cell(Cell(backend, external_kernel(target), Call(CASES[case]), BF16), BENCH)
+    return run_cell(Cell(backend, external_kernel(target), OneCall(CASES[case]), BF16), BENCH)
 
 
 def test_a_users_triton_kernel_is_judged_on_a_cpu(file: File) -> None:

@@ -30,9 +30,9 @@ from tiebreak.laboratory.resumable import expected, show_progress
 from tiebreak.laboratory.sweep_store import (
     NO_STABILISER,
     Place,
-    Settings,
     Sweep,
     SweepRun,
+    SweepSettings,
     keep,
     open_store,
     read_sweep,
@@ -157,7 +157,7 @@ def batches(options: argparse.Namespace, seed: int) -> Batches:
     return batches_of(options.data, sizes.vocabulary, sizes.context, options.sequences, seed)
 
 
-def settings(options: argparse.Namespace) -> Settings:
+def settings(options: argparse.Namespace) -> SweepSettings:
     """Return the sweep that the options describe; DataError: no data to train on."""
     recipe = {
         "preset": options.preset,
@@ -166,7 +166,7 @@ def settings(options: argparse.Namespace) -> Settings:
         "optimizer": f"adamw, gradients clipped at {CLIP:g}",
         "data": batches(options, 1).digest(1),
     }
-    return Settings(
+    return SweepSettings(
         SCHEMA, recipe, DIVERGED, options.seeds, options.lr, options.formats, options.kernels, options.stabiliser
     )
 

@@ -46,7 +46,7 @@ class Place(Data, frozen=True, order=True, omit_defaults=False):
         return re.sub(r"[^\w.,@+=-]", "_", named) + ".json"
 
 
-class Settings(FileData, frozen=True):
+class SweepSettings(FileData, frozen=True):
     """What a sweep is: the recipe of all runs, and what varies between them."""
 
     schema: Schema  # version of this layout
@@ -85,7 +85,7 @@ class SweepRun(Place, frozen=True, order=True):
 class Sweep(Data, frozen=True, omit_defaults=False):
     """A sweep, as far as it is done."""
 
-    settings: Settings
+    settings: SweepSettings
     runs: tuple[SweepRun, ...]  # in the order of the settings
 
     @property
@@ -95,7 +95,7 @@ class Sweep(Data, frozen=True, omit_defaults=False):
         return [place for place in self.settings.places() if place not in done]
 
 
-def open_store(folder: Path, settings: Settings) -> Sweep:
+def open_store(folder: Path, settings: SweepSettings) -> Sweep:
     """Begin a sweep in a folder, or go on with the same one; it may have got more seeds.
 
     UsageError: it has another sweep, or is not a sweep's. UnreadableRecordsError: a file is not whole. Neither changes
@@ -128,7 +128,7 @@ def read_sweep(folder: Path) -> Sweep:
     """Return the sweep in a folder; UnreadableRecordsError: a file is missing, cut short, or of something else."""
     if not (folder / SETTINGS).exists():
         raise UnreadableRecordsError(f"{folder / SETTINGS}: no such file: no sweep's folder?")
-    settings, runs = _read(folder / SETTINGS, Settings, "name another --out"), list[SweepRun]()
+    settings, runs = _read(folder / SETTINGS, SweepSettings, "name another --out"), list[SweepRun]()
     for place in settings.places():
         path = folder / RUNS / place.file
         if path.exists():

@@ -11,7 +11,7 @@ from statistics import NormalDist, median
 
 from msgspec.structs import replace
 
-from tiebreak.laboratory.sweep_store import SETTINGS, Settings, Sweep, SweepRun, read_sweep
+from tiebreak.laboratory.sweep_store import SETTINGS, Sweep, SweepRun, SweepSettings, read_sweep
 from tiebreak.reports.files import FileKind
 from tiebreak.reports.page.svg import Figure, Series, section
 from tiebreak.reports.records.order import grouped
@@ -67,7 +67,7 @@ def groups(sweep: Sweep) -> list[Group]:
     return [Group(*both) for both in grouped(runs, lambda run: (run.variant, run.format, run.rate)).items()]
 
 
-def _variants(settings: Settings) -> list[str]:
+def _variants(settings: SweepSettings) -> list[str]:
     return list(dict.fromkeys(place.variant for place in settings.places()))
 
 
@@ -156,7 +156,7 @@ def sweep_figures(sweep: Sweep, label: str) -> list[Figure]:
 
 
 def _figure(
-    title: str, y_label: str, marks: Mapping[Group, tuple[float, float, float]], settings: Settings, note: str
+    title: str, y_label: str, marks: Mapping[Group, tuple[float, float, float]], settings: SweepSettings, note: str
 ) -> Figure:
     """Marks, each with the ends of its bar, by their learning rates."""
     series = []
@@ -182,7 +182,7 @@ def _on_page(files: Mapping[Path, Sweep]) -> str:
     return "\n".join(parts)
 
 
-SETTINGS_KIND, RUN_KIND = FileKind(Settings), FileKind(SweepRun)
+SETTINGS_KIND, RUN_KIND = FileKind(SweepSettings), FileKind(SweepRun)
 KIND = FileKind(
     Sweep,
     "a sweep",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, sign_diversity
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, sign_diversity
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
 
 PRECISIONS = ("bf16", "fp32")
@@ -173,7 +173,9 @@ class Readings:
     def __init__(self, model: GPT2) -> None:
         sizes, self._model = model.configuration, model
         self._places = list(itertools.product(range(sizes.layers), range(sizes.heads)))
-        self._recorder = Recorder({name: MEASURES[name] for name in ("delta_error", "max_logit")}, range(sizes.layers))
+        self._recorder = MeasureRecorder(
+            {name: MEASURES[name] for name in ("delta_error", "max_logit")}, range(sizes.layers)
+        )
         self._diversity: dict[int, float] = {}  # by layer, of the first part: thousands of tokens say enough
 
     def __call__(self, observation: Observation) -> None:

@@ -20,7 +20,7 @@ _FAR = 2.0**8  # ulps: what is further away is not the less like the kernel for 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Within, torch has so many threads; of small tensors, more than one would wait for one another."""
+    """Run torch with `number` threads; on small tensors, more than one would wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -31,21 +31,27 @@ def threads(number: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Miss:
+    """The bits of an output that a plan misses."""
+
     share: float  # of elements of O
     rows: int  # of O, that have such an element
     bits_between: float  # mean of log2(1 + ulps between the plan's O and the kernel's), none more than 2^8 ulps
 
 
 @dataclass(frozen=True, eq=False)
-class Answer(Emulated):
+class DesignedOutput(Emulated):
+    """A kernel's O on one designed input, and how plans compare with it."""
+
     o: Tensor
     name: str  # of the input
     misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
 
     def missed(self, declaration: Declaration) -> float:
+        """Return the share of elements of O that a plan misses."""
         return self.miss(declaration).share
 
     def miss(self, declaration: Declaration) -> Miss:
+        """Compare a plan's O with the kernel's; computed once a plan."""
         key = self.clipped(declaration)
         if key not in self.misses:
             prediction = self.output(key).o
@@ -59,34 +65,36 @@ class Answer(Emulated):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbedKernel:
+    """A kernel whose plan is unknown, and its outputs on designed inputs."""
+
     backend: Backend
     kernel: Kernel
     fmt: Format  # of q, k and v
     threads: int = field(default_factory=torch.get_num_threads)  # that it runs with
-    answers: dict[str, Answer] = field(default_factory=dict)  # to designed inputs, by name
+    answers: dict[str, DesignedOutput] = field(default_factory=dict)  # to designed inputs, by name
     refused: dict[str, str] = field(default_factory=dict)  # inputs that it does not take, and why
 
-    def ask(self, designed: Designed, seed: int = 0) -> Answer | None:
-        """As `answer`, of an input that the format can hold; remembered, so that the kernel is asked once."""
+    def ask(self, designed: Designed, seed: int = 0) -> DesignedOutput | None:
+        """Return the output on a designed input, computed once; None if the format or the kernel does not take it."""
         name = f"{designed.name}#{seed}" if seed else designed.name
         unasked = name not in self.answers and name not in self.refused and self.fmt in designed.formats
         if unasked and (answer := self.answer(name, designed.make(self.fmt, seed))) is not None:
             self.answers[name] = answer
         return self.answers.get(name)
 
-    def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
-        """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
+    def answer(self, name: str, inputs: AttentionInputs) -> DesignedOutput | None:
+        """Return the output on some inputs; None where the kernel does not take them. It may raise anything else."""
         why = refusal(self.backend, self.kernel, inputs)
         try:
             if why is None:
-                return Answer(inputs, self.run(inputs), name)
+                return DesignedOutput(inputs, self.run(inputs), name)
         except CannotRunError as error:
             why = str(error)
         self.refused[name] = why
         return None
 
     def run(self, inputs: AttentionInputs) -> Tensor:
-        """One call, with as many threads as the process had at first."""
+        """Make one call, with as many threads as the process had at first."""
         with threads(self.threads):
             return self.backend.run(self.kernel, inputs, gradients=False).o.float()

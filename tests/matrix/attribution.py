@@ -1,4 +1,4 @@
-"""What an output says of its kernel's plan: the known plans, and usual mistakes, by the bits that they have of it."""
+"""Attribution of an output to a plan: the known plans, and usual mistakes, by how many of its bits they have."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,13 @@ from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
+from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, nameless, on_device
 from tiebreak.matrix.sample import HeldTo, Sample
 from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 
 _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left has to tell it from others
-#: What a kernel is held to that may have random bits of its own, as reports name it: the mean square of its errors is
+#: What a kernel is held to that may have its own random bits, as reports name it: the mean square of its errors is
 #: two to three times that of a cast to nearest.
 _LOOSEST = "the loosest plan of random bits"
 
@@ -25,10 +25,10 @@ _LOOSEST = "the loosest plan of random bits"
 def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     """Return how known plans fit the output of a kernel that declares none.
 
-    The plan that it follows alone where that has the bits here too, else all. Nothing where its plan is declared, or
-    bits tell nothing.
+    If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where the
+    kernel declares its plan, or bits show nothing.
     """
-    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
+    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.has_cancelled:
         return {}
     o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(sample.cell.backend)
     if settled.followed is not None:
@@ -36,70 +36,70 @@ def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
         if fit[settled.followed].bits >= 1.0 - EQUAL:
             return fit
     if sample.bench.case.needs:  # it tells what a kernel makes of features, and plainer inputs which plan it follows
-        others = _on_others(settled)
+        others = _plans_on_other_inputs(settled)
         entries = [name.replace("flash_1@fused", "flash_1@fused,sink=last") for name in others]  # P is cast without it
-        plans = {name: plan for name, plan in {**plans, **BY_LAW}.items() if name in (*others, *entries)}
+        plans = {name: plan for name, plan in {**plans, **MATCHED_BY_ERROR_SIZE}.items() if name in (*others, *entries)}
     return batch.fits(o, plans) if plans else {}
 
 
-def _on_others(settled: Settled) -> tuple[str, ...]:
-    """The plans that a kernel is held to where its bits name none."""
+def _plans_on_other_inputs(settled: Settled) -> tuple[str, ...]:
+    """Return the plans to which a kernel is held where its bits name none."""
     return settled.candidates if settled.followed is None else (settled.followed,)
 
 
 def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> HeldTo | None:
     """Return the plan that a kernel declares, follows here, or follows on other inputs.
 
-    A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
-    logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
-    that plan there. None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    A kernel that follows a plan on most inputs and none on others (it clamps its logits, say) is compared with its own
+    plan on the others. If it follows another plan at another shape, it is compared with that one there. None where the
+    emulation shows nothing: it is the kernel itself, or the case is chaotic or cancels.
     """
     if sample.prediction is not None:
         return HeldTo(sample.declaration.label, sample.declaration)
     plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
-    plans = {**plans, **BY_LAW}
+    plans = {**plans, **MATCHED_BY_ERROR_SIZE}
     bits = {name: fit.bits for name, fit in fits.items() if name in plans}
     if not bits:
         return None
     nearest, best = max(bits, key=bits.__getitem__), max(fits, key=lambda name: fits[name].bits)
     refused = best if fits[best].bits >= FOLLOWED > bits[nearest] else None
-    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _on_others(settled)
+    names = (nearest,) if refused or bits[nearest] >= FOLLOWED else _plans_on_other_inputs(settled)
     held = [HeldTo(name if len(names) == 1 else _LOOSEST, plans[name], refused) for name in names]
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
 
 def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
-    """The mistakes that explain an output, and the share of bits that the nearest plan has of each.
+    """Return the mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
-    A mistake explains it where its errors against the mistake's exact result are within the rounding-error bound of the
-    loosest plan, and its errors against attention are not: rounding alone takes no output from one to the other. Where
-    the mistake makes scores large that bound is wide, so a plan has to have the bits, as of a kernel that follows it.
+    A mistake explains an output whose errors against the mistake's exact result are within the rounding-error bound of
+    the loosest plan, while its errors against attention are not: rounding alone cannot do both. A mistake that makes
+    scores large has a wide bound, so there a plan must also have the bits, as for a kernel that follows it.
     """
     some = batch.first_entries
     entries, heads = some.inputs.q.shape[:2]
     ours = o[:entries, :heads].float()
     if _share_of_bound(ours, some) <= 1.0:
         return {}
-    found: dict[str, float] = {}
+    explaining: dict[str, float] = {}
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
-        emptied = _blind(slip.inputs) & ~_blind(some.inputs)
+        emptied = _rows_without_keys(slip.inputs) & ~_rows_without_keys(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
             plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
             bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
-            found |= {slip.about: bits} if bits >= FOLLOWED else {}
-    return found
+            explaining |= {slip.about: bits} if bits >= FOLLOWED else {}
+    return explaining
 
 
-def _blind(inputs: AttentionInputs) -> Tensor:
-    """Rows that see no key, broadcastable to O."""
+def _rows_without_keys(inputs: AttentionInputs) -> Tensor:
+    """Return rows that see no key, broadcastable to O."""
     hidden = inputs.hidden()
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool) if hidden is None else hidden.all(-1, keepdim=True)
 
 
 def _share_of_bound(o: Tensor, batch: SharedBatch) -> float:
-    """The largest error as a share of the bound; Inf where an element is lost."""
+    """Return the largest error as a share of the bound; Inf where an element is lost."""
     bound = batch.bounds.of(batch.clipped(UNDECLARED))
     errors = measure(o, None, batch.inputs, batch.ref, bound, batch.units)
     return errors.error_over_bound if not errors.nonfinite else float("inf")

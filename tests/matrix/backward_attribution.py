@@ -51,29 +51,29 @@ class BackwardHeldTo:
         return _errors(emulation.parts(gradients), theirs, emulation.exact(self.like), batch.inputs.groups)
 
     def worst(self, errors: _OfHeads, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
-        """Return the ratio of a head's mean squared error to that of the pass which errs most in that head, at worst.
+        """Return the largest ratio, over heads, of the mean squared error to that of the pass that errs most there.
 
-        What one pass errs by in one head is a single draw, and may be near 0. So a head in which the kernel errs
-        `WORSE` times as much is held against all passes that compute delta alike.
+        The error of one pass in one head is a single draw, and may be near 0. So a head in which the kernel errs
+        `WORSE` times as much is compared with all passes that compute delta alike.
         """
         ratios = torch.stack([each.square / each.their_square / self._ways(name) for name, each in errors.items()])
         ratios = ratios.nan_to_num(nan=0.0, posinf=0.0).amax(0)  # NaN and Inf are told elsewhere
-        found = 0.0
+        largest = 0.0
         for head in ratios.argsort(descending=True).tolist():
-            if found > WORSE:
+            if largest > WORSE:
                 break
             if ratios[head] <= WORSE:
-                return max(found, ratios[head].item())
+                return max(largest, ratios[head].item())
             entry, key_head = divmod(head, batch.inputs.k.shape[1])
-            found = max(found, self._ratio_in_head(entry, key_head, gradients, o, batch))
-        return found
+            largest = max(largest, self._ratio_in_head(entry, key_head, gradients, o, batch))
+        return largest
 
     def _ratio_in_head(self, entry: int, head: int, gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
         """Return the largest of three ratios in one key head: over the largest mean squared error of any pass."""
         entries, keys, groups = slice(entry, entry + 1), slice(head, head + 1), batch.inputs.groups
-        own = entries, slice(head * groups, keys.stop * groups)
-        alone = Gradients(gradients.dq[own], gradients.dk[entries, keys], gradients.dv[entries, keys])
-        emulation = _Emulation(batch.part(entries, keys), self.forward, o[own])
+        query_heads = entries, slice(head * groups, keys.stop * groups)
+        alone = Gradients(gradients.dq[query_heads], gradients.dk[entries, keys], gradients.dv[entries, keys])
+        emulation = _Emulation(batch.part(entries, keys), self.forward, o[query_heads])
         ours, exact = emulation.parts(alone), emulation.exact(self.like)
         tried = [_errors(ours, emulation.after(each), exact, groups) for each in self.alike]
         largest = {name: max(errors[name].their_square.item() for errors in tried) for name in GRADIENT_NAMES}
@@ -81,18 +81,18 @@ class BackwardHeldTo:
         return max(squares[name] / largest[name] for name in GRADIENT_NAMES if largest[name])
 
     def _ways(self, name: str) -> float:
-        """Return how much more another sound pass may err: where none is followed, but in dV, which has no delta."""
+        """Return how much more another sound pass may err: where none is followed, except in dV, which has no delta."""
         return WAYS if self.name == _LOOSEST and name != "dv" else 1.0
 
 
 def backward_held_to(
     gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch, shown: tuple[str, int] | None
 ) -> BackwardHeldTo:
-    """Return what gradients are compared with: the known backward pass that they come from, or come nearest to.
+    """Return the known backward pass that gradients are compared with: the one they come from, or the nearest.
 
-    Each is emulated from the kernel's own O, so that nothing of its forward pass counts. A pass that the kernel is
-    known to follow on normal numbers comes first; where it has as many of the gradients' bits here, no other is tried.
-    The forward plan is the one that O is held to, whose S the backward pass computes anew.
+    Each pass is emulated from the kernel's own O, so that the forward pass does not matter. A pass that the kernel
+    follows on normal numbers is tried first, and alone if it has as many of the gradients' bits here. The forward plan,
+    whose S the backward pass recomputes, is the one that O is compared with.
     """
     passes = passes_after(forward)
     few = _Emulation(batch.first_heads, forward, o)
@@ -101,7 +101,7 @@ def backward_held_to(
     slips: Mapping[str, float] = {}
     tried = {name: few.compared(ours, passes[name])} if agreeing >= _SHOWN else {}
     source = few.shown_source(ours)
-    if name in tried and tried[name].agreeing >= agreeing and tried[name].covers:
+    if name in tried and tried[name].agreeing >= agreeing and tried[name].is_as_loose:
         held_to: Mapping[str, str] = dict.fromkeys(GRADIENT_NAMES, name)
         like = passes[name]
     else:
@@ -131,16 +131,16 @@ def backward_pass_of(gradients: Gradients, o: Tensor, forward: Declaration, batc
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What gradients have in common with those of one backward pass."""
+    """A comparison of gradients with those of one backward pass."""
 
     bits: Mapping[str, float]  # share of equal bits of dQ, dK and dV
     size: float  # of its mean squared errors as a share of the kernel's, the least of the three
     strays: Mapping[str, float]  # its mean squared errors, that of delta among them
 
     def nearness(self, backward: BackwardPass, forward: Declaration) -> tuple[int, bool, float]:
-        """By how many gradients have its bits, then whether it goes with the forward pass, then by its errors.
+        """Return a key for sorting: gradients with its bits, whether it fits the forward pass, then its errors.
 
-        Bits alone would mislead: of passes that are all another than the kernel's, the one that rounds least has most.
+        Bits alone would mislead: if no pass is the kernel's, the one that rounds least has most bits.
         """
         return self.agreeing, self.agreeing > 0 and backward.source is forward.plan.delta_from, self.size
 
@@ -149,47 +149,47 @@ class _Comparison:
         return sum(share >= FOLLOWED_BACKWARD for share in self.bits.values())
 
     @property
-    def covers(self) -> bool:
-        """Whether the backward pass errs as much as the kernel in all three gradients, but for what is allowed."""
+    def is_as_loose(self) -> bool:
+        """True if the backward pass errs as much as the kernel in all three gradients, up to a tolerance."""
         return self.size >= 1 / LIMIT
 
 
 def _chosen(
-    known: Mapping[str, BackwardPass],
+    by_name: Mapping[str, BackwardPass],
     tried: Mapping[str, _Comparison],
     source: DeltaSource | None,
     forward: Declaration,
 ) -> tuple[str, Mapping[str, str], BackwardPass]:
-    """The pass that two gradients have the bits of, else the nearest of flash attention's, else the loosest.
+    """Return the pass that has the bits of two gradients, else the nearest of flash attention's, else the loosest.
 
-    Autograd's are as many as there are ways to write attention: only those of flash attention are all known. Where that
-    pass errs less than the kernel, one that errs as much in all three takes its place: the first of those that compute
-    delta alike, FlashAttention-2's, or one that has the bits of a gradient. dS in fp16 has two of fp32's gradients.
-    The name for reports comes first, then the passes that dQ, dK and dV are held to, then the one whose gradients,
-    without a rounding, errors are measured from.
+    Only flash attention's passes are all known: autograd has as many as there are ways to write attention. If the
+    chosen pass errs less than the kernel, it is replaced by one that errs as much in all three gradients: the first of
+    those that compute delta alike, FlashAttention-2's, or one that has the bits of a gradient (dS in fp16 has two of
+    fp32's gradients). Returned are the name for reports, the passes for dQ, dK and dV, and the pass whose gradients
+    without rounding are the reference of errors.
     """
 
     def nearest(names: Iterable[str]) -> str:
-        return max(names, key=lambda name: tried[name].nearness(known[name], forward))  # the first of equals
+        return max(names, key=lambda name: tried[name].nearness(by_name[name], forward))  # the first of equals
 
-    alike = [name for name, each in known.items() if source is None or each.shows(source)]
-    name = nearest(known)
+    alike = [name for name, each in by_name.items() if source is None or each.shows(source)]
+    name = nearest(by_name)
     if tried[name].agreeing < _SHOWN and source is DeltaSource.OUTPUT:
         name = nearest(alike)
     elif tried[name].agreeing < _SHOWN:
         passes = {each: max(alike, key=lambda name: tried[name].strays[each]) for each in GRADIENT_NAMES}
         return _LOOSEST, passes, _EXACT
-    if not tried[name].covers:
-        looser = (each for each in alike if tried[each].covers and (tried[each].agreeing or each == alike[0]))
+    if not tried[name].is_as_loose:
+        looser = (each for each in alike if tried[each].is_as_loose and (tried[each].agreeing or each == alike[0]))
         name = min(looser, key=lambda each: tried[each].size, default=name)
-    return name, dict.fromkeys(GRADIENT_NAMES, name), known[name]
+    return name, dict.fromkeys(GRADIENT_NAMES, name), by_name[name]
 
 
 def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) -> dict[str, float]:
-    """Return the usual mistakes that explain wrong gradients: what is left is as small as of a sound backward pass.
+    """Return the usual mistakes that explain wrong gradients: the remaining error is as small as a sound pass's.
 
-    Sound is an error, relative to a gradient's size, of no more than `WORSE` times that of the loosest known pass, and
-    no gain error beyond `GAIN`.
+    An error is sound if, relative to a gradient's size, it is at most `WORSE` times that of the loosest known pass,
+    with a gain error of at most `GAIN`.
     """
     exact = dict(zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True))
     loosest = {name: max(each.strays[name] for each in tried.values()) for name in GRADIENT_NAMES}
@@ -198,7 +198,7 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
         sharing, error = batch.inputs.groups if name == "dq" else 1, ours[name] - like
         gain = by_key_head(error * like, sharing) / by_key_head(like.square(), sharing)
         largest = WORSE * loosest[name] * like.square().mean() / exact[name].square().mean()
-        return bool(error.square().mean() <= largest) and not interval(gain).beyond(GAIN)
+        return bool(error.square().mean() <= largest) and not interval(gain).is_beyond(GAIN)
 
     wrong = [name for name in GRADIENT_NAMES if not sound(name, exact[name])]
     named: dict[str, list[str]] = {}
@@ -214,7 +214,7 @@ def _slips(ours: Parts, batch: SharedBatch, tried: Mapping[str, _Comparison]) ->
 
 
 class _Emulation:
-    """The backward passes that begin with a kernel's O and the log-sum-exp of the plan it is held to."""
+    """The backward passes that start from a kernel's O and the log-sum-exp of the plan it is held to."""
 
     def __init__(self, batch: SharedBatch, forward: Declaration, o: Tensor) -> None:
         entries, heads = batch.inputs.q.shape[:2]
@@ -232,20 +232,20 @@ class _Emulation:
         return self.parts(gradients)
 
     def parts(self, gradients: Gradients) -> Parts:
-        """dQ, dK and dV of the heads that the batch has, in fp32."""
+        """Return dQ, dK and dV of the heads that the batch has, in fp32."""
         inputs = self._batch.inputs
         tensors = zip(GRADIENT_NAMES, (inputs.q, inputs.k, inputs.v), strict=True)
         return {name: getattr(gradients, name)[: like.shape[0], : like.shape[1]].float() for name, like in tensors}
 
     def exact(self, like: BackwardPass) -> Parts:
-        """Without a rounding: what errors are measured from."""
+        """Return the gradients without a rounding, from which errors are measured."""
         declaration = like.exact_after(self._forward)
         if declaration not in self._exact:
             self._exact[declaration] = self.gradients(declaration)
         return self._exact[declaration]
 
     def shown_source(self, ours: Parts) -> DeltaSource | None:
-        """What a kernel computes delta from, O or what is exact; None: neither, or not to be told."""
+        """Return the source of a kernel's delta, O or the exact product; None: neither, or unknown."""
         distances = {}
         for source, like in _SHOWN_BY.items():
             exact = self.exact(like)
@@ -267,7 +267,7 @@ def _errors(ours: Parts, theirs: Parts, exact: Parts, groups: int) -> dict[str, 
     """Return the errors by key head of the kernel and of a backward pass."""
 
     def mean(x: Tensor, y: Tensor, sharing: int) -> Tensor:
-        # Of the errors of normal numbers fp32 has digits enough; in fp64 a tensor as large as K takes three times as
+        # fp32 has enough digits for errors of normal numbers; in fp64 a tensor as large as K takes three times as
         # long.
         return (x * y).reshape(x.shape[0] * x.shape[1] // sharing, -1).mean(1).double()
 

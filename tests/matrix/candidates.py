@@ -15,7 +15,7 @@ from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
 
 _LATER = (ONE_TILE, Block(64, 64), Block(32, 32))  # tiles that are tried after the declared ones
-# What fused, eager and published kernels do, in whatever tiles, where S is in base e or two.
+# Plans of fused, eager and published kernels, in any tiles, with S in base e or two.
 _PLAIN = (
     "flash@paper",
     "flash@all_bf16",
@@ -66,16 +66,16 @@ _EIGHT_BITS = (
 
 @cache
 def on_device(backend: Backend) -> Mapping[str, Declaration]:
-    """The candidates on a backend: where its products do what plans don't say by themselves, such plans too."""
+    """Return the candidates on a backend, with plans that name its products' rounding where it has one."""
     return candidates(() if backend.predicts else plan_changes(backend.arithmetic, backend.device))
 
 
 @cache
 def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
-    """The plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
+    """Return the plans that an undeclared kernel may turn out to follow, by texts that --plan takes.
 
-    The plainest come first. Not those that leave O in fp32: a kernel returns O in the format of its inputs. What the
-    products of a device do in 16 bits is as `tiebreak.backends.probes.plan_changes` has it.
+    The plainest come first. Plans with O in fp32 are left out, since a kernel returns O in the format of its inputs.
+    `products` are the changes that a device's 16-bit products need, from `tiebreak.backends.probes.plan_changes`.
     """
     more = ("flash@fused_fast_exp", *_MORE, *_EIGHT_BITS, *DEFAULT_ROSTER)
     texts = dict.fromkeys((*_PLAIN, *_UNTILED, *_SCALED_FIRST, *_WRITTEN_OUT, *_LOOPS, *_SPLIT, *more))
@@ -96,9 +96,9 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
         algorithm, plan = declarations[text].algorithm, declarations[text].plan
         # How a product whose result is in 16 bits comes about is the device's library's own.
         if algorithm is STANDARD_ATTENTION or plan.qk.narrows or plan.o_bar.narrows:
-            # What is cut into tiles has no long products.
-            own = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
-            declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in own}
+            # Kernels in tiles have no long products.
+            changes_here = changes if "tile=one" in text or not algorithm.tiled else changes[:1]
+            declarations |= {f"{text},{change}": parse_declaration(f"{text},{change}") for change in changes_here}
     first: dict[Declaration, str] = {}  # of those that do the same: `as_printed_v1` is `safe` by another name
     for text, declaration in declarations.items():
         first.setdefault(nameless(declaration), text)
@@ -106,15 +106,15 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
 
 
 def accepted(plans: Mapping[str, Declaration], formats: Formats) -> Mapping[str, Declaration]:
-    """Those of them that kernels which people ship, or fixes, follow in such formats without a word.
+    """Return the plans among them that shipped kernels, or fixes, follow in these formats without declaring it.
 
-    P in 8 bits beside q, K and V in 16 is none: it loses 4 bits of O, and kernels that do so say so.
+    P in 8 bits with q, K and V in 16 is not accepted: it loses 4 bits of O, and kernels that do so declare it.
     """
     return {text: plan for text, plan in plans.items() if plan.shift_rule.accepted and not _p_alone(plan, formats)}
 
 
 #: Known by the size of their errors alone, so no candidates: P cast at random, as by a hash of its place.
-BY_LAW = {
+MATCHED_BY_ERROR_SIZE = {
     "flash@fused, P cast at random": replace(
         parse_declaration("flash@fused"),
         plan=replace(FUSED, name="fused_p_at_random", p_bar=replace(FUSED.p_bar, rounding=Rounding.STOCHASTIC)),
@@ -123,25 +123,25 @@ BY_LAW = {
 
 
 def _p_alone(declaration: Declaration, formats: Formats) -> bool:
-    """Whether P is in 8 bits and nothing else is."""
+    """Return whether P is in 8 bits and nothing else is."""
     plan, fewest = declaration.plan, BF16.mantissa_bits
     return plan.p_bar.fmt.mantissa_bits < fewest <= formats.v.mantissa_bits and not plan.quantizes
 
 
 @cache
 def nameless(declaration: Declaration) -> Declaration:
-    """What a declaration does, whatever it is called: two that do the same are equal."""
+    """Return a declaration without its name: two that do the same are equal."""
     rule = replace(declaration.shift_rule, name="", source="", accepted=True)
     return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
 
 
 def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
-    """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
+    """Return the tiles that a user's kernel may work in, smallest last; if O-bar is rounded they change its bias."""
     if declaration.tile_named or not declaration.algorithm.tiled:
         return (declaration,)
     return tuple(replace(declaration, block=block) for block in (declaration.block, *_LATER))
 
 
-def drawn(declaration: Declaration) -> bool:
-    """Whether random bits enter O."""
-    return declaration.plan.stochastic or declaration.shift_rule.dithered
+def is_random(declaration: Declaration) -> bool:
+    """Return whether random bits enter O."""
+    return declaration.plan.is_stochastic or declaration.shift_rule.dithered

@@ -13,7 +13,7 @@ by head, since a plan's errors differ more between inputs than between kernels:
 
 Most plans do not say where a backward pass rounds. Those that people ship are emulated from the kernel's own O and
 log-sum-exp, and the one whose bits dQ, dK and dV have is what they are held to: by the ratio of mean squared errors
-again, less the error that O's rounding puts into delta, beside which a cast of dS or of a sum would not show. If no
+again, less the error that O's rounding puts into delta, which would hide a cast of dS or of a sum. If no
 two gradients have a pass's bits, the nearest pass counts where dQ and dK show that delta comes from O. Autograd's
 gradients depend on how attention is written: others are held to the largest errors of all passes, delta's among them.
 For seventeen sound kernels on normal numbers the ratio was at most 1.011 in 1,140 cells in bf16, 1.03 in 228 in fp16,
@@ -25,15 +25,15 @@ errors and 3e-4, and the error of delta read off dQ was at most 8e-5. `GAIN` is 
 number loses on average that is rounded in one direction.
 
 A cast of dP before the large part of it cancels hides gains below some per cent, however many heads are drawn. So the
-gain of a kernel that follows a known pass is taken beside that pass, head by head; of others it has to lie in `GAIN`
+gain of a kernel that follows a known pass is compared with that pass, head by head; of others it has to lie in `GAIN`
 or within what 256 heads of the looser pass leave open (`*_gain_noise`), whichever is wider.
 
 Where some heads alone are wrong, means over heads tell little: their interval is as wide as heads are apart. So no
 head of normal numbers may err `WORSE` times as much as the plan errs there; tests/matrix/questions/comparison.py
 derives it. In a gradient the errors of one pass in one head are a single draw: with a gradient through the maximum one
 number of a row decides, and may be near 0. There the known pass that errs most in that head counts, and dQ and dK of a
-kernel that follows none may err `WAYS` times as much, as one sound pass may beside another. Beside one pass
-autograd's gradients of tiled loops, sound ones, came to 10.9, beside all of them to 4.2 in 100 seeds
+kernel that follows none may err `WAYS` times as much, as one sound pass may as another. Compared with one pass,
+autograd's gradients of tiled loops, sound ones, came to 10.9, compared with all of them to 4.2 in 100 seeds
 (tests/defects/loops.py).
 
 A cell fails where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
@@ -70,7 +70,7 @@ CONTRACT_ASKED = "shape, format and device of O; inputs and process left as they
 
 @dataclass(frozen=True)
 class Check:
-    """One question."""
+    """A question asked of a result."""
 
     name: str
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
@@ -87,60 +87,57 @@ def _check(name: str, about: str, ask: Callable[[Result], Answer | None], **desc
 _Limited = tuple[LimitRecord, str]
 
 
-def _where_there(measure: str, most: float, said: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
-    """Make a limit on a measure that not every cell has."""
-    return LimitRecord(measure, most, where=(*where, measure), **more), said
+def _if_measured(measure: str, most: float, wording: str, *, where: Sequence[str] = (), **more: Any) -> _Limited:
+    """Return a limit on a measure that not every cell has."""
+    return LimitRecord(measure, most, where=(*where, measure), **more), wording
 
 
-def _answer(result: Result, asked: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
-    """Fail where a number that is needed is missing or NaN, which no check takes for a pass, or beyond its limit."""
+def _answer(result: Result, requirement: str, limited: Sequence[_Limited], held_to: str | None) -> Answer:
+    """Answer failed where a needed number is missing, NaN, or beyond its limit."""
     numbers = {name: math.nan if (number := result.number(name)) is None else number for name in result.measures}
     passed, why = kept([limit for limit, _ in limited], result.recorded), []
-    for limit, said in limited:
+    for limit, wording in limited:
         if limit.kept(result.recorded) is not passed or passed is True:
             continue
         value, number = result.measures.get(limit.measure), numbers.get(limit.measure, math.nan)
         width = value.half_width if isinstance(value, Interval) else 0.0
-        text = said.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
+        text = wording.format(number, width, plan=result.bound_of, held_to=held_to, **numbers)
         if math.isnan(number):
             text = f"there is no number for {limit.measure}"
         elif passed is None and isinstance(limit.most, float):
             text = f"too few heads to tell, {result.remedy(limit.measure, limit.most)}: {text}"
         why.append(text)
-    return Answer(passed, asked.format(plan=result.bound_of), "; ".join(why))
+    return Answer(passed, requirement.format(plan=result.bound_of), "; ".join(why))
 
 
-def _limit(name: str, about: str, asked: str, *limited: _Limited, always_of_users: bool = False) -> Check:
-    """A check of the numbers of some measures; a result that does not know the first is asked nothing.
-
-    A user's kernel must `always` meet it though a claim waives it.
-    """
+def _limit(name: str, about: str, requirement: str, *limited: _Limited, always_of_users: bool = False) -> Check:
+    """Return a check of measures' numbers, not asked without the first; a claim waives it unless `always_of_users`."""
     first, limits = limited[0][0].measure, tuple(limit for limit, _ in limited)
 
     def ask(result: Result) -> Answer | None:
-        waived = result.waived(name) and not (always_of_users and result.external)
-        return None if waived or first not in result.measures else _answer(result, asked, limited, None)
+        waived = result.is_waived(name) and not (always_of_users and result.external)
+        return None if waived or first not in result.measures else _answer(result, requirement, limited, None)
 
     return _check(name, about, ask, wrong=True, limits=limits)
 
 
-def _told(name: str, about: str, **described: Any) -> Check:
-    """A check whose answer the experiment gives."""
+def _from_experiment(name: str, about: str, **described: Any) -> Check:
+    """Return a check whose answer the experiment gives."""
     return _check(name, about, lambda result: result.answers.get(name), **described)
 
 
 _TIMES_WHAT = f"{{0:.3g}} times what {{held_to}} has (+- {{1:.2g}}, {LIMIT} is allowed)"
 _OF_O = (
     (LimitRecord("square_ratio", LIMIT), f"mean square {_TIMES_WHAT}"),
-    _where_there(
+    _if_measured(
         "worst_head", WORSE, f"mean square of one head {{0:.3g}} times what {{held_to}} has there, {WORSE:g} is allowed"
     ),
-    _where_there("bias_apart", MARGIN_ULPS, "bias {0:+.2f} ulp (+- {1:.2g}) from what {held_to} has", size=True),
+    _if_measured("bias_apart", MARGIN_ULPS, "bias {0:+.2f} ulp (+- {1:.2g}) from what {held_to} has", size=True),
 )
 
 
 def _accuracy(result: Result) -> Answer | None:
-    if not isinstance(result.measures.get("square_ratio"), Interval) or result.waived(ACCURACY):
+    if not isinstance(result.measures.get("square_ratio"), Interval) or result.is_waived(ACCURACY):
         return None
     plan = result.held_to or "the plan that it is held to"
     answer = _answer(result, f"errors no larger than those of {plan}", _OF_O, plan)
@@ -152,14 +149,14 @@ def _accuracy(result: Result) -> Answer | None:
 
 _ON_THE_WHOLE = f"is off by {{0:+.2%}} (+- {{1:.2%}}, {GAIN:.1%} is allowed) on the whole, on normal numbers"
 _OF_GRADIENTS = (
-    *(_where_there(f"d{letter.lower()}_gain_error", GAIN, f"d{letter} {_ON_THE_WHOLE}", size=True,
+    *(_if_measured(f"d{letter.lower()}_gain_error", GAIN, f"d{letter} {_ON_THE_WHOLE}", size=True,
                    or_within=f"d{letter.lower()}_gain_noise") for letter in "QKV"),
-    _where_there("delta_bias_in_dq", GAIN, f"delta, read off dQ, {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",)),
+    _if_measured("delta_bias_in_dq", GAIN, f"delta, read off dQ, {_ON_THE_WHOLE}", size=True, where=("dq_gain_error",)),
     (LimitRecord("gradients_nonfinite", 0.0), "{0:.0f} elements of dQ, dK, dV are NaN or Inf, the reference's are not"),
     (LimitRecord("gradient_error_over_bound", 1.0), "the largest error of dQ, dK and dV is {0:.3g} times its bound"),
-    *(_where_there(f"d{letter.lower()}_square_ratio", LIMIT, f"mean square of d{letter} {_TIMES_WHAT}")
+    *(_if_measured(f"d{letter.lower()}_square_ratio", LIMIT, f"mean square of d{letter} {_TIMES_WHAT}")
       for letter in "QKV"),
-    _where_there(
+    _if_measured(
         "worst_gradient", WORSE, f"mean square of one head {{0:.3g}} times that of {{held_to}}, {WORSE:g} is allowed"
     ),
 )  # fmt: skip
@@ -171,7 +168,7 @@ def _gradients(result: Result) -> Answer | None:
         why = f"its backward pass {result.backward_error}; declare backward=none if it has none"
         return Answer(False, _GRADIENTS, why)
     needed = ("gradients_nonfinite", "gradient_error_over_bound")
-    if all(result.measures.get(name) is None for name in needed) or result.waived(GRADIENTS):
+    if all(result.measures.get(name) is None for name in needed) or result.is_waived(GRADIENTS):
         return None
     return _answer(result, _GRADIENTS, _OF_GRADIENTS, result.backward_held_to)
 
@@ -180,38 +177,38 @@ def _claim(result: Result) -> Answer | None:
     claims = result.claims
     if not claims:
         return None
-    said = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
-    failed = [f"claim failed: {said[claim]}" for claim in claims if claim.passed is False]
+    wording = {claim: f"{claim.asked} ({claim.source}); {claim.measured}" for claim in claims}
+    failed = [f"claim failed: {wording[claim]}" for claim in claims if claim.passed is False]
     undecided = [
-        f"{result.heads} heads do not settle the claim: {said[claim]}; {result.remedy()}"
+        f"{result.heads} heads do not settle the claim: {wording[claim]}; {result.remedy()}"
         for claim in claims
         if claim.passed is None
     ]
-    asked, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
-    return Answer(False if failed else None if undecided else True, asked, "; ".join(failed or undecided), source)
+    terms, source = ", ".join(claim.asked for claim in claims), "; ".join(dict.fromkeys(each.source for each in claims))
+    return Answer(False if failed else None if undecided else True, terms, "; ".join(failed or undecided), source)
 
 
 def _prediction(result: Result) -> Answer | None:
     prediction = result.prediction
     if prediction is None:
         return None
-    asked = f"what {prediction.plan} predicts"
+    terms = f"what {prediction.plan} predicts"
     if prediction.passed is None:
-        why = f"{result.heads} heads do not settle whether it is {asked}: {prediction.measured}; {result.remedy()}"
+        why = f"{result.heads} heads do not settle whether it is {terms}: {prediction.measured}; {result.remedy()}"
     else:
-        why = "" if prediction.passed else f"not {asked}: {prediction.measured}"
-    return Answer(prediction.passed, asked, why)
+        why = "" if prediction.passed else f"not {terms}: {prediction.measured}"
+    return Answer(prediction.passed, terms, why)
 
 
 def contract_broken(why: str) -> Answer:
-    """Answer for a kernel that breaks its contract, and so gives no result."""
+    """Return the answer for a kernel that breaks its contract, and so gives no result."""
     return Answer(False, CONTRACT_ASKED, why)
 
 
 _CHECKS = (
-    # Of a kernel that did not run to its end there is no result that could be asked.
-    _told(RUNS, "the kernel ran to its end", wrong=True),
-    _told(IN_TIME, "the kernel ran in the time that a cell has", wrong=True),
+    # A kernel that did not run to its end has no result to ask.
+    _from_experiment(RUNS, "the kernel ran to its end", wrong=True),
+    _from_experiment(IN_TIME, "the kernel ran in the time that a cell has", wrong=True),
     _check(
         ACCURACY,
         "the errors of O are no larger than those of the plan that it declares, or follows",
@@ -251,7 +248,7 @@ _CHECKS = (
         wrong=True,
         limits=tuple(limit for limit, _ in _OF_GRADIENTS),
     ),
-    _told(
+    _from_experiment(
         INVARIANCE,
         "a call that is changed in what should not matter is bitwise equal, or differs without a bias",
         judges=True,
@@ -260,7 +257,7 @@ _CHECKS = (
     ),
     _limit(
         "log_probabilities",
-        "a language model's log-probabilities are numbers with the kernel in the place of its attention",
+        "a language model's log-probabilities are numbers with the kernel as its attention",
         "log-probabilities that are numbers",
         (LimitRecord("nats_rms"), "log-probabilities are infinite"),
     ),
@@ -287,10 +284,10 @@ _CHECKS = (
             "O is a weighted mean of V, but lies outside its range by {0:.3g} times what rounding allows",
         ),
     ),
-    _told(REPEATABLE, "runs on the same input give bitwise equal O, and gradients that are as large"),
-    _told(
+    _from_experiment(REPEATABLE, "runs on the same input give bitwise equal O, and gradients that are as large"),
+    _from_experiment(
         USAGE,
-        "the same numbers have the same answer in other strides, after other calls and beside what is not to be read",
+        "the same numbers have the same answer in other strides, after other calls and next to what is not to be read",
         wrong=True,
         limits=(
             LimitRecord("error_ratio", WORSE, where=("error_ratio",)),
@@ -303,13 +300,16 @@ _CHECKS = (
 
 @cache
 def checks() -> Mapping[str, Check]:
+    """Return every check, by name."""
     return Door("tiebreak.checks", Check, {check.name: check for check in _CHECKS}).usable()
 
 
 def judging() -> frozenset[str]:
+    """Return the checks that can decide a cell's outcome."""
     return frozenset(name for name, check in checks().items() if check.described.judges)
 
 
 def ask_all(result: Result) -> dict[str, Answer]:
+    """Return the answers of all checks to a result, by name."""
     answers = {name: check.ask(result) for name, check in checks().items()}
     return {name: answer for name, answer in answers.items() if answer is not None}

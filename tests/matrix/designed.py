@@ -35,7 +35,7 @@ Make = Callable[[Generator, Format], AttentionInputs]
 
 @dataclass(frozen=True)
 class Designed:
-    """One input, of which there are as many as there are seeds."""
+    """One designed input, in a version for every seed."""
 
     name: str  # how the report calls it
     recipe: Make  # makes one
@@ -45,6 +45,7 @@ class Designed:
     formats: tuple[Format, ...] = (BF16, FP16)  # that can hold it
 
     def make(self, fmt: Format, seed: int = 0) -> AttentionInputs:
+        """Return the input in a format."""
         return self.recipe(Generator(Philox(SeedSequence([seed, *self.name.encode()]))), fmt)
 
 
@@ -65,7 +66,7 @@ def _on_grid(x: Tensor) -> Tensor:
 
 
 def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
-    """Inputs with these scores, (heads, rows, keys), fp32 numbers, and this V, (heads, keys, 64), of the format."""
+    """Return inputs with these scores, fp32 (heads, rows, keys), and this V, (heads, keys, 64), of the format."""
     heads, rows, keys = scores.shape
     q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
     left = scores.float() / _SCALE
@@ -81,19 +82,19 @@ def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
 
 
 def _one_hot(heads: int, keys: int, rng: Generator) -> Tensor:
-    """V with one key to a column, one of each run of keys / 64; the others are 0."""
+    """Draw V with one key to a column, one of each run of keys / 64; the others are 0."""
     at = torch.arange(0, keys, keys // _D) + torch.from_numpy(rng.integers(0, keys // _D, (heads, _D)))
     return torch.zeros(heads, keys, _D).scatter_(1, at[:, None], 1.0)
 
 
 def _signed_values(rng: Generator, heads: int, keys: int, fmt: Format) -> Tensor:
-    """Between 1 and 4, one sign a column."""
+    """Draw V between 1 and 4, one sign a column."""
     signs = _signs(rng, heads, 1, _D)
     return _rounded(_drawn(rng, 1.0, 4.0, heads, keys, _D) * signs, fmt)
 
 
 def _maxima(rng: Generator, heads: int, keys: int, counts: Tensor) -> Tensor:
-    """Scores with so many equal maxima a row, anywhere, of 0, and nothing else to be seen."""
+    """Return scores with some numbers of equal maxima a row, anywhere, of 0; the other keys don't count."""
     order = torch.from_numpy(rng.permuted(np.broadcast_to(np.arange(keys), (heads, len(counts), keys)), axis=-1).copy())
     return torch.where(order < counts[None, :, None], 0.0, _HIDDEN)
 
@@ -115,13 +116,13 @@ def _probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _ties(x: Tensor, exponents: Tensor | float, fmt: Format) -> Tensor:
-    """Numbers of these exponents halfway between neighbours of the format in even columns, of 11 bits in odd ones."""
+    """Return numbers of these exponents halfway between the format's in even columns, with 11 bits in odd ones."""
     spacing = torch.exp2(exponents - torch.where(torch.arange(_D) % 2 == 0, fmt.mantissa_bits, 10))
     return ((x / spacing).floor() + 0.5) * spacing
 
 
 def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Every third row's maximum is 0."""
+    """Draw scores that are ties; every third row's maximum is 0."""
     scores = _drawn(rng, -8.0, 6.0, 4, _ROWS, _D)
     scores[:, ::3] = -scores[:, ::3].abs()
     scores = _ties(scores, scores.abs().log2().floor().clamp(min=_SMALLEST), fmt)
@@ -130,7 +131,7 @@ def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Rows of 64 keys with ties of P-bar, then rows of two keys whose P / l are ties."""
+    """Draw rows of 64 keys with ties of P-bar, then rows of two keys whose P / l are ties."""
     ties = _ties(_drawn(rng, 0.52, 0.93, 4, _ROWS, _D), -1.0, fmt)
     scores = torch.log(ties).float()
     scores[:, :, 0] = 0.0
@@ -142,7 +143,7 @@ def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _long_sums(rng: Generator, fmt: Format) -> AttentionInputs:
-    """One key that V shows, and up to 63 alike that l alone counts."""
+    """Draw one key that V shows, and up to 63 equal ones that only l counts."""
     scores = torch.full((4, _ROWS, _D), _HIDDEN)
     alike = _on_grid(_drawn(rng, -5.0, -0.05, 4, _ROWS, 1)).expand_as(scores)
     scores = torch.where(torch.arange(_D) < torch.from_numpy(rng.integers(2, _D, (4, _ROWS, 1))), alike, scores)
@@ -153,7 +154,7 @@ def _long_sums(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _rising(height: tuple[float, float], keys: int = 256, heads: int = 2) -> Make:
-    """Scores that rise, or in odd rows fall, by `height` over all keys, each 16 with a maximum of their own."""
+    """Return scores that rise, or in odd rows fall, by `height` over all keys; each 16 have one maximum."""
 
     def make(rng: Generator, fmt: Format) -> AttentionInputs:
         run = 16
@@ -167,7 +168,7 @@ def _rising(height: tuple[float, float], keys: int = 256, heads: int = 2) -> Mak
 
 
 def _repeated_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Two keys at the maximum or next to it, which is large, small, 0 or negative; 62 below it."""
+    """Draw two keys at the maximum or next to it, which is large, small, 0 or negative; 62 below it."""
     tops = torch.tensor([-6, -3, -1, -0.5, -0.003, 0, 0.002, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 14, 25, 60, 2.5, 3.5])
     beside = torch.tensor([0.0, 0.0, 0.0, 5e-4, 2e-3])
     scores = -_drawn(rng, 0.3, 6.0, 4, _ROWS, _D)
@@ -177,14 +178,14 @@ def _repeated_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _large_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Two equal maxima of 5 and more, of which S times a constant is no fp32 number, and V whose sum is a tie."""
+    """Draw two equal maxima of 5 and more, whose S times a constant is no fp32 number, and V whose sum is a tie."""
     tops = torch.exp2(_drawn(rng, 2.3, 9.8 if fmt == FP16 else 17.5, 1, _ROWS, 1)) * _signs(rng, 1, _ROWS, 1)
     scores = _maxima(rng, 4, _D, torch.full((_ROWS,), 2))
     return chosen(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
 
 
 def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Two equal maxima, whose V adds up to a tie or not, and a third key of 2^-17 to 2^-34, of either sign."""
+    """Draw two equal maxima, whose V adds up to a tie or not, and a third key of 2^-17 to 2^-34, of either sign."""
     half = _D // 2
     tails = _on_grid(_drawn(rng, 17.0, 34.0, 4, _ROWS, 1) * -math.log(2.0))
     scores = torch.full((4, _ROWS, _D), _HIDDEN)
@@ -196,7 +197,7 @@ def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Equal keys, some of them hidden; in each column of V two numbers that cancel, and 62 that either swallows."""
+    """Draw equal keys, some hidden; in each column of V two numbers that cancel, and 62 that either swallows."""
     hidden = torch.from_numpy(rng.uniform(size=(2, _ROWS, _D)) < rng.uniform(0.0, 0.3, (2, _ROWS, 1)))
     v = torch.full((2, _D, _D), 2.0**-10)
     for head in range(2):
@@ -206,7 +207,7 @@ def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
 
 
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
-    """Ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
+    """Draw ties of P-bar of 2^-80 to 2^-110, made visible by a V of 2^100."""
     exponents, ulp = torch.from_numpy(rng.integers(-110, -80, (4, _ROWS, _D))), 2.0**-fmt.mantissa_bits
     ties = (1.0 + ((_drawn(rng, 0.0, 1.0, 4, _ROWS, _D) / ulp).floor() + 0.5) * ulp) * torch.exp2(exponents.double())
     scores = torch.log(ties).float()

@@ -1,4 +1,4 @@
-"""What an experiment is, and a cell: backend x kernel x experiment x format."""
+"""Experiments, and cells: backend x kernel x experiment x format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Pair = tuple[Backend, Kernel]
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """What the command line says of kernels and formats."""
+    """The command line's choice of kernels and formats."""
 
     pairs: Sequence[Pair]  # backends with the kernels that are named, or their default ones, for any kind of experiment
     backends: Sequence[Backend]  # chosen, and able to run
@@ -28,13 +28,15 @@ class SelectionContext:
 
 
 def time_limit(cell: "Cell", given: float | None) -> float | None:
-    """Seconds that a cell may take, given what --cell-timeout says; None: the suite's own kernels are known to end."""
+    """Return the seconds that a cell may take, given --cell-timeout; None: the suite's own kernels are known to end."""
     if given is not None or not cell.kernel.external:
         return given
     return cell.experiment.time_limit * cell.backend.slower
 
 
 class Experiment(ABC):
+    """One way of running a kernel, to measures and answers; a case of calls, a training run, a question."""
+
     kind: ClassVar[str]  # name of its kind
     options: tuple[str, ...] = ()  # of the command line, that bring it in
     time_limit: ClassVar[float] = 60.0  # seconds that a cell of a user's kernel may take
@@ -42,58 +44,59 @@ class Experiment(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """How tables and --cases call it."""
+        """The name in tables and for --cases."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Records of other versions are not comparable."""
+        """The version: records of other versions are not comparable."""
 
     @property
     def tags(self) -> frozenset[str]:
-        """By which profiles of statements choose; an experiment without any is in none."""
+        """The words by which profiles of statements choose it; without any it is in none."""
         return frozenset()
 
     @abstractmethod
     def described(self) -> CaseRecord:
-        """What it is, for the file of records."""
+        """Return the description for the file of records."""
 
     def told(self) -> Sequence[tuple[str, str]]:
-        """What `tiebreak list cases NAME` says of it beside what is `described`: rows of a word and a text."""
+        """Return what `tiebreak list cases NAME` adds to `described`: rows of a word and a text."""
         return ()
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """The backends and kernels that it is for, of those asked for; none in a format that it does not come in."""
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
+        """Return the requested backends and kernels that it is for; none in a format that it does not have."""
         formats = self.formats()
-        comes = formats is None or asked.fmt in formats
-        return [pair for pair in asked.pairs if comes and self.is_for(pair[1], asked)]
+        comes = formats is None or context.fmt in formats
+        return [pair for pair in context.pairs if comes and self.is_for(pair[1], context)]
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
-        return kernel.unsuited(Formats.of(asked.fmt)) is None
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
+        """Return whether it is for a kernel."""
+        return kernel.unsuited(Formats.of(context.fmt)) is None
 
     def refusal(self, cell: "Cell", bench: Workbench) -> str | None:
-        """None, or why a cell can't run, in one line; by default running it tells."""
+        """Return None, or why a cell can't run, in one line; by default only running it shows."""
         return None
 
     def refused(self, cell: "Cell") -> bool:
-        """Tell whether it is known before any call that the kernel takes no such input."""
+        """Return whether it is known before any call that the kernel takes no such input."""
         del cell
         return False
 
     @abstractmethod
     def run(self, cell: "Cell", bench: Workbench) -> Result:
-        """Run one cell; whatever the kernel raises is raised."""
+        """Run one cell; an error of the kernel is raised."""
 
     def with_features(self, words: Sequence[str]) -> "Experiment | None":
-        """The same with further features of inputs, in words; None where it has no inputs to add them to."""
+        """Return the same with further features of inputs, in words; None where it has no inputs to add them to."""
         return None
 
     def formats(self) -> Sequence[Format] | None:
-        """The formats that it comes in; None: any."""
+        """Return the formats that it has; None: any."""
         return None
 
     def input_kind(self, fmt: Format) -> str | None:
-        """What a kernel that is not the suite's must take to be held to it by a profile; None: no profile does."""
+        """Return the kind of input, in words, that profiles ask of a user's kernel; None: no profile asks for it."""
         return None
 
     def check(self, fmt: Format) -> None:
@@ -101,12 +104,14 @@ class Experiment(ABC):
         del fmt
 
     def group(self, fmt: Format) -> str | None:
-        """What cells share that are best run on one worker, one after the other; None: nothing."""
+        """Return a key shared by cells that are best run on one worker, one after the other; None: none."""
         return None
 
 
 @dataclass(frozen=True)
 class Cell:
+    """One test: an experiment with a kernel on a backend in a format."""
+
     backend: Backend
     kernel: Kernel
     experiment: Experiment
@@ -114,11 +119,14 @@ class Cell:
 
     @property
     def id(self) -> str:
+        """The cell's name in pytest and in records."""
         return record_id(self.backend.name, self.kernel.name, self.experiment.name, self.fmt.name)
 
 
 @dataclass(frozen=True)
 class Kind:
+    """A kind of experiments: what it offers, and the measures and descriptions of its records."""
+
     name: str
     described: ExperimentRecord  # what it is, for the file of records
     experiments: Sequence[Experiment] = ()  # that --cases takes by name
@@ -127,9 +135,9 @@ class Kind:
     on_request: bool = False  # whether it runs only where --experiments or --cases names it
 
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        """The experiments of a run; a usable folder of captured tensors runs alone unless --cases is given."""
+        """Return the experiments of a run; a usable folder of captured tensors runs alone unless --cases is given."""
         return () if captured is not None and not cases_named else self.experiments
 
     def kernels(self, backend: Backend) -> Mapping[str, Kernel]:
-        """Kernels by name that it has beside the backend's own, and that --kernels takes."""
+        """Return kernels by name, other than the backend's own, that --kernels takes."""
         return {}

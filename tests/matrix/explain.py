@@ -13,7 +13,7 @@ from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import FP32, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator, Cast, Steps
-from tiebreak.matrix.candidates import drawn, nameless
+from tiebreak.matrix.candidates import is_random, nameless
 from tiebreak.matrix.settling import RANDOM
 from tiebreak.matrix.workbench import EQUAL
 from tiebreak.reports.records import record as records
@@ -23,30 +23,33 @@ from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one plan has in common with a kernel, over its cells."""
+    """The agreement of one plan with a kernel, over its cells."""
 
     plan: str  # as --plan takes it
     fits: Mapping[str, FitRecord]  # by case
 
     @cached_property
     def bits(self) -> Mapping[str, float]:
+        """The least share of equal bits."""
         return {case: fit.bits or 0.0 for case, fit in self.fits.items()}
 
     @property
     def mean(self) -> float:
+        """The mean share of equal bits."""
         return math.fsum(self.bits.values()) / len(self.bits)  # in whatever order the cells ended
 
     @property
     def followed(self) -> bool:
+        """True if the kernel follows the plan in every cell."""
         return min(self.bits.values()) >= records.FOLLOWED
 
     @property
     def behaves(self) -> bool:
-        """Whether it casts at random, and the bias is the kernel's in every cell, as far as one batch's heads tell.
+        """True if it casts at random, with the kernel's bias in every cell, as far as one batch's heads show.
 
-        Two random streams leave it open by 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
+        The biases of two random streams differ by up to 0.04 ulp at 256 heads; a plan of another bias is 0.2 ulp away.
         """
-        return drawn(parse_declaration(self.plan)) and all(
+        return is_random(parse_declaration(self.plan)) and all(
             fit.mean is not None
             and fit.half_width is not None
             and abs(fit.mean) <= MARGIN_ULPS
@@ -56,45 +59,45 @@ class Standing:
 
     @property
     def distance(self) -> float:
-        """Mean |difference of bias| in ulps."""
+        """The mean |difference of bias| in ulps."""
         far = (math.inf if fit.mean is None else abs(fit.mean) for fit in self.fits.values())
         return math.fsum(far) / len(self.fits)
 
     def equals(self, best: "Standing") -> bool:
-        """Whether nothing tells it from the best."""
+        """Return whether nothing tells it from the best."""
         return self.followed and all(abs(share - self.bits[case]) <= EQUAL for case, share in best.bits.items())
 
 
 def explain(run: Iterable[Record]) -> dict[str, Explanation]:
-    """The best plan of every kernel whose records carry fits, by backend-kernel: the one with the most equal bits.
+    """Return the best plan of every kernel whose records carry fits, by backend-kernel: the one with most equal bits.
 
-    A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. What a plan
-    leaves open costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention, FlexAttention and
-    a loop like flash attention 1, all on a CPU, fp32's order of summation and the exponential's last bit flip 0.02 %
-    of the elements and up to 0.2 % of a cell's, but for `equal_keys`, where O itself is often a tie, with 1.7 %. And
-    the 2 % that may differ, each by an ulp, move the bias by 0.02 ulp at most, less than half the margin of a verdict.
+    A plan is followed where 98 % of the elements of O agree with its emulation to the bit in every cell. Arithmetic
+    that no plan specifies costs less: with PyTorch's SDPA, Hugging Face's and x-transformers' eager attention,
+    FlexAttention and a loop like flash attention 1, all on a CPU, the order of fp32 sums and the exponential's last bit
+    flip 0.02 % of the elements, and up to 0.2 % of a cell's, but 1.7 % of `equal_keys`, where O itself is often a tie.
+    The 2 % that may differ, each by an ulp, move the bias by at most 0.02 ulp, less than half the margin of a verdict.
 
-    Where its plan was searched for, in a cell of its own, what the search came to is the answer, unless random bits
-    leave it without one.
+    If its plan was searched for, in a separate cell, the result of the search is the answer, unless random bits leave
+    it without one.
 
-    By the same measure two plans are not told apart whose shares differ by no more than 0.1 % in any cell. Where tiles,
-    the exponential's base or a device's products are all that they differ in, the plainest of them speaks for all: the
-    base alone moves two elements in a million.
+    Two plans are not distinguished if their shares differ by at most 0.1 % in every cell. If plans differ only in
+    tiles, the exponential's base or a device's products, the plainest represents all: the base alone moves two elements
+    in a million.
     """
-    told = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
-    kernels = grouped(told, lambda record: f"{record.backend}-{record.kernel}")
-    return {name: _explained(own) for name, own in kernels.items()}
+    records_that_tell = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
+    kernels = grouped(records_that_tell, lambda record: f"{record.backend}-{record.kernel}")
+    return {name: _explained(group) for name, group in kernels.items()}
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
-    """What the plans are that kernels declare, or that explanations name: rule or algorithm, and whether a fix."""
+    """Describe the plans that kernels declare or that explanations name: rule or algorithm, and whether a fix."""
     named = {declaration.label: declaration for declaration in declared}
     named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    known = {}
+    described = {}
     for name, declaration in named.items():
         away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.RTNA)
-        known[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
-    return known
+        described[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.is_plain, away)
+    return described
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:
@@ -102,19 +105,20 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _explained(own: Sequence[Record]) -> Explanation:
-    """What a search came to, or else the known plan with most bits."""
-    searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in own)), None)
-    compared = [record for record in own if _fits(record)]
+def _explained(cells: Sequence[Record]) -> Explanation:
+    """Return the result of a search, or else the known plan with most bits."""
+    searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in cells)), None)
+    compared = [record for record in cells if _fits(record)]
     if searched is not None and (searched.state == records.FOLLOWS or not compared):
         return searched
     nearest = _nearest_known(compared)
     return nearest if searched is None or nearest.state == records.BEHAVES_LIKE else searched
 
 
-def _nearest_known(own: Sequence[Record]) -> Explanation:
-    plans = [plan for plan in _fits(own[0]) if all(plan in _fits(record) for record in own)]
-    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in own}) for plan in plans]
+def _nearest_known(cells: Sequence[Record]) -> Explanation:
+    """Return the known plan with most bits, and whether the kernel follows it, behaves like it, or neither."""
+    plans = [plan for plan in _fits(cells[0]) if all(plan in _fits(record) for record in cells)]
+    standings = [Standing(plan, {record.case: _fits(record)[plan] for record in cells}) for plan in plans]
     best = max(standings, key=lambda standing: (standing.followed, standing.mean))
     state, named = records.UNEXPLAINED, [best]
     if best.followed:
@@ -128,7 +132,7 @@ def _nearest_known(own: Sequence[Record]) -> Explanation:
 
 
 def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
-    """The first of those that tiles, the exponential's base, or a device's products alone tell apart: the plainest."""
+    """Return the plainest of each group that only tiles, the exponential's base or a device's products tell apart."""
     first: dict[Declaration, Standing] = {}
     for standing in standings:
         first.setdefault(_family(standing.plan), standing)
@@ -136,9 +140,9 @@ def _first_of_families(standings: Iterable[Standing]) -> list[Standing]:
 
 
 def _family(plan: str) -> Declaration:
-    """A plan in one tile, in base e, with exact products.
+    """Return a plan in one tile, in base e, with exact products.
 
-    In one tile a shift has nothing to lag behind, and a split none to be merged with; one product is O's own cast.
+    In one tile no shift lags behind an earlier tile and no split is merged; one product is O's own cast.
     """
     declaration = nameless(parse_declaration(plan))
     exponential = replace(declaration.plan.exponential, base_two=False)

@@ -19,8 +19,10 @@ from tiebreak.reports.records.record import Run
 
 
 class Gatekeeper:
+    """The pytest plug-in that judges a run by a baseline."""
+
     def __init__(self, config: pytest.Config, collector: RecordCollector) -> None:
-        """Read the baseline; a `UsageError` where it tells nothing of this run, or its own records go there."""
+        """Read the baseline; a `UsageError` where it has nothing about this run, or is where its records go."""
         self.collector = collector
         self.across, self.update = (bool(config.getoption(name)) for name in ("across", "update_baseline"))
         name = config.getoption("baseline")
@@ -34,8 +36,8 @@ class Gatekeeper:
 
     def _read(self, path: Path) -> Run | None:
         # Where the run's own records go, the next run would be compared with this one.
-        own = self.collector.file.path
-        if path.resolve() == own.resolve() or (path.exists() and own.exists() and path.samefile(own)):
+        file = self.collector.file.path
+        if path.resolve() == file.resolve() or (path.exists() and file.exists() and path.samefile(file)):
             raise UsageError(f"--baseline {path}: this run's own records go there; keep the baseline elsewhere")
         if self.update and not path.exists():
             store.check_writable(path.parent)
@@ -73,7 +75,7 @@ class Gatekeeper:
             self.annotations = report.annotations(run, outcome, self._places())
 
     def _compared(self, session: pytest.Session, path: Path, run: Run | None) -> gate.Outcome | None:
-        """What the gate finds; with --update-baseline the run is the baseline then, and fails by nothing."""
+        """Return the gate's findings; with --update-baseline the run becomes the baseline, and nothing fails."""
         outcome = None
         if run is None:
             self.lines.append(f"gate FAILED: no cell ran, nothing was compared with {path}")
@@ -103,7 +105,7 @@ class Gatekeeper:
             session.exitstatus = status
 
     def _places(self) -> dict[str, report.Place]:
-        """Where users' kernels stand, in files of the repository that the workflow checked out."""
+        """Return the places of users' kernels, in files of the repository that the workflow checked out."""
         root = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd()).resolve()
         places = {}
         for kernel in {cell.kernel.name: cell.kernel for cell in self.collector.expected.values()}.values():
@@ -115,6 +117,7 @@ class Gatekeeper:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the gate's report."""
         for text in self.lines:
             terminalreporter.write_line("")
             terminalreporter.write_line(text)

@@ -42,15 +42,15 @@ def _half_width(samples: Tensor) -> float:
 
 
 def _mean(samples: Tensor) -> Interval | None:
-    """The mean of what is finite; None of fewer than two."""
+    """Return the mean of the finite ones; None of fewer than two."""
     samples = samples[isfinite(samples)]
     return Interval(samples.mean().item(), _half_width(samples)) if samples.numel() > 1 else None
 
 
 def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval | None:
-    """Ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
+    """Return the ratio of two means over the same heads, (heads,) each, with its one-sided interval (delta method).
 
-    NaN and Inf are left out in pairs; None of fewer than two. The denominator counts as at least `floor`.
+    NaN and Inf are left out in pairs; None of fewer than two pairs. The denominator is at least `floor`.
     """
     both = isfinite(ours) & isfinite(theirs)
     if int(both.sum()) < 2:
@@ -64,13 +64,13 @@ def ratio_of_means(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> Interval
 
 
 def _largest_ratio(ours: Errors, theirs: Errors) -> float:
-    """Return the largest ratio of what two have in one head; what is NaN or Inf is told elsewhere."""
+    """Return the largest ratio of two errors in one head; NaN and Inf are reported elsewhere."""
     ratios = ours.head_size_square / theirs.head_size_square.clamp(min=ROUNDED_ONCE)
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
 
 
 def _paired(of: Callable[[Errors, Errors], Value], *, normal: bool = False) -> Callable[[Sample], Value]:
-    """Measure the errors of O beside those of the plan that it is held to, where there is one."""
+    """Return a measure of the errors of O compared with those of the plan that it is held to, where there is one."""
 
     def measured(sample: Sample) -> Value:
         theirs = sample.plan_errors if sample.bench.case.normal or not normal else None
@@ -112,6 +112,7 @@ def _backward_ratio(at: int, sample: Sample) -> Value:
 
 
 def _gain(at: int, sample: Sample) -> Value:
+    """Measure the relative gain error of one gradient, compared with the known backward pass if there is one."""
     errors, batch = sample.gradient_errors, sample.first
     if errors is None or sample.held_to is None or not sample.bench.case.normal:
         return None
@@ -125,12 +126,13 @@ def _gain(at: int, sample: Sample) -> Value:
         plain = torch.cat([first, *(more.gains[at] for more in sample.more_gradients)])
         predicted = sample.predicted_gradients
         beside = None if predicted is None else first - predicted.gains[at]
-    # Where it is the kernel's own, what is left beside the known pass is next to nothing.
+    # Where it is the kernel's own, what is left, compared with the known pass, is almost nothing.
     means = [mean for samples in (plain, beside) if samples is not None and (mean := _mean(samples)) is not None]
     return min(means, key=lambda mean: mean.half_width, default=None)
 
 
 def _gain_noise(at: int, sample: Sample) -> Value:
+    """Measure how far chance moves the gain of one gradient at the usual number of heads."""
     inputs = sample.first.inputs
     if sample.backward_heads:
         gains = sample.backward_heads[GRADIENT_NAMES[at]].their_gain[: inputs.k.shape[0] * inputs.k.shape[1]]
@@ -146,15 +148,15 @@ def _of(name: str, about: str, of: Callable[[Sample], Value], unit: str = "", **
     return name, CallMeasure(of, MeasureRecord(about, unit, **more))
 
 
-def _of_errors(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
-    """Measure what `Errors` has by this name."""
+def _attribute(name: str, about: str, unit: str = "", **more: Any) -> tuple[str, CallMeasure]:
+    """Return a measure that reads the attribute of `Errors` of this name."""
     return _of(name, about, lambda sample: getattr(sample.errors, name), unit, **more)
 
 
-def _of_each(
+def _each_gradient(
     name: str, about: str, of: Callable[[int, Sample], Value], unit: str = "", **more: Any
 ) -> list[tuple[str, CallMeasure]]:
-    """Measure each gradient; {} stands for how it is written."""
+    """Return a measure of each gradient; {} is replaced by how it is written."""
     return [
         _of(f"{each}_{name}", about.format(f"d{each[1].upper()}"), partial(of, at), unit, **more)
         for at, each in enumerate(GRADIENT_NAMES)
@@ -166,26 +168,26 @@ _BIAS: Mapping[str, Any] = {"worse": FARTHER, "limit": 0.02, "margin": MARGIN_UL
 #: Errors of O against the fp64 reference, in ulps, and of delta.
 OF_O: Mapping[str, CallMeasure] = dict(
     [
-        _of_errors("bias", "mean signed error of O; + is away from zero", "ulp", **_BIAS),
-        _of_errors("rms_ulps", "root mean square error of O", "ulp", worse=MORE, column=True),
-        _of_errors("max_ulps", "largest error of O", "ulp", worse=MORE, limit=1.0, share=0.1, column=True),
-        _of_errors("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse=MORE),
-        _of_errors("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
-        _of_errors(
+        _attribute("bias", "mean signed error of O; + is away from zero", "ulp", **_BIAS),
+        _attribute("rms_ulps", "root mean square error of O", "ulp", worse=MORE, column=True),
+        _attribute("max_ulps", "largest error of O", "ulp", worse=MORE, limit=1.0, share=0.1, column=True),
+        _attribute("error_over_bound", "largest error of O as a share of its plan's rounding-error bound", worse=MORE),
+        _attribute("gain", "sum |O| / sum |reference|: below 1 the output shrinks", column=True),
+        _attribute(
             "delta_bias",
             "mean of delta_lp - delta_hp, relative to mean |delta_hp|; delta is rowsum(dO * O)",
             worse=FARTHER,
             column=True,
         ),
-        _of_errors("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
-        _of_errors(
+        _attribute("left_out", "elements of O left out of the errors: the reference is 0, or the sum has cancelled"),
+        _attribute(
             "nonfinite", "elements of O that are NaN or Inf where the reference is finite", **_FAULT, column=True
         ),
-        _of_errors("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
-        _of_errors("elements", "elements of O"),
+        _attribute("missed", "elements of O that are finite where the reference is NaN or Inf", **_FAULT),
+        _attribute("elements", "elements of O"),
     ]
 )
-#: The same beside the plan that a kernel declares, or follows.
+#: The same compared with the plan that a kernel declares, or follows.
 BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
     [
         _of(
@@ -209,13 +211,13 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
             _paired(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), normal=True),
             "ulp",
         ),
-        *_of_each(
+        *_each_gradient(
             "square_ratio",
             "mean squared error of {} over that of the backward pass it is held to, on normal numbers",
             _backward_ratio,
         ),
-        *_of_each("gain_error", "how much too large {} is on the whole, as a share, on normal numbers", _gain),
-        *_of_each(
+        *_each_gradient("gain_error", "how much too large {} is on the whole, as a share, on normal numbers", _gain),
+        *_each_gradient(
             "gain_noise",
             f"half the width of the interval that {_USUAL_HEADS} heads of the known backward pass give the same number",
             _gain_noise,
@@ -225,7 +227,7 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
 #: Errors of the gradients, and how much of them is the error of delta (paper, equations 1 and 2).
 OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
     [
-        *_of_each(
+        *_each_gradient(
             "relative_error",
             "norm of the error of {0} over the norm of {0}",
             lambda at, sample: _relative_error(at, sample) if sample.gradient_errors else None,
@@ -239,7 +241,7 @@ OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
             )
             for at, gradient in enumerate(("dQ", "dW_Q"))
         ),
-        *_of_each(
+        *_each_gradient(
             "ulps",
             "root mean square error of {}, in ulps of the largest element of its row",
             lambda at, sample: _ulps(at, sample) if sample.gradient_errors else None,
@@ -267,7 +269,7 @@ OF_GRADIENTS: Mapping[str, CallMeasure] = dict(
         ),
     ]
 )
-#: What else is measured of O: beside a prediction and the range of V, and what the errors of a row have in common.
+#: Other measures of O: against a prediction and the range of V, and of the common part of a row's errors.
 MORE_OF_O: Mapping[str, CallMeasure] = dict(
     [
         _of(
@@ -295,7 +297,7 @@ MORE_OF_O: Mapping[str, CallMeasure] = dict(
             lambda sample: sample.equal_bits,
             worse=LESS,
         ),
-        _of_errors(
+        _attribute(
             "outside_values",
             "largest distance of O from the range of V, as a share of what the plan's rounding allows",
             worse=MORE,

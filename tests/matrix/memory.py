@@ -10,9 +10,9 @@ _KEPT = 2**29  # bytes that a process may hold free at the end of its heap
 def keep_memory() -> None:
     """Let glibc hold on to freed memory.
 
-    Every operation on a large tensor makes another one. As glibc comes, each is mapped and unmapped on its own, and the
-    kernel clears every page of it: up to half of a cell's time. No threshold is above the largest of them (glibc takes
-    32 MiB at most), so none is mapped. Other C libraries have no such switch.
+    Every operation on a large tensor allocates another one. By default glibc maps and unmaps each separately, and the
+    kernel clears every page: up to half of a cell's time. No threshold can be above the largest of them (glibc takes at
+    most 32 MiB), so mapping is switched off. Other C libraries have no such switch.
     """
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -16,7 +16,7 @@ _SEEN = 0.1  # share of an output's size by which it is seen to be off; a smalle
 
 
 def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dict[str, float | None]]:
-    """Return as evidence what is off, O before a gradient, with what makes it wrong where the error is small."""
+    """Return as evidence the wrong tensor, O before a gradient, with the reason where the error is small."""
     not_passed = [name for name in (*_OF_O, GRADIENTS) if name in answers and answers[name].passed is False]
     off = result.off[not_passed[0] not in _OF_O] if not_passed and result.off else None
     if off is None:
@@ -27,21 +27,21 @@ def farthest_off(result: Result, answers: Mapping[str, Answer]) -> dict[str, dic
 
 
 def o_off(sample: Sample) -> Off:
-    """Return what O is off by, if it is wrong."""
+    """Return the error of O, if it is wrong."""
     errors, exact = sample.errors, sample.first.ref.o
     for lost, what in ((errors.nonfinite, "NaN or Inf"), (errors.missed, "a number, and should be none,")):
         if lost:
             return f"O is {what} in {lost:,} of {errors.elements:,} elements", None
     error, size = (_finite(x).norm().item() for x in (sample.outputs[0].o - exact, exact))
-    return _told("O", error / size if size else math.inf)
+    return _as_off("O", error / size if size else math.inf)
 
 
 def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
-    """Return the same of the gradient that is farthest beyond what gradients are held to; None: there are none."""
-    found, failure = sample.gradient_errors, sample.outputs[0].backward_error
-    if found is None:
+    """Return the error of the gradient that is farthest beyond its limit; None: there are none."""
+    errors, failure = sample.gradient_errors, sample.outputs[0].backward_error
+    if errors is None:
         return None if failure is None else (f"its backward pass {failure}", None)
-    faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in found.each), strict=True))
+    faults = dict(zip(("dQ", "dK", "dV"), (each.faults for each in errors.each), strict=True))
     for name, each in faults.items():
         if each.nonfinite:
             return f"{name} is NaN or Inf in {each.nonfinite:,} elements", None
@@ -60,13 +60,13 @@ def gradient_off(sample: Sample, measures: Mapping[str, Value]) -> Off | None:
         return max(faults[name].over_bound, larger, abs(gain(name)) / GAIN)
 
     worst = max(faults, key=beyond)
-    if found.faults.over_bound > max(1.0, *map(beyond, faults)):
-        return _told("dSink", share("dSink"))
+    if errors.faults.over_bound > max(1.0, *map(beyond, faults)):
+        return _as_off("dSink", share("dSink"))
     along = abs(gain(worst)) >= max(_SEEN, (1.0 - _SEEN) * share(worst))  # the error is one factor, by and large
-    return _told(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")
+    return _as_off(worst, share(worst), f", {1 + gain(worst):.3g} times the reference" if along else "")
 
 
-def _told(output: str, share: float, more: str = "") -> Off:
+def _as_off(output: str, share: float, more: str = "") -> Off:
     if not math.isfinite(share):  # of a reference that is 0
         return f"{output} is not what it should be, 0", None
     return f"{output} is off by {100 * share:{',.0f' if share >= _SEEN else '.2g'}} % of its size{more}", share

@@ -28,27 +28,29 @@ class Option:
     help: str  # one sentence
     choices: tuple[str, ...] | None = None  # the values that it may have; None: it says itself what it takes
     default: str | None = None  # its value where it is not given
-    repeats: bool = False  # whether it may stand several times, each adding to the others
+    repeats: bool = False  # whether it may be given several times, each adding to the others
     needs: str | None = None  # the option without which it means nothing
     narrows: tuple[str, ...] = ()  # fields of a record by which it leaves cells out of a run
     form: tuple[str, str] = ("(?s).*", "")  # what its value matches, and that in words
 
     @property
     def flag(self) -> str:
+        """The flag, with dashes."""
         return f"--{self.name}"
 
     @property
     def dest(self) -> str:
+        """The name of its value in a namespace."""
         return self.name.replace("-", "_")
 
     @property
     def once(self) -> bool:
-        """Whether a second one would silently replace the first."""
+        """True if a second one would silently replace the first."""
         return not self.repeats and (self.metavar is not None or self.choices is not None)
 
     @property
     def parsing(self) -> dict[str, Any]:
-        """What `add_argument` of argparse and `addoption` of pytest are given."""
+        """The keyword arguments for `add_argument` of argparse and `addoption` of pytest."""
         if self.metavar is None and self.choices is None:
             return {"action": "store_true", "help": self.help}
         how: dict[str, Any] = {"default": self.default, "help": self.help}
@@ -56,7 +58,7 @@ class Option:
         return how | {"action": "append", "default": []} if self.repeats else how
 
     def words(self, value: object) -> list[str]:
-        """The words that give it a value; none for a value that says nothing."""
+        """Return the words that give it a value; none for a value that changes nothing."""
         if value is True:
             return [self.flag]
         values = value if isinstance(value, list) else [value] if value else []
@@ -75,7 +77,7 @@ OPTIONS = {option.name: option for option in (
            "with --backend interpreter or ptx, compute as this one would, such as sm_80 or gfx942; nothing runs on it"
            " (docs/triton.md)"),
     Option("kernels", "NAMES",
-           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: beside it",
+           "the suite's kernels to run, also any rule@plan such as dithered@all_bf16; with --kernel: in addition to it",
            narrows=("kernel",)),
     Option("kernel", "TARGET",
            "add your own kernel: FILE.py:FUNCTION, package.module:function or an adapter; a"
@@ -140,10 +142,10 @@ OPTIONS = {option.name: option for option in (
     Option("across", None, "the baseline is another platform's: bits are not compared", needs="baseline"),
     Option("update-baseline", None, "then make this run the baseline", needs="baseline"),
 )}  # fmt: skip
-#: What `tiebreak check` takes too, which has its targets for --kernel.
+#: Options that `tiebreak check` takes too, which has its targets for --kernel.
 FORWARDED = {option.dest: option for option in OPTIONS.values() if option.name != "kernel"}
 _OF_OUTPUT = {"allow-missing", "rules", "expected", "save", "out", "baseline", "fail", "across", "update-baseline"}
-#: What decides what runs, or what that is held to: a file of records keeps it.
+#: Options that decide what runs, or what it is compared with: a file of records keeps them.
 RECORDED = tuple(name for name in OPTIONS if name not in _OF_OUTPUT)
 _SUBJECT = ("backend", "kernel")  # what is under test: of that, a run that they narrow is a whole one
 #: The cells that an option brings in, of those whose value lists no names of a record's.
@@ -156,7 +158,7 @@ _PYTEST = {"-k": "keyword", "-m": "markexpr", "--deselect": "deselect"}  # pytes
 
 
 def refuse_twice(words: Sequence[str]) -> None:
-    """Refuse, with a `UsageError`, an option that stands twice: the last would win, and the first go without a word."""
+    """Refuse, with a `UsageError`, an option that is given twice: the last would silently win."""
     for option in OPTIONS.values():
         places = [at for at, word in enumerate(words) if word == option.flag or word.startswith(f"{option.flag}=")]
         if option.once and len(places) > 1:
@@ -180,37 +182,37 @@ def refuse_wrong(value_of: Values) -> None:
 
 
 def recorded(value_of: Values) -> dict[str, Any]:
-    """The options that a file of records keeps, by name; None for one that says nothing."""
+    """Return the options that a file of records keeps, by name; None for one that changes nothing."""
     values = {name: value_of(OPTIONS[name].dest) for name in RECORDED}
     return {name: " ".join(value) or None if isinstance(value, list) else value for name, value in values.items()}
 
 
 def stated(kept: Mapping[str, Any]) -> Values:
-    """Return what options a command line gave, as a file of records keeps them: `recorded`, read again."""
+    """Return the options that a command line gave, as a file of records keeps them: `recorded`, read again."""
     values = {option: kept.get(option.name) for option in OPTIONS.values()}
     return {option.dest: str(value or "").split() if option.repeats else value for option, value in values.items()}.get
 
 
 def is_whole(value_of: Values, *, of_subject: bool = False) -> bool:
-    """Whether a run has all cells that there are, or all of the kernels and backends that it was pointed at."""
+    """Return whether a run has all cells that there are, or all of the kernels and backends it was given."""
     return not any(each.narrows and not (of_subject and each.name in _SUBJECT) for each in _given(value_of))
 
 
 def is_default(value_of: Values) -> bool:
-    """Tell whether it is a check of a user's kernel as it comes: no option says which cells are wanted, or all."""
-    said = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
-    return bool(value_of("kernel")) and not any(value_of(name) for name in said)
+    """Return whether it is a check of a user's kernel without options: none chooses cells, or all of them."""
+    choosing = ("cases", "captured", "features", "experiments", "budget", "baseline", *_PYTEST.values())
+    return bool(value_of("kernel")) and not any(value_of(name) for name in choosing)
 
 
 def _given(value_of: Values) -> list[Option]:
-    """The options that say something else than their defaults."""
+    """Return the options that differ from their defaults."""
     return [each for each in OPTIONS.values() if value_of(each.dest) not in (None, False, "", [], each.default)]
 
 
 def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str]) -> tuple[Narrowing, ...]:
-    """By which fields of a record the options, pytest's own among them, leave cells out, and which values stay in.
+    """Return by which fields of a record options leave cells out, pytest's own included, and which values stay in.
 
-    The cells are those that the matrix' options leave in, and `collected` those of them that pytest has left; empty:
+    `cells` are those that the matrix' options leave, and `collected` those of them that pytest's own leave; empty if
     that is not known yet.
     """
     cells = list(cells)
@@ -219,13 +221,13 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
     if 0 < len(ids) < len(cells):
         values = {flag: value_of(name) or [] for flag, name in _PYTEST.items()}
         lists = {flag: value if isinstance(value, list) else [value] for flag, value in values.items()}
-        said = tuple(f"{flag} {word}" for flag, words in lists.items() for word in words)
-        left_out = [Narrowing(said or ("what pytest was given",), "id", ids)]
-    found: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
+        flags = tuple(f"{flag} {word}" for flag, words in lists.items() for word in words)
+        left_out = [Narrowing(flags or ("what pytest was given",), "id", ids)]
+    fields: dict[str, tuple[list[str], list[str]]] = {}  # by field: the options, and the names that they leave in
     for option in OPTIONS.values():
         value = value_of(option.dest)
         for field in option.narrows if (words := option.words(value)) else ():
-            given, names = found.setdefault(field, ([], []))
+            given, names = fields.setdefault(field, ([], []))
             given.append(" ".join(words))
             if option.name not in _BRINGS:
                 names += split(resolved(value) if option.name == "backend" else str(value))
@@ -234,18 +236,18 @@ def narrowing(value_of: Values, cells: Iterable[Cell], collected: Collection[str
                 names.append(
                     {"backend": cell.backend.name, "kernel": cell.kernel.name}.get(field, cell.experiment.name)
                 )
-    by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in found.items())
+    by_fields = (Narrowing(tuple(given), each, tuple(dict.fromkeys(names))) for each, (given, names) in fields.items())
     return (*left_out, *by_fields)
 
 
 def command(cell: Cell, settings: Settings) -> str:
-    """The command that reruns one cell, as pytest's own name runs it."""
-    own = cell.kernel.external
+    """Return the command that reruns one cell, as pytest's own name runs it."""
+    users = cell.kernel.external
     case, *features = cell.experiment.name.split(JOINED)
     words = ["pytest", *settings.matrix, "--backend", target_of(cell.backend.name), *cell.backend.options]
-    words += cell.kernel.origin if own else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
-    words += ["--fair"] if own and settings.fair else []
-    words += ["--no-worse-than", "rounded"] if own and settings.as_rounded else []
+    words += cell.kernel.origin if users else ("--kernels", cell.kernel.name)  # with --declare, --plan and --backward
+    words += ["--fair"] if users and settings.fair else []
+    words += ["--no-worse-than", "rounded"] if users and settings.as_rounded else []
     words += ["--rules"] if settings.rules else []
     words += [*cell.experiment.options, "--cases", case]
     words += ["--features", JOINED.join(features)] if features else []

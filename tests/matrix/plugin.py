@@ -25,7 +25,7 @@ from tiebreak.matrix.options import NO_BUDGET, OPTIONS
 from tiebreak.matrix.record_collector import POISONED, RecordCollector, backends_of
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.selection import Selection, cells, check_usable, matching_backends
-from tiebreak.matrix.watch import Budget, Watch
+from tiebreak.matrix.watch import Budget, Watchdog
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.cli import USAGE
 from tiebreak.reports.errors import UsageError
@@ -39,7 +39,7 @@ _PRINTED = 10_000  # characters of what a cell prints that are kept, the last
 _NO_RUN = ("help", "collectonly", "markers", "showfixtures")  # pytest's options that run no cell
 _ENVIRONMENT = "tiebreak_environment"  # of a worker's input: what to add to its environment, for its device
 
-WATCH = pytest.StashKey[Watch]()
+WATCH = pytest.StashKey[Watchdog]()
 BENCH = pytest.StashKey[Workbench]()  # what the cells of one worker share
 EXCUSES = pytest.StashKey[Excuses]()  # failures that are excused
 ACCOUNT = pytest.StashKey[str]()  # a cell's own account of why it did not hold
@@ -48,6 +48,7 @@ _cells = pytest.StashKey[Mapping[str, Cell]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the matrix' options."""
     group = parser.getgroup("tiebreak", "tiebreak: the matrix (lists are comma-separated, globs allowed)")
     for option in OPTIONS.values():
         group.addoption(option.flag, **option.parsing)
@@ -69,12 +70,12 @@ def _settings(config: pytest.Config) -> Settings:
         as_rounded=config.getoption("no_worse_than") == "rounded",
         rules=bool(config.getoption("rules")),
         cell_timeout=None if cell_timeout is None else float(cell_timeout),
-        matrix=_where(config),
+        matrix=_cells_path(config),
     )
 
 
 def _budget(config: pytest.Config) -> Budget:
-    """The budget that is given."""
+    """Return the budget that is given."""
     if (text := config.getoption("budget") or NO_BUDGET) == NO_BUDGET:
         return Budget()
     if (seconds := scheduling.seconds_of(text)) is None:
@@ -82,10 +83,10 @@ def _budget(config: pytest.Config) -> Budget:
     return Budget.of(seconds)
 
 
-def _where(config: pytest.Config) -> tuple[str, ...]:
-    """How pytest finds the cells: by their folder in a clone, whose pyproject.toml loads this plug-in; else by name.
+def _cells_path(config: pytest.Config) -> tuple[str, ...]:
+    """Return the path by which pytest finds the cells: in a clone, whose pyproject.toml loads this plug-in, or a name.
 
-    A clone that lies elsewhere would put its place on this machine into every record, and so into a user's baseline.
+    The path of a clone elsewhere would put this machine's folders into every record, and so into a user's baseline.
     """
     here, stands = Path(__file__).resolve().parent, config.invocation_params.dir.resolve()
     clone = here.parents[1]
@@ -123,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if options.is_default(config.getoption):
             processes = worker_input.get("workercount", max(1, len(config.getoption("tx", ()))))
             budget = Budget.by_default(chosen, processes)
-        config.stash[WATCH] = watch = Watch.of(worker_input, settings.cell_timeout, budget)
+        config.stash[WATCH] = watch = Watchdog.of(worker_input, settings.cell_timeout, budget)
         config.stash[BENCH] = Workbench(settings, None if watch.file is None else watch.file.parent)
         if on_controller:
             check_usable(chosen)
@@ -133,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
         entries = expected.read(config.getoption("expected"), Path.cwd(), checks())
         if on_controller and options.is_whole(config.getoption):
             expected.check_used(entries, named, unavailable)
-        # What the baseline of a gated run does not meet either is excused: the gate says whether it got worse.
+        # Failures that are in the baseline of a gated run are excused: the gate says whether they got worse.
         kept = None if (name := config.getoption("baseline")) is None else Path(str(name))
         before = expected.of_baseline(store.read(kept), kept) if kept is not None and kept.exists() else {}
         config.stash[EXCUSES] = Excuses(entries, before)
@@ -175,14 +176,14 @@ def _let_sigterm_end() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM, which CI systems and schedulers send to end a job, is an interruption."""
+    """Treat SIGTERM, which CI systems and schedulers send to end a job, as an interruption."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: a second shall not cost the records
     raise KeyboardInterrupt("SIGTERM")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # before xdist's own, whenever it was loaded
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Workers for -n auto: by cores, memory and what the devices carry, unless xdist's own variable says how many."""
+    """Return the workers for -n auto: by cores, memory and devices, unless xdist's own variable says how many."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     try:
@@ -219,7 +220,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a cell."""
+    """Make one test a cell."""
     if "cell" in metafunc.fixturenames:
         chosen = metafunc.config.stash[_cells]
         metafunc.parametrize("cell", list(chosen.values()), ids=list(chosen))
@@ -227,7 +228,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a budget, put the cells that tell most first."""
+    """Put the cells that tell most first, if there is a budget."""
     if config.stash[WATCH].budget != Budget():
         named = config.stash[_cells]
         ranks = {item: scheduling.rank(cell) for item in items if (cell := named.get(cell_id(item.nodeid))) is not None}
@@ -235,7 +236,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what lasts as long as the session, thousands of items, out of every later search for garbage."""
+    """Exempt thousands of items, which last as long as the session, from every later garbage collection."""
     gc.freeze()
     session.config.add_cleanup(gc.unfreeze)  # a run inside of a test is not the end of its process
 
@@ -257,7 +258,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a cell's own account of why it failed; a traceback into the suite tells nobody more."""
+    """Keep a cell's own reason for a failure as the failure's text; a traceback into the suite adds nothing."""
     report = yield
     report.sections = [
         (name, text if len(text) <= _PRINTED else f"...{text[-_PRINTED:]}") for name, text in report.sections

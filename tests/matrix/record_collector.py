@@ -47,16 +47,18 @@ _SHARE = 30.0  # times as long as the last one took: of a large file they are no
 
 
 class RecordFile:
+    """The file of a run's records."""
+
     def __init__(self, path: Path, name: str) -> None:
-        """Nothing is written yet to the file; its name tells the run from others."""
+        """Set the path and the run's name; nothing is written yet."""
         self.path, self._name = path, name
         self.taken: Path | None = None  # where the records would have gone, had another run not written there
         self.removed = False  # whether the file was there, and then no more
         self._seen = _stamp(path)
         self._written, self._pause = monotonic(), _EVERY
 
-    def now_and_then(self, run: Callable[[], records.Run]) -> None:
-        """Keep what is done, if that was long ago: not even a killed process shall cost hours of work."""
+    def checkpoint(self, run: Callable[[], records.Run]) -> None:
+        """Write the results so far if the last time was long ago: a killed process shall not cost hours of work."""
         began = monotonic()
         if began - self._written < self._pause:
             return
@@ -66,7 +68,7 @@ class RecordFile:
         self._pause = max(_EVERY, _SHARE * (self._written - began))
 
     def write(self, run: records.Run) -> None:
-        """Write the records; beside those of another run that has written to the same file since this one began."""
+        """Write the records; under another name if another run has written to the file since this one began."""
         now = _stamp(self.path)
         self.removed = self.removed or (now is None and self._seen is not None)
         if now not in (self._seen, None):
@@ -77,13 +79,14 @@ class RecordFile:
 
     @property
     def line(self) -> str:
+        """Where the records are, in one line."""
         removed = ", written anew: while the run went on, something removed what was there" if self.removed else ""
-        taken = f", for another run has written {self.taken} meanwhile; --save names a file of its own"
+        taken = f", for another run has written {self.taken} meanwhile; --save names another file"
         return f"records: {self.path}{taken if self.taken else removed}"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What is another once a file has been written anew; None: there is none."""
+    """Return a value that changes when a file is rewritten; None: there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -92,6 +95,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 class RecordCollector:
+    """The pytest plug-in that collects the records of all workers, writes them and reports."""
+
     def __init__(
         self,
         config: pytest.Config,
@@ -120,15 +125,18 @@ class RecordCollector:
         self.failed: list[str] = []  # what fails the session though no single cell failed
 
     def narrowing(self) -> tuple[records.Narrowing, ...]:
+        """Return which cells the command line left out."""
         return options.narrowing(self.config.getoption, self.expected.values(), self.collected)
 
     def platform(self) -> dict[str, Any]:
+        """Return the platform of the run."""
         described = describe()
         for backend in self.backends:
             described |= backend.describe()
         return described | {"evidence": {backend.name: backend.evidence for backend in self.backends}}
 
     def pytest_report_header(self) -> list[str]:
+        """Return the first lines of the report."""
         platform = describe()
         return [
             f"tiebreak: {len(self.expected)} cells in the matrix; records go to {self.file.path}",
@@ -139,7 +147,7 @@ class RecordCollector:
         ]
 
     def warnings(self) -> list[str]:
-        """What was asked for and has no effect, and plug-ins that can't be used, one line each."""
+        """Return options that have no effect, and plug-ins that can't be used, one line each."""
         if self.config.getoption("cell_timeout") is None or self.config.getoption("dist", "no") != "no":
             return problems()
         why = "it would end the only process that there is; give -n 1"
@@ -151,7 +159,7 @@ class RecordCollector:
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit's XML takes the properties, and pytest counts what failed
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the first record that comes of a cell; one whose worker died has none and is marked crashed."""
+        """Take the first record of a cell; one whose worker died has none and is marked crashed."""
         if any(key == POISONED for key, _ in report.user_properties):
             # The worker will end itself, and not by fault of its next cell.
             session = self.config.pluginmanager.get_plugin("dsession")
@@ -172,7 +180,7 @@ class RecordCollector:
             late = record.answers.get(records.IN_TIME)
             if late is None or not carried:  # a cell that was given up took no time
                 self._note_time(record.kernel, late.why if late else None)
-            self.file.now_and_then(lambda: self._as_run(complete=False))
+            self.file.checkpoint(lambda: self._as_run(complete=False))
         if carried:
             # The whole record was for the way here; a report in JUnit's XML gets the numbers.
             report.user_properties = [pair for pair in report.user_properties if pair[0] != PROPERTY]
@@ -180,15 +188,16 @@ class RecordCollector:
 
     @functools.cached_property
     def words(self) -> Path:
-        """Where workers leave word before their watch ends them."""
+        """The folder where workers leave messages before their watch ends them."""
         return Path(tempfile.mkdtemp(prefix="tiebreak-"))
 
     def pytest_unconfigure(self) -> None:
+        """Remove the folder of workers' messages."""
         if "words" in vars(self):
             shutil.rmtree(self.words, ignore_errors=True)
 
     def _without_record(self, name: str, report: pytest.TestReport) -> records.Record:
-        """The record of a cell whose test failed before it gave one: mostly its process has ended."""
+        """Return the record of a cell whose test failed before it gave one: mostly its process has ended."""
         why, cell = _why(report), self.expected[name]
         died = _WORKER_DIED.match(why)
         if died is None:
@@ -201,7 +210,7 @@ class RecordCollector:
         return ended_record(cell, self.settings, records.IN_TIME, why, passed=False if late.own and first else None)
 
     def another_try(self, worker: str, nodeid: str) -> bool:
-        """Whether what a worker ran as it died is run again: once, a busy machine may be why it was late."""
+        """Return whether the cell of a worker that died runs again: once, since a busy machine may be the cause."""
         name = cell_id(nodeid)
         late = timed_out(self.words / worker)
         if late is None or name not in self.expected or name in self.first_late:
@@ -211,13 +220,14 @@ class RecordCollector:
         return True
 
     def _note_time(self, kernel: str, late: str | None) -> None:
-        """Let workers know of a kernel whose cells time out, one after the other, and of one whose cells no more do."""
+        """Tell workers which kernels' cells time out, one after the other, and which no longer do."""
         before = self.late.get(kernel, [])
         self.late[kernel] = [] if late is None else [*before, late]
         if before or late is not None:
             tell_late(self.words, self.late)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note that a cell has begun."""
         self.begun.add(cell_id(nodeid))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -226,7 +236,7 @@ class RecordCollector:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """The same, as a worker tells it."""
+        """Remember the cells to run that a worker reports."""
         self.collected = {cell_id(nodeid) for nodeid in ids} & set(self.expected)
 
     @pytest.hookimpl(tryfirst=True)
@@ -253,7 +263,7 @@ class RecordCollector:
             session.exitstatus = USAGE
             return
         if session.exitstatus == pytest.ExitCode.OK:
-            # What a record says and the session would pass over, as with a plug-in that runs again what failed.
+            # Failures in records that the session would pass over, as with a plug-in that runs again what failed.
             failed = [record for record in self.records.values() if record.fails]
             self.failed += [f"failed: {record.id} {record.outcome} at first, whatever came of it when it was run again"
                             for record in failed]  # fmt: skip
@@ -261,7 +271,7 @@ class RecordCollector:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _failures(self) -> Iterator[str]:
-        """What fails the session though no single cell failed."""
+        """Yield the reasons why the session fails though no cell does."""
         whole = options.is_whole(self.config.getoption, of_subject=True) and self.expected.keys() <= self.records.keys()
         yield from self.excuses.stale(self.records.values(), whole=whole)
         for name in self.missing:
@@ -269,10 +279,10 @@ class RecordCollector:
             yield f"failed: {name} was asked for and can't run here: {why}; --allow-missing {name} lets the rest pass"
         ran = [record for record in self.records.values() if record.outcome != records.SKIPPED]
         if self.config.getoption("backward") == "own":  # and who has no gradients is not even wrong
-            own = [record for record in ran if self.expected[record.id].kernel.external]
-            asked = {record.kernel for record in own if self.expected[record.id].experiment.described().backward}
-            given = {record.kernel for record in own if GRADIENTS in record.answers}
-            for name in sorted(asked - given):
+            users = [record for record in ran if self.expected[record.id].kernel.external]
+            trained = {record.kernel for record in users if self.expected[record.id].experiment.described().backward}
+            given = {record.kernel for record in users if GRADIENTS in record.answers}
+            for name in sorted(trained - given):
                 yield f"failed: {name} gave no gradients, and --backward own asks for them"
         if not ran:
             yield "failed: no cell ran, and what did not run does not pass"
@@ -295,23 +305,24 @@ class RecordCollector:
         return described(run, self.expected)
 
     def verdicts(self, run: records.Run) -> list[Verdict]:
-        """What there is to say of the kernels, if one's own are among them."""
-        return verdicts(run, failures=self.failures) if run.own else []
+        """Return the verdicts on kernels, if a user's are among them."""
+        return verdicts(run, failures=self.failures) if run.has_users_kernel else []
 
     @property
     def failures(self) -> list[str]:
-        """Return what fails the session though no cell failed: itself, the gate, records that can't be kept."""
+        """The reasons why the session fails though no cell does: its own, the gate's, unwritable records."""
         gate = self.config.pluginmanager.get_plugin("tiebreak-gatekeeper")
         lines = gate.lines if gate is not None and gate.failed else ()
         return [*self.failed, *lines, *([self.failure] if self.failure else [])]
 
     def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
-        """What the run came to: the verdict on kernels of one's own, the tables, every cell that failed, the counts."""
+        """Return the report: the verdict on users' kernels, the tables, every cell that failed, the counts."""
         table, failed = grids.text(tables.tables(run), width=width), "\n".join(tables.failures(run.records))
-        told = map(str, judged or self.verdicts(run))
-        return list(filter(None, [*told, table, failed, tables.summary(run)]))
+        texts = map(str, judged or self.verdicts(run))
+        return list(filter(None, [*texts, table, failed, tables.summary(run)]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the report."""
         if self.failure:
             terminalreporter.write_line(self.failure, red=True)
         if self.run is None:
@@ -328,17 +339,17 @@ class RecordCollector:
 
 
 def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
-    """A run with the descriptions of what its records have, each once, and what explains undeclared kernels."""
+    """Return a run with the descriptions of its records' parts, each once, and explanations of undeclared kernels."""
     ran = {record.experiment for record in run.records}
     measured = {name for record in run.records for name in record.measures}
-    asked = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
+    used = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
     cases = {record.case: cells[record.id].experiment for record in run.records}
     explanations = explain(run.records)
     declared = (cells[record.id].kernel.declaration for record in run.records)
     return replace(
         run,
         measures={name: measure for name, measure in measures().items() if name in measured},
-        checks={name: check.described for name, check in asked.items()},
+        checks={name: check.described for name, check in used.items()},
         cases={name: each.described() for name, each in cases.items()},
         experiments={name: kind.described for name, kind in kinds().items() if name in ran},
         explanations=explanations,
@@ -347,15 +358,17 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
 
 
 def measures() -> dict[str, records.MeasureRecord]:
+    """Return every measure's description, by name."""
     return {name: measure for kind in kinds().values() for name, measure in kind.measured.items()}
 
 
 def backends_of(cells: Iterable[Cell]) -> list[Backend]:
+    """Return the backends of these cells."""
     return list({cell.backend.name: cell.backend for cell in cells}.values())
 
 
 def properties(record: records.Record) -> list[tuple[str, object]]:
-    """What a cell's entry in JUnit's XML carries: its outcome, measures and answers."""
+    """Return the properties of a cell's entry in JUnit's XML: its outcome, measures and answers."""
     entries: dict[str, object] = {"outcome": record.outcome, "verdict": record.verdict, "plan": record.plan}
     for name, value in record.measures.items():
         entries[name] = record.number(name)
@@ -366,7 +379,7 @@ def properties(record: records.Record) -> list[tuple[str, object]]:
 
 
 def _why(report: pytest.TestReport) -> str:
-    """Why a test failed that gave no record, in one line."""
+    """Return why a test failed that gave no record, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = str(crash.message if crash else report.longrepr).strip().splitlines() or ["no report"]
     return lines[0] if crash and not _WORKER_DIED.match(lines[-1]) else lines[-1]

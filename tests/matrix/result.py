@@ -1,4 +1,4 @@
-"""What an experiment found: measures, what was claimed and predicted, and evidence. Checks ask it their questions."""
+"""The result of an experiment: measures, claims, predictions and evidence, which checks read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Off = tuple[str, float | None]
 
 @dataclass(frozen=True)
 class Claimed:
-    """One thing that the case claims about such a kernel."""
+    """A claim of the case about such a kernel."""
 
     asked: str  # what is expected
     source: str  # who claims it
@@ -25,7 +25,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the kernel's declared plan predicts on the same inputs."""
+    """The prediction of the kernel's declared plan on the same inputs."""
 
     plan: str  # rule@plan that was emulated
     passed: bool | None  # None: the data do not tell
@@ -34,6 +34,8 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Result:
+    """The measures, answers and evidence of an experiment's run."""
+
     measures: Mapping[str, Value]  # by name, as the kind of experiment describes them
     shown: Shown  # what tables show
     verdict: str | None = None  # on the bias, where that says anything
@@ -59,24 +61,24 @@ class Result:
 
     @cached_property
     def recorded(self) -> Mapping[str, records.Value]:
-        """Return the measures as records have them."""
+        """The measures as records have them."""
         return recorded(self.measures)
 
     def number(self, name: str) -> float | None:
-        """The number of a measure, of an interval its mean; None where there is none."""
+        """Return the number of a measure, of an interval its mean; None where there is none."""
         value = self.measures.get(name)
         return value.mean if isinstance(value, Interval) else value
 
     def remedy(self, measure: str = "bias", limit: float = MARGIN_ULPS) -> str:
-        """Return what to do where the heads do not tell on which side of a limit a measure lies."""
+        """Return the advice where the heads do not settle on which side of a limit a measure is."""
         value = self.measures.get(measure)
         if self.obstacle or not isinstance(value, Interval):
             return self.obstacle or "more heads would do"
         heads = self.gradient_heads if measure.startswith("d") else self.heads
         return f"--heads {heads_to_tell(value, heads, limit)} would do, about"
 
-    def waived(self, check: str) -> bool:
-        """Whether a claim takes a check's place: that it fails is what is expected."""
+    def is_waived(self, check: str) -> bool:
+        """Return whether a claim replaces a check: that it fails is what is expected."""
         return any(check in claim.waives for claim in self.claims)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from tiebreak.kernels.external.isolation import own_randomness
-from tiebreak.kernels.kernel import CannotRunError, Whose, first_line
+from tiebreak.kernels.kernel import Blame, CannotRunError, first_line
 from tiebreak.matrix.checks import CONTRACT, ask_all, checks, contract_broken, judging
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.off import farthest_off
@@ -26,7 +26,7 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
                 return skipped_record(cell, settings, refusal)
             result = cell.experiment.run(cell, bench)
     except CannotRunError as error:
-        if error.whose is Whose.CALL:
+        if error.blame is Blame.CALL:
             return skipped_record(cell, settings, first_line(error))
         return blank_record(cell, settings, records.FAILED, {CONTRACT: contract_broken(raised(error, cell.kernel))})
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record

@@ -11,7 +11,7 @@ from tiebreak.cases.batch import Batch
 from tiebreak.cases.claims import Claim, no_worse, predicted
 from tiebreak.cases.errors import Errors, by_key_head, difference, in_units, merge
 from tiebreak.cases.gradients import GradientErrors, delta_errors_of, equation_cosines
-from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.cases.verdicts import BiasVerdict, judge
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
@@ -37,7 +37,7 @@ class HeldTo:
 class HeadErrors:
     """The errors of a gradient and of the known backward pass that it is held to, by key head, (heads,) each.
 
-    Errors are measured from the gradient of that pass without a rounding: those that come of O are left out.
+    The reference is the gradient of that pass without rounding, so that errors from O are left out.
     """
 
     square: Tensor  # mean squared error over mean square
@@ -52,14 +52,14 @@ class HeadErrors:
 
 @dataclass(frozen=True)
 class OnTheWhole:
-    """By how much the gradients of a batch are too large on the whole, by key head, (heads,) each."""
+    """The factor by which the gradients of a batch are too large, by key head, (heads,) each."""
 
     delta: Tensor  # see `delta_errors_of`
     gains: tuple[Tensor, ...]  # sum(error * reference) / sum(reference^2) of dQ, dK and dV
 
     @classmethod
     def of(cls, gradients: Gradients, batch: Batch) -> "OnTheWhole":
-        """Return those of a batch."""
+        """Return the factors of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
         pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
         gains = (by_key_head((ours - x) * x, n) / by_key_head(x.square(), n) for ours, x, n in pairs)
@@ -70,7 +70,7 @@ class OnTheWhole:
 class Sample:
     """A cell's outputs for all heads drawn so far, and the judgements that follow from them.
 
-    A chaotic or cancelling case predicts nothing: its records say that no prediction is made, not that one passed.
+    A chaotic or cancelling case predicts nothing: its records say that no prediction was made, not that one passed.
     """
 
     cell: Cell
@@ -89,29 +89,31 @@ class Sample:
 
     @property
     def heads(self) -> int:
+        """The number of heads drawn so far."""
         return sum(output.o.shape[0] * output.o.shape[1] for output in self.outputs)
 
     @property
     def first(self) -> Batch:
-        """The first batch, on which alone gradients are bounded and rows looked at."""
+        """The first batch, the only one on which gradients are bounded and rows examined."""
         return self.bench.batch(0)
 
     @cached_property
     def errors(self) -> Errors:
+        """The errors of O on all heads."""
         return merge(list(self.batch_errors))
 
     def emulated(self, declaration: Declaration) -> Errors:
-        """Errors of what the emulation makes of a declaration, on all heads."""
+        """Return the errors of a declaration's emulation, on all heads."""
         return merge([self.bench.emulated(index, declaration)[1] for index in range(len(self.outputs))])
 
     @cached_property
     def plan_errors(self) -> Errors | None:
-        """Errors of the plan that it is held to, on the same heads; None: there is none."""
+        """The errors of the plan that it is held to, on the same heads; None: there is none."""
         return None if self.held_to is None else self.emulated(self.held_to.declaration)
 
     @cached_property
     def prediction(self) -> Errors | None:
-        """Errors of what the kernel declares; None: nothing is predicted, or the emulation itself was run."""
+        """The errors of the kernel's declaration; None: nothing is predicted, or the emulation itself was run."""
         kernel, backend = self.cell.kernel, self.cell.backend
         if kernel.declaration is None or backend.predicts or not self.bench.case.bits_tell:
             return None
@@ -119,7 +121,7 @@ class Sample:
 
     @cached_property
     def equal_bits(self) -> float | None:
-        """Share of elements of O that agree with the prediction to the bit."""
+        """The share of elements of O that agree with the prediction to the bit."""
         if self.prediction is None:
             return None
         emulated = [self.bench.emulated(index, self.declaration)[0].o for index in range(len(self.outputs))]
@@ -128,19 +130,19 @@ class Sample:
 
     @cached_property
     def rounded(self) -> Errors | None:
-        """Errors of a correctly rounded O, of a user's kernel that is biased on a failure input or held to them."""
+        """The errors of a correctly rounded O, for a user's kernel biased on a failure input or compared with one."""
         failing_of_users = self.cell.kernel.external and self.bench.case.failure
-        asked = self.bench.settings.as_rounded or self.verdict is Verdict.BIASED
-        return self.emulated(ROUNDED) if failing_of_users and asked else None
+        is_wanted = self.bench.settings.as_rounded or self.verdict is BiasVerdict.BIASED
+        return self.emulated(ROUNDED) if failing_of_users and is_wanted else None
 
     @cached_property
     def row_errors(self) -> Tensor:
-        """Signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
+        """The signed errors in ulps of the first batch, a row a line, (rows, d); NaN where an element is left out."""
         return in_units(self.outputs[0].o.double() - self.first.ref.o, self.first.units).flatten(0, -2)
 
     @cached_property
     def gradient_errors(self) -> GradientErrors | None:
-        """Errors of the gradients of the first batch; None: there are none."""
+        """The errors of the gradients of the first batch; None: there are none."""
         gradients, batch = self.outputs[0].gradients, self.first
         if gradients is None:
             return None
@@ -148,13 +150,13 @@ class Sample:
 
     @cached_property
     def equation_cosines(self) -> tuple[float, float] | None:
-        """Return the cosines of the paper's equations 1 and 2 for the first batch."""
+        """The cosines of the paper's equations 1 and 2 for the first batch."""
         errors, batch = self.gradient_errors, self.first
         return None if errors is None else equation_cosines(self.outputs[0], errors.dq, batch.inputs, batch.ref)
 
     @cached_property
     def predicted_gradients(self) -> OnTheWhole | None:
-        """Those of the first batch, as the declaration of a kernel of the suite predicts them on normal numbers."""
+        """The gradients of the first batch that a suite kernel's declaration predicts on normal numbers."""
         if self.cell.kernel.external or self.prediction is None or not self.bench.case.normal:
             return None
         emulated = self.bench.emulated(0, self.declaration)[0].gradients
@@ -162,31 +164,31 @@ class Sample:
 
     @property
     def gradient_heads(self) -> int:
-        """Return the number of heads that gradients were measured on."""
+        """The number of heads that gradients were measured on."""
         inputs = self.first.inputs
         key_heads = inputs.k.shape[0] * inputs.k.shape[1] + sum(len(more.delta) for more in self.more_gradients)
         return inputs.groups * key_heads
 
     @property
-    def cancelled(self) -> bool:
-        """Tell whether no element of O has an error in ulps."""
+    def has_cancelled(self) -> bool:
+        """True if no element of O has an error in ulps."""
         return self.errors.left_out == self.errors.elements
 
     @cached_property
-    def verdict(self) -> Verdict | None:
-        """On the bias; None where the mean error in ulps says nothing in this case."""
+    def verdict(self) -> BiasVerdict | None:
+        """The verdict on the bias; None where the mean error in ulps means nothing in this case."""
         if self.bench.case.cancels:
             return None
-        return Verdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
+        return BiasVerdict.NONFINITE if self.errors.nonfinite else judge(self.errors.bias)
 
     @property
     def claim_passed(self) -> bool | None:
-        """Tell whether what the case claims is so; None: the data do not tell."""
+        """True if what the case claims is so; None: the data do not tell."""
         return self.claim is None or self.claim.expectation.passed(self.errors)
 
     @cached_property
     def prediction_passed(self) -> bool | None:
-        """Tell whether the output is what the declaration predicts; None: the data do not tell."""
+        """True if the output is what the declaration predicts; None: the data do not tell."""
         errors, prediction = self.errors, self.prediction
         if prediction is None:
             return True
@@ -197,23 +199,23 @@ class Sample:
 
     @cached_property
     def rounded_passed(self) -> bool | None:
-        """Tell whether the output is no more biased than a correctly rounded O; None: the data do not tell."""
+        """True if the output is no more biased than a correctly rounded O; None: the data do not tell."""
         return not self.bench.settings.as_rounded or self.rounded is None or no_worse(self.errors, self.rounded)
 
     @property
-    def settled(self) -> bool:
-        """Tell whether more heads would say nothing more of O."""
+    def is_settled(self) -> bool:
+        """True if more heads would say nothing more of O."""
         answers = (self.claim_passed, self.prediction_passed, self.rounded_passed)
-        return None not in answers and self.verdict is not Verdict.UNDECIDED
+        return None not in answers and self.verdict is not BiasVerdict.UNDECIDED
 
     @property
     def obstacle(self) -> str:
-        """Return why more heads can't be drawn by a larger --heads, and what to do about it; empty if they can."""
+        """Why more heads can't be drawn by a larger --heads, and what to do about it; empty if they can."""
         if self.out_of_time:
             return f"time for {self.heads} heads and no more: raise --cell-timeout"
         if not self.exhausted:
             return ""
-        if self.cancelled:
+        if self.has_cancelled:
             return "every element of O has cancelled: no kernel's bias shows on this input"
         return "the case has no more: capture more sequences a batch"
 

@@ -31,16 +31,16 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def cell_id(nodeid: str) -> str:
-    """The id of a cell, from pytest's name of its test; empty for what is no cell."""
+    """Return the id of a cell, from pytest's name of its test; empty for any other test."""
     _, separator, name = nodeid.partition("::test_cell[")
     return name.removesuffix("]") if separator else ""
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Groups the matrix by what cells share; every other test is a group of its own, but for files that share too.
+    """A scheduler that groups cells by what they share, other tests by file if it shares, else each alone.
 
-    The longest groups come first: one that starts last keeps its worker busy while the others have nothing to do.
-    But for some short ones of users' kernels: a kernel that hangs is so known before its long cells wait for it.
+    The longest groups come first: one that starts last would keep its worker busy while the others are idle. A few
+    short groups of users' kernels come before them: a kernel that hangs is noticed before its long cells run.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         super().__init__(config, log)
         self.another_try = another_try  # whether what a worker ran as it died is run again
         self.retried: set[str] = set()  # tests that run again: each alone in a process, behind all others
-        self.rank = rank  # where a cell comes, in the place of the order by length: the least first
+        self.rank = rank  # where a cell comes, instead of the order by length: the least first
         self.cells = cells  # by id
         self.together: frozenset[str] = frozenset()  # files of tests that share what takes long to make
         self.leaving: set[Any] = set()  # workers that end themselves: no cell of theirs is to blame
@@ -68,7 +68,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         return file if file in self.together else nodeid
 
     def _rank(self, tests: Collection[str]) -> tuple[float, ...]:
-        """Where a group comes: the least first."""
+        """Return the rank of a group: the least comes first."""
         cells = [cell for test in tests if (cell := self.cells.get(cell_id(test))) is not None]
         if self.rank is not None:
             return min(map(self.rank, cells), default=())
@@ -84,7 +84,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         super()._assign_work_unit(node)
 
     def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
-        """Forget the groups that are done: xdist 3.8 counts through all that a worker ever had, at every test."""
+        """Forget the finished groups: xdist 3.8 counts through all that a worker ever had, at every test."""
         del duration
         test = self.registered_collections[node][item_index]
         workload, scope = self.assigned_work[node], self._split_scope(test)
@@ -94,9 +94,9 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
         self._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """The test that killed a worker and has no other try; the rest of its work goes to the others.
+        """Return the test that killed a worker and has no other try; the others get the rest of its work.
 
-        xdist 3.8 queues that test again, and finished groups too, whose completion it then awaits forever.
+        xdist 3.8 would queue that test again, and finished groups too, whose completion it then awaits forever.
         """
         workload = self.assigned_work.pop(node)
         left = [(scope, test) for scope, unit in workload.items() for test, done in unit.items() if not done]
@@ -114,7 +114,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
     def _reschedule(self, node: Any) -> None:
         """Keep a worker busy: it runs its last test only when it knows the next or that there is none.
 
-        xdist 3.8 hands out one group a time, after which a replacement with a group of one waits forever.
+        xdist 3.8 hands out one group at a time, after which a replacement with a group of one test waits forever.
         """
         if node.shutting_down or node not in self.registered_collections:
             return
@@ -125,7 +125,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def seconds_of(text: str) -> float | None:
-    """Seconds of a time such as 60, 60s, 1.5m or 1h; None if it is none, or less than a second."""
+    """Return the seconds of a time such as 60, 60s, 1.5m or 1h; None if it is none, or less than a second."""
     matched = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?)([smh]?)", text.strip())
     seconds = float(matched[1]) * _UNITS[matched[2]] if matched else 0.0
     return seconds if seconds >= 1 else None
@@ -158,9 +158,9 @@ def beyond(cells: Iterable[Cell]) -> frozenset[str]:
     """Return the ids of cells that a check leaves out by default: those that tell least, where there is a budget."""
     left_out = set[str]()
     slow = (cell for cell in cells if cell.backend.budget is not None)
-    for own in grouped(slow, lambda cell: (cell.backend.name, cell.kernel.name)).values():
-        left = _LISTED * (own[0].backend.budget or math.inf)
-        for cell in sorted(own, key=rank):
+    for group in grouped(slow, lambda cell: (cell.backend.name, cell.kernel.name)).values():
+        left = _LISTED * (group[0].backend.budget or math.inf)
+        for cell in sorted(group, key=rank):
             if (seconds := expected(cell)) > left:
                 left_out.add(cell.id)
             else:
@@ -170,14 +170,15 @@ def beyond(cells: Iterable[Cell]) -> frozenset[str]:
 
 @dataclass
 class Pace:
-    """How long the cells of a run take beside what is known of them; until some have shown it, as long."""
+    """The ratio of the time that cells of a run take to what is known of them; 1 until some have shown it."""
 
     took: float = 1.0  # seconds, by all cells together
     known: float = 1.0  # that they were known to take
 
-    def add(self, known: float, took: float) -> None:
-        self.known, self.took = self.known + known, self.took + took
+    def add(self, usual: float, took: float) -> None:
+        """Add a cell, its usual time and the time that it took, in seconds."""
+        self.known, self.took = self.known + usual, self.took + took
 
-    def of(self, known: float) -> float:
-        """Return the seconds that a cell takes, about, that is known to take so many."""
-        return known * self.took / self.known
+    def of(self, usual: float) -> float:
+        """Return about how many seconds a cell will take that usually takes `usual`."""
+        return usual * self.took / self.known

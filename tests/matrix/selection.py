@@ -1,4 +1,4 @@
-"""Which cells a run has: the names on the command line, checked, and what they stand for."""
+"""The cells of a run: the names on the command line, checked and looked up."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,10 +43,7 @@ class Selection:
 
 
 def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
-    """The cells of a run, case by case, and the backends that can't run, with their reasons.
-
-    A `UsageError` where a name is unknown, or no cell is left: a run of nothing would pass.
-    """
+    """Return a run's cells, and the backends that can't run, with reasons; UsageError: unknown names, or no cells."""
     chosen = matching_backends(selection)
     reasons = {backend.name: reason for backend in chosen if (reason := backend.unavailable()) is not None}
     running = [backend for backend in chosen if backend.name not in reasons]
@@ -60,13 +57,13 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     if selection.features is not None:
         experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
     for experiment in experiments:
-        own = experiment.formats() if experiment.options else None  # of captured tensors: someone has named a folder
-        if own is not None and not set(own) & set(formats):
-            advice = f"{experiment.name} is in {own[0].name}; add that, or leave it out with --cases"
+        fixed_formats = experiment.formats() if experiment.options else None  # of captured tensors: a folder is named
+        if fixed_formats is not None and not set(fixed_formats) & set(formats):
+            advice = f"{experiment.name} is in {fixed_formats[0].name}; add that, or leave it out with --cases"
             raise UsageError(f"--dtype {selection.formats}: {advice}")
     named = bool(selection.kernel) or selection.kernels is not None, selection.cases is not None
-    asked = (SelectionContext(pairs, running, fmt, *named, selection.emulated_backward) for fmt in formats)
-    selected = [cell for each in asked for cell in cells_of(experiments, each)]
+    contexts = (SelectionContext(pairs, running, fmt, *named, selection.emulated_backward) for fmt in formats)
+    selected = [cell for each in contexts for cell in cells_of(experiments, each)]
     if not selected:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
         raise UsageError(f"no cell is left: {hints}")
@@ -74,7 +71,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
 
 
 def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
-    """The experiments that features can be added to, each with each that is listed."""
+    """Return the experiments that features can be added to, each with each that is listed."""
     listed: dict[str, None] = {}
     for name in split(names):
         matched = matching(name, ADDED) if set(name) & _GLOB else []
@@ -96,17 +93,17 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
     return [each for each in added if each is not None]
 
 
-def cells_of(experiments: Iterable[Experiment], asked: SelectionContext) -> list[Cell]:
-    """The cells of experiments: to each go kernels of its own kind and those of none."""
+def cells_of(experiments: Iterable[Experiment], context: SelectionContext) -> list[Cell]:
+    """Return the cells of experiments: each with kernels of its kind and those of none."""
     owners: dict[tuple[str, str], set[str]] = {}
-    for kind, backend in product(kinds(), asked.backends):
+    for kind, backend in product(kinds(), context.backends):
         for name in kinds()[kind].kernels(backend):
             owners.setdefault((backend.name, name), set()).add(kind)
     contexts = {}
     for kind in kinds():
-        pairs = [(at, it) for at, it in asked.pairs if kind in owners.get((at.name, it.name), {kind})]
-        contexts[kind] = replace(asked, pairs=pairs)
-    return [Cell(*pair, each, asked.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
+        pairs = [(at, it) for at, it in context.pairs if kind in owners.get((at.name, it.name), {kind})]
+        contexts[kind] = replace(context, pairs=pairs)
+    return [Cell(*pair, each, context.fmt) for each in experiments for pair in each.pairs(contexts[each.kind])]
 
 
 def check_usable(chosen: Iterable[Cell]) -> None:
@@ -116,7 +113,7 @@ def check_usable(chosen: Iterable[Cell]) -> None:
 
 
 def _known(selection: Selection) -> dict[str, Experiment]:
-    """The experiments that --cases takes by name."""
+    """Return the experiments that --cases takes by name."""
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:
         chosen = [kind for kind in chosen if not kind.on_request]
@@ -125,7 +122,7 @@ def _known(selection: Selection) -> dict[str, Experiment]:
 
 
 def matching_backends(selection: Selection) -> list[Backend]:
-    """The backends that a run asks for, whether they can run or not; a `UsageError` names what is unknown."""
+    """Return the requested backends, whether they can run or not; a `UsageError` names what is unknown."""
     names = "cpu" if selection.backends is None and selection.kernel else selection.backends
     try:
         names = names and resolved(names)
@@ -151,7 +148,7 @@ def matching_backends(selection: Selection) -> list[Backend]:
 
 
 def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    """The kernels on every backend: the default ones, those of --kernels, and users'."""
+    """Return the kernels on every backend: the default ones, those of --kernels, and users'."""
     external = _external(selection, backends) if selection.kernel else []
     if external and selection.kernels is None:
         return external
@@ -160,13 +157,13 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
     if selection.kernels is not None:
         kernels = [kernel.name for backend in backends for kernel in backend.kernels()]
         trained = [name for backend in backends for kind in kinds().values() for name in kind.kernels(backend)]
-        known = list(dict.fromkeys([*kernels, *trained]))
+        kernels_known = list(dict.fromkeys([*kernels, *trained]))
         listed = "any rule@plan is one, and `tiebreak list kernels` names"
         for name in split(selection.kernels):
             if not matching(name, names):
-                raise UsageError(f"--kernels: {unknown('kernel', name, known, listed)}")
+                raise UsageError(f"--kernels: {unknown('kernel', name, kernels_known, listed)}")
         if not names:
-            raise UsageError(f"--kernels: {none_named('kernel', known, listed)}")
+            raise UsageError(f"--kernels: {none_named('kernel', kernels_known, listed)}")
     for _, kernel in external:
         if kernel.name in names:
             target = " ".join(kernel.origin[:2])
@@ -175,11 +172,11 @@ def _kernels(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
 
 
 def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
-    """Users' kernels on every device chosen; the emulation runs no code but its own."""
+    """Return users' kernels on every chosen device; the emulation runs only the suite's code."""
     devices = [backend for backend in backends if not backend.predicts]
     if not devices:
-        known = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
-        raise UsageError(f"a kernel of your own runs on a device, not in the emulation: --backend {known}")
+        known_names = ", ".join(backend.name for backend in BACKENDS.values() if not backend.predicts)
+        raise UsageError(f"a kernel of your own runs on a device, not in the emulation: --backend {known_names}")
     try:
         named = [external_kernel(each, selection.plan, selection.declare) for each in selection.kernel]
         kernels = distinct_names(named)
@@ -189,7 +186,7 @@ def _external(selection: Selection, backends: Sequence[Backend]) -> list[Pair]:
 
 
 def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
-    """A backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
+    """Return a backend's kernels under these names: its default ones by glob, and any composed one by its full name."""
     default = {kernel.name: kernel for kernel in backend.kernels()}
     if names is None:
         return list(default.values())
@@ -197,7 +194,7 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
         default |= kind.kernels(backend)
     kernels: dict[str, Kernel] = {}
     for name in split(names):
-        # By its full name a kernel that is for some inputs alone may meet any. One of another kind of experiment, or
+        # Named in full, a kernel that is for some inputs only may get any. One of another kind of experiment, or
         # another backend's own, is looked for by its name; who has called for all backends refuses what none has.
         with suppress(ValueError):
             kernels |= {} if set(name) & _GLOB else {name: backend.kernel(name)}
@@ -206,11 +203,11 @@ def _kernels_of(backend: Backend, names: str | None) -> list[Kernel]:
     return list(kernels.values())
 
 
-def _pick(flag: str, kind: str, names: str | None, known: Mapping[str, _T]) -> list[_T]:
-    """The values whose names are listed, all without a list."""
+def _pick(flag: str, kind: str, names: str | None, values: Mapping[str, _T]) -> list[_T]:
+    """Return the values whose names are listed, all without a list."""
     if names is None:
-        return list(known.values())
+        return list(values.values())
     for name in split(names):
-        if COMMONLY.get(name) in known and not matching(name, known):
-            raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(known)}")
-    return [known[name] for name in pick(kind, names, known, f"`tiebreak list {kind}s` names", flag)]
+        if COMMONLY.get(name) in values and not matching(name, values):
+            raise UsageError(f"{flag}: {kind} {name!r} is called {COMMONLY[name]}; all: {', '.join(values)}")
+    return [values[name] for name in pick(kind, names, values, f"`tiebreak list {kind}s` names", flag)]

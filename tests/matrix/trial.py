@@ -1,4 +1,4 @@
-"""What a kernel raised, in one line; and a small call that shows whether it can do what nobody has said of it."""
+"""A kernel's error in one line; and a small call that shows whether a kernel can do what it does not declare."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from tiebreak.kernels.external.call import SHAPE
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.loading import place_of
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel, OutOfBoundsError, Whose, first_line
+from tiebreak.kernels.kernel import Blame, CannotRunError, Kernel, OutOfBoundsError, first_line
 
 
 def raised(error: Exception, kernel: Kernel) -> str:
-    """What was raised, and the deepest line of the kernel's own file that did; of a broken contract, the kernel's."""
+    """Return an error with the deepest line of the kernel's own file; for a broken contract, the kernel's name."""
     code = kernel.caller.code if isinstance(kernel, UserKernel) else None
     at = place_of(error, code.co_filename if code else "")
     if isinstance(error, CannotRunError):
@@ -22,39 +22,40 @@ def raised(error: Exception, kernel: Kernel) -> str:
 
 
 def refusal(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """Return None, or why a kernel can't run inputs that lie on the host.
+    """Return None, or why a kernel can't run inputs that are on the host.
 
-    What it says that it takes decides, and what it fails on that it never said it takes.
+    It can't if it does not declare a feature, or if it fails on one that it never declared.
     """
     return kernel.refusal(to_device(inputs, backend.device)) or failed_trial(backend, kernel, inputs)
 
 
 def failed_trial(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """Try a kernel once on what it does not declare of inputs on the host, such as grouped heads or a head dimension.
+    """Try a kernel once on inputs on the host that it does not declare, such as grouped heads or a head dimension.
 
-    None where it computes anything, where the call itself is to tell what is wrong, or where nothing is to be tried;
-    else what it was tried with and how it failed: a reason to skip the cell. What left its device beyond use is raised.
+    None where it computes anything, where the call itself will show the error, or where nothing has to be tried; else
+    what was tried and how it failed: a reason to skip the cell. An error that breaks the device is raised.
     """
-    asked = kernel.undeclared(inputs)
-    if asked is None:
+    undeclared = kernel.undeclared(inputs)
+    if undeclared is None:
         return None
     small = inputs.part(slice(1))
     failure = _failure(backend, kernel, small)
     oblong = inputs.causal and inputs.q.shape[2] != inputs.k.shape[2]
     plainer = AttentionInputs(small.q, small.k, small.v, small.do, small.formats, oblong, noise_seed=small.noise_seed)
-    if failure is None or (set(plainer.asks()) != set(small.asks()) and _failure(backend, kernel, plainer) is None):
+    differs = {*plainer.required_features()} != {*small.required_features()}
+    if failure is None or (differs and _failure(backend, kernel, plainer) is None):
         return None  # what it does say that it takes is to blame
-    return f"tried with {asked}, it {failure}"
+    return f"tried with {undeclared}, it {failure}"
 
 
 def _failure(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> str | None:
-    """None, or how a call failed."""
+    """Return None, or how a call failed."""
     try:
         backend.run(kernel, inputs, gradients=False)
     except OutOfBoundsError:  # who reads past an argument has not refused: the call is to fall
         return None
     except CannotRunError as error:  # perhaps it has one head of O for each of K's
-        per_key_head = error.whose is Whose.KERNEL and str(error).startswith(SHAPE) and inputs.groups > 1
+        per_key_head = error.blame is Blame.KERNEL and str(error).startswith(SHAPE) and inputs.groups > 1
         return str(error) if per_key_head else None
     except Exception as error:  # whatever the kernel raises
         if backend.poisoned():

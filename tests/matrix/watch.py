@@ -1,4 +1,4 @@
-"""What ends a cell that takes too long: a time limit, and the time of the whole run; a process is not used again then.
+"""Limits on the time of a cell and of the whole run; after one is reached a process is not used again.
 
 No kernel under test takes the run with it: workers watch themselves, and leave word of where they were.
 """
@@ -23,7 +23,7 @@ from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.scheduling import Pace, beyond, expected
 
 _GIVEN_UP = 5  # time-outs of a kernel in a row, after which its other cells are not run
-_LATE = "late.json"  # beside the words of the workers
+_LATE = "late.json"  # next to the words of the workers
 _FILE, _DEADLINE = "tiebreak_watch", "tiebreak_deadline"  # of a worker's input
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
@@ -31,7 +31,7 @@ _TIMEOUT = re.compile(r"Timeout \((\d+):(\d+):([\d.]+)\)")
 _WALL = 10  # times the limit of CPU time: what sleeps, or waits for ever, ends then
 _CALLS = str(Path("external", "call.py"))  # the module that calls a user's function
 _SHARE = 0.9  # of a budget, for cells; the rest is for the start, and for what the records come to
-# What ends a cell: by the clock, and by the CPU time of its process.
+# The limits that end a cell: by the clock, and by the CPU time of its process.
 _ALARMS = (signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _STUCK = 5.0  # seconds after which a cell that does not end with the budget hangs
 
@@ -40,7 +40,7 @@ cpu = time.process_time
 
 
 class BudgetSpentError(BaseException):
-    """Ends a cell in the midst of its work; no `except Exception` of a kernel takes it."""
+    """The end of a cell in the middle of its work; no `except Exception` of a kernel catches it."""
 
 
 def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
@@ -49,7 +49,7 @@ def _end_the_cell(signum: int, frame: FrameType | None) -> NoReturn:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much time there is for a run."""
+    """The time limit of a run."""
 
     deadline: float = math.inf  # on the clock
     cpu: float = math.inf  # on that of this process's CPU time
@@ -57,7 +57,7 @@ class Budget:
 
     @classmethod
     def of(cls, seconds: float) -> "Budget":
-        """Return what is left of so much time for the whole run, which begins."""
+        """Return a budget of `seconds` for the whole run, which begins."""
         return cls(now() + _SHARE * seconds)
 
     @classmethod
@@ -74,7 +74,7 @@ class Budget:
 
 @dataclass
 class Progress:
-    """How far a run is, and how long it takes to its end: as the table says, at the pace that cells have shown."""
+    """The progress of a run, and the time to its end: by the table, at the pace that cells have shown."""
 
     cells: Collection[Cell]
     budget: Budget
@@ -88,16 +88,16 @@ class Progress:
 
     def end(self, name: str, seconds: float | None) -> None:
         """Count a cell, and the seconds that it took; None: it did not run."""
-        known = self.left.pop(name)
+        expected = self.left.pop(name)
         if seconds is not None:
-            self.pace.add(known, seconds)
+            self.pace.add(expected, seconds)
 
     @property
     def seconds(self) -> float:
-        """About how long the rest takes."""
+        """About how many seconds the rest takes."""
         moment = now()
         took = {name: moment - begun for name, begun in self.begun.items()}
-        left = [max(self.pace.of(known) - took.get(name, 0.0), 0.0) for name, known in self.left.items()]
+        left = [max(self.pace.of(expected) - took.get(name, 0.0), 0.0) for name, expected in self.left.items()]
         return min(max(sum(left) / self.processes, max(left, default=0.0)), self.budget.deadline - moment)
 
     def __str__(self) -> str:
@@ -105,27 +105,29 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watchdog:
+    """A limit on a cell's time that ends the process."""
+
     file: Path | None  # where it leaves word before it ends itself; None: it is the only process, and never does
     seconds: float | None  # of CPU time that a cell's kernel may take, whatever it is; None: as its experiment says
     budget: Budget = Budget()
     pace: Pace = field(default_factory=Pace)  # of this process
 
     @classmethod
-    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watch":
-        """The watch of a worker with this input, or of the only process, with none."""
+    def of(cls, worker_input: Mapping[str, Any], seconds: float | None, budget: Budget = Budget()) -> "Watchdog":
+        """Return the watchdog of a worker with this input, or of the only process, with none."""
         file, deadline = worker_input.get(_FILE), worker_input.get(_DEADLINE, budget.deadline)
         return cls(None if file is None else Path(file), seconds, replace(budget, deadline=deadline))
 
     def worker_input(self, file: Path) -> dict[str, Any]:
-        """A worker's input, which its watch is made from."""
+        """Return a worker's input, from which its watchdog is made."""
         return {_FILE: str(file), _DEADLINE: self.budget.deadline}
 
     @contextmanager
     def over(self, cell: Cell) -> Iterator[None]:
         """End the process if a cell's kernel takes too much CPU time, or the cell ten times as long by the clock.
 
-        By a signal, and a thread in C: a kernel may hold Python's lock for ever.
+        A signal, or a thread in C, ends it: a kernel may hold Python's lock for ever.
 
         Raises:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.
@@ -151,7 +153,7 @@ class Watch:
             yield
 
     def given_up(self, cell: Cell) -> str | None:
-        """None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
+        """Return None, or why a cell is not run: too many cells of its kernel have timed out, one after the other."""
         try:
             late = json.loads(self.file.with_name(_LATE).read_text()) if self.file is not None else {}
         except OSError:  # none has been yet
@@ -170,14 +172,14 @@ def tell_late(folder: Path, late: Mapping[str, Sequence[str]]) -> None:
 
 
 class TimedOut(NamedTuple):
-    """What ended a process whose time was over."""
+    """The cause of a process' end whose time was over."""
 
     why: str  # in one line, with the line of code that it was in: the user's, where any of it was
     own: bool  # whether the user's code was running, and not the suite's
 
 
 def timed_out(file: Path) -> TimedOut | None:
-    """Where a worker was when its time was over; None if that is not what ended it."""
+    """Return where a worker was when its time was over; None if that did not end it."""
     try:
         text = file.read_text(errors="replace")
     except OSError:
@@ -185,7 +187,7 @@ def timed_out(file: Path) -> TimedOut | None:
     stacks = _STACK.split(text)[1:]
     if not stacks:
         return None
-    # Of a signal's dump the current thread; of the clock's the last: it is the one that ran the cell.
+    # The thread that ran the cell: the current one in a signal's dump, the last one in the clock's.
     frames: list[tuple[str, str, str]] = _FRAME.findall(stacks[-1])
     clock = _TIMEOUT.search(text)
     named = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else None)
@@ -193,5 +195,5 @@ def timed_out(file: Path) -> TimedOut | None:
     if clock is None:
         return TimedOut(f"no result after {float(text.split()[0]):g} s of CPU time{at}", True)
     hours, minutes, seconds = map(float, clock.groups())
-    own = any(file.endswith(_CALLS) for file, _, _ in frames)
-    return TimedOut(f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}", own)
+    in_users_code = any(file.endswith(_CALLS) for file, _, _ in frames)
+    return TimedOut(f"no result after {3600 * hours + 60 * minutes + seconds:g} s{at}", in_users_code)

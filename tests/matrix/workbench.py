@@ -26,7 +26,7 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.candidates import drawn, nameless
+from tiebreak.matrix.candidates import is_random, nameless
 
 Named = tuple[str, str, str]  # a backend, a kernel and a format
 EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
@@ -40,14 +40,14 @@ _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
 
 
 class SharedEmulation(EmulatedArithmetic):
-    """The emulation's arithmetic for some inputs.
+    """The emulation's arithmetic for some inputs, with results kept.
 
-    What is computed of inputs and of earlier results, such as Q K^T, is known by where they lie; an exponential's
-    argument, which every kernel makes anew, by its values.
+    Results of inputs and of earlier results, such as Q K^T, are found by the place of their operands in memory; an
+    exponential, whose argument every kernel makes anew, by the argument's values.
     """
 
     def __init__(self, inputs: AttentionInputs) -> None:
-        """For inputs that outlive it."""
+        """Share results on inputs that outlive it."""
         self._inputs = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._forget()
 
@@ -58,12 +58,13 @@ class SharedEmulation(EmulatedArithmetic):
         self._size = 0
 
     def cast(self, x: Tensor, cast: Cast, random: Tensor | None = None) -> Tensor:
+        """Cast, once for each operand."""
         if random is not None or not cast.narrows:
             return super().cast(x, cast, random)
         return self._once((x,), cast, partial(super().cast, x, cast))
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
-        """The cast comes after the product, unless its sum is cast on the way: plans of several casts share one."""
+        """Multiply exactly and cast, unless the sum is cast on the way: plans with several casts share one product."""
         if cast.every:
             return self._once((a, b), (cast, accumulator), partial(super().matmul, a, b, cast, accumulator))
         anew = super().matmul
@@ -75,19 +76,21 @@ class SharedEmulation(EmulatedArithmetic):
         return self.cast(self._once((a, b), accumulator, product), cast)
 
     def _widened(self, x: Tensor) -> Tensor:
-        """In fp64, in which an exact sum is computed; what is large is widened piece by piece, where it is summed."""
+        """Return fp64, in which an exact sum is computed; large tensors are widened piece by piece, when summed."""
         return x if x.numel() > _WIDENED else self._once((x,), torch.float64, x.double)
 
     def exp(self, x: Tensor, exponential: Exponential) -> Tensor:
+        """Compute the exponential, once for equal values."""
         return self._like(x, exponential, partial(super().exp, x, exponential))
 
     def row_sum(self, x: Tensor, accumulator: Accumulator) -> Tensor:
+        """Sum rows, once for each operand."""
         return self._once((x,), accumulator, partial(super().row_sum, x, accumulator))
 
     def _once(self, operands: tuple[Tensor, ...], how: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """A result of operands, if they are known.
+        """Return the result of operands, if they are known, else make it.
 
-        What is known is kept alive: where a tensor has been given up, another may lie.
+        Known operands are kept alive: in the place of a freed tensor there may be another one.
         """
         if not self._knows(operands):
             return make()
@@ -107,7 +110,7 @@ class SharedEmulation(EmulatedArithmetic):
         return all(_storage(operand) in self._known for operand in operands)
 
     def _like(self, x: Tensor, how: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The result of an operand with the same values."""
+        """Return the result of an operand with the same values, else make it."""
         key = how, x.shape, x.sum().item()  # a few of many plans' arguments have that sum
         for earlier, result, versions in self._of_values.get(key, ()):
             if versions == earlier._version + result._version and torch.equal(earlier, x):
@@ -121,7 +124,7 @@ class SharedEmulation(EmulatedArithmetic):
         return result
 
     def _make_room(self, elements: int) -> None:
-        """Forget everything, if there would be too much with some elements more."""
+        """Forget everything, if these elements would make it too much."""
         if self._size + elements > _KEPT:
             self._forget()
         self._size += elements
@@ -132,7 +135,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _place(x: Tensor) -> tuple[Hashable, ...]:
-    """What tells a part of a tensor from any other, and from itself once someone has written to it."""
+    """Return a key that tells a part of a tensor from any other, and from itself after a write."""
     return x.data_ptr(), x.shape, x.stride(), x._version
 
 
@@ -148,23 +151,25 @@ def equal_bits(ours: Tensor, theirs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Emulated:
-    """Inputs, and what plans make of them."""
+    """Inputs, and the outputs of plans on them."""
 
     inputs: AttentionInputs
 
     @cached_property
     def arithmetic(self) -> SharedEmulation:
+        """The arithmetic that keeps results on these inputs."""
         return SharedEmulation(self.inputs)
 
     def clipped(self, declaration: Declaration) -> Declaration:
-        """The declaration in tiles no larger than the inputs: beyond their size they change nothing."""
+        """Return the declaration in tiles no larger than the inputs: beyond their size they change nothing."""
         return _clipped(declaration, self.inputs.q.shape[-2], self.inputs.k.shape[-2])
 
     def output(self, declaration: Declaration) -> AttentionOutput:
+        """Return the output of a declaration on these inputs."""
         return run_forward(self.clipped(declaration), self.inputs, self.arithmetic)
 
     def predicted(self, declaration: Declaration) -> Tensor:
-        """O, which is kept."""
+        """Return O, which is kept."""
         key = self.clipped(declaration)
         if key not in self._predicted:
             self._predicted[key] = self.output(key).o
@@ -183,12 +188,16 @@ def _clipped(declaration: Declaration, queries: int, keys: int) -> Declaration:
 
 @dataclass(frozen=True)
 class Fit:
+    """The agreement of a plan with an output."""
+
     bits: float  # share of elements of O that agree to the bit
     difference: Interval  # of bias, in ulps, paired head by head
 
 
 @dataclass(frozen=True)
 class SharedBatch(Batch, Emulated):
+    """A batch, and what its cells share."""
+
     @cached_property
     def first_heads(self) -> "SharedBatch":
         """The first heads, from as many entries as there are; the whole of a small batch."""
@@ -208,22 +217,22 @@ class SharedBatch(Batch, Emulated):
 
     @property
     def first_entries(self) -> "SharedBatch":
-        """About as many heads, of whole entries: which key head a query head reads is told by all of an entry."""
+        """About as many heads, of whole entries, which show the key head that each query head reads."""
         cut = slice(-(-_FIRST_HEADS // self.inputs.q.shape[1]))
         return SharedBatch(self.inputs.part(cut), Reference(**{name: x[cut] for name, x in vars(self.ref).items()}))
 
     def fits(self, o: Tensor, candidates: Mapping[str, Declaration]) -> dict[str, Fit]:
-        """How each candidate fits an output.
+        """Return how each candidate fits an output.
 
-        All are tried on some heads; those near the best, and those with random bits, which agree with nothing to the
-        bit, on all of them. Of one that is out of reach the fit is what some heads say.
+        All candidates are tried on some heads. Those near the best, and those with random bits, which agree with
+        nothing to the bit, are tried on all heads; for the others the result on some heads stays.
         """
         work = {name: nameless(self.clipped(declaration)) for name, declaration in candidates.items()}
         some = self.first_heads
         fitting = some._tried(o, work.values())
         if some is not self:
             best = max(fit.bits for fit in fitting.values())
-            near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or drawn(plan)]
+            near = [plan for plan, fit in fitting.items() if fit.bits >= best - _REACH or is_random(plan)]
             fitting |= self._tried(o, near)
         return {name: fitting[plan] for name, plan in work.items()}
 
@@ -240,7 +249,7 @@ class SharedBatch(Batch, Emulated):
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command line that hold for every cell."""
+    """Options of the command line that apply to every cell."""
 
     seed: int = 1
     heads: int = 256  # query heads of one batch; a cell draws up to 8 times as many
@@ -263,7 +272,7 @@ class Settled(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CaseBench:
-    """What the cells of one case in one format share, a batch at a time, each made when it is first asked for."""
+    """The inputs and results that the cells of one case in one format share, made when first used."""
 
     case: Case
     fmt: Format
@@ -271,16 +280,19 @@ class CaseBench:
     _batches: dict[int, SharedBatch] = field(default_factory=dict)
     _emulated: dict[tuple[Declaration, int], tuple[AttentionOutput, Errors]] = field(default_factory=dict)
 
-    def has(self, index: int) -> bool:
-        return self.case.has(index, self.settings.heads)
+    def has_batch(self, index: int) -> bool:
+        """Return whether there is such a batch."""
+        return self.case.has_batch(index, self.settings.heads)
 
     def batch(self, index: int) -> SharedBatch:
+        """Return a batch, made once."""
         if index not in self._batches:
             inputs = self.case.make(self.settings.seed, index, self.settings.heads, self.fmt)
             self._batches[index] = SharedBatch(inputs, reference(inputs))
         return self._batches[index]
 
     def measure(self, index: int, output: AttentionOutput, declaration: Declaration) -> Errors:
+        """Return the errors of an output on a batch."""
         batch = self.batch(index)
         delta = output.gradients.delta if output.gradients else None
         o = output.o.float()
@@ -291,6 +303,7 @@ class CaseBench:
         return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
 
     def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
+        """Return the errors of a declaration's emulation on a batch."""
         batch = self.batch(index)
         declaration = batch.clipped(declaration)  # such declarations share one emulation
         key = (declaration, index)
@@ -305,15 +318,16 @@ class CaseBench:
 
 @dataclass
 class Workbench:
-    """Where a worker's cells are run: holds what those of one case share, and forgets it with the next case."""
+    """The place where a worker runs its cells: it keeps what those of one case share, until the next case."""
 
     settings: Settings
     shared: Path | None = None  # a folder of this run that all workers write to; None: this is the only process
     settled: dict[Named, Settled] = field(default_factory=dict)
-    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.asking`
+    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.probe_of`
     _held: CaseBench | None = None
 
     def case(self, case: Case, fmt: Format) -> CaseBench:
+        """Return the bench of a case in a format, which replaces that of the case before."""
         if self._held is None or (self._held.case.name, self._held.fmt.name) != (case.name, fmt.name):
             self._held = CaseBench(case, fmt, self.settings)
         return self._held

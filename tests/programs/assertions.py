@@ -11,7 +11,7 @@ from torch import Tensor
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, Interval, Verdict, heads_to_tell, interval, judge
+from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, BiasVerdict, Interval, heads_to_tell, interval, judge
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -61,7 +61,7 @@ def inputs(
     if case not in _SCRIPTED:
         raise ValueError(unknown("case", case, _SCRIPTED, "`tiebreak list cases` names"))
     made = _SCRIPTED[case].make(seed, 0, heads, _FORMATS[dtype])
-    if more := [feature.words for feature in made.asks() if feature != CAUSAL]:
+    if more := [feature.words for feature in made.required_features() if feature != CAUSAL]:
         raise ValueError(f"{case} asks for {' and '.join(more)}, which these tensors do not say: use tiebreak check")
     if made.formats.v != _FORMATS[dtype]:
         raise ValueError(f"{case} has V in {made.formats.v.name}, not in {dtype}: use tiebreak check")
@@ -93,14 +93,14 @@ def assert_fair(o: Tensor, exact: Tensor, *, groups: int = 1) -> None:
     fmt = _FORMATS[o.dtype]
     bias, heads = _bias(o.double(), exact.double(), fmt, groups)
     verdict = judge(bias)
-    if verdict is Verdict.UNBIASED:
+    if verdict is BiasVerdict.UNBIASED:
         return
     found = f"bias {bias.mean:+.3f} +- {bias.half_width:.3f} ulp of {o.dtype} over {heads} heads"
-    if verdict is Verdict.BIASED:
+    if verdict is BiasVerdict.BIASED:
         way = "away from" if bias.mean > 0 else "towards"
         rounded, _ = _bias(round_to(exact.double(), fmt), exact.double(), fmt, groups)
         found = f"{found}: O is rounded {way} zero; at most {MARGIN_ULPS} ulp is fair"
-        if judge(rounded) is Verdict.BIASED:
+        if judge(rounded) is BiasVerdict.BIASED:
             found += (
                 f". O itself ties (exact and rounded once: {rounded.mean:+.3f}): only a stochastic cast of it passes"
             )

@@ -1,4 +1,4 @@
-"""`tiebreak check TARGET...`: a kernel of one's own through the matrix, from any folder; the verdict comes first."""
+"""`tiebreak check TARGET...`: a user's kernel through the matrix, from any folder; the verdict comes first."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from tiebreak.matrix.plugin import WATCH
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import Progress, now
-from tiebreak.programs.configurations import Configurations, Looks, looked_at
+from tiebreak.programs.configurations import Configurations, Looks, outputs_of_calls
 from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, USAGE, Parser
@@ -30,7 +30,7 @@ from tiebreak.reports.verdict import Verdict, as_json, verdicts
 _AUTO = "auto"
 _EXIT = "Exit: "  # before the reason for which pytest was told to end
 _TELL_EVERY = 0.5  # seconds between two words on how far it is
-# Of the user's pytest nothing is wanted here: neither its configuration nor what is installed beside it.
+# The user's pytest set-up is not wanted here: neither its configuration nor what is installed with it.
 _ALONE = (
     *("-c", os.devnull, "--noconftest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"),
     *("-p", "no:randomly", "-p", "no:cov", "-p", "no:rerunfailures", "-p", "no:timeout"),
@@ -38,7 +38,7 @@ _ALONE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `check`; see `tiebreak.reports.cli.main`.
+    """Run the verb `check`; see `tiebreak.reports.cli.main`.
 
     Returns:
         0 if nothing failed, 1 if something failed or is undecided, 2 on bad usage, 130 after Ctrl-C.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
-    """The verdicts of the command with these words, in this process, in silence; a `UsageError` for exit code 2."""
+    """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
     follower = _Follower(io.StringIO())
     _, printed = _run(_parsed(arguments), follower)
     if follower.run is None:
@@ -77,7 +77,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
         epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",
-        allow_abbrev=False,  # so that an option that stands twice is seen
+        allow_abbrev=False,  # so that an option that is given twice is seen
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help=EXPECTED.removeprefix("expected "))
     for option in FORWARDED.values():
@@ -105,24 +105,24 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
-    """Put the first of each class of configurations in the target's place."""
+    """Replace the target by the first of each class of configurations."""
 
     def look(targets: list[str]) -> Looks:
-        asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
-        _, printed = _run(asked, collected := _Follower(follower.stream), "--collect-only")
+        arguments = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
+        _, printed = _run(arguments, collected := _Follower(follower.stream), "--collect-only")
         if collected.collector is None:
             raise UsageError(_refusal(printed))
         follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
-        return looked_at(collected.collector.expected.values(), collected.collector.settings.seed)
+        return outputs_of_calls(collected.collector.expected.values(), collected.collector.settings.seed)
 
     if options.targets[1:]:
         raise UsageError(f"--configs: {len(options.targets)} targets; name one")
     follower.configurations = Configurations(options.targets[0], options.configs, look)
-    options.targets = [own[0] for own in follower.configurations.classes]
+    options.targets = [members[0] for members in follower.configurations.classes]
 
 
 def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
-    """Run pytest in silence; its exit code and what it printed."""
+    """Run pytest without output; return its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
     words += [word for target in options.targets for word in ("--kernel", target)]
     words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
@@ -141,12 +141,12 @@ def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tupl
 
 
 def _refusal(printed: str) -> str:
-    """What pytest was told to exit with, as who has named targets without a flag reads it."""
+    """Return the reason that pytest exits with, worded for a caller who names targets without a flag."""
     return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
 class _Follower:
-    """A plug-in of the pytest that runs in silence: says on a stream how far it is, and keeps what it came to."""
+    """A pytest plug-in that shows progress on a stream, and keeps the result."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -159,17 +159,17 @@ class _Follower:
 
     @property
     def run(self) -> Run | None:
-        """What was run; None: nothing was."""
+        """The records of the run; None: nothing was run."""
         return None if self.collector is None else self.collector.run
 
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
-        """What there is to say of a run, whatever made it fall though no cell did."""
+        """Return the verdicts on a run, with what made it fail though no cell did."""
         assert self.collector is not None
-        found = verdicts(run, command, self.collector.failures)
-        return found if self.configurations is None else self.configurations.judged(found)
+        results = verdicts(run, command, self.collector.failures)
+        return results if self.configurations is None else self.configurations.judged(results)
 
     def report(self, run: Run, *, verbose: bool) -> str:
-        """The verdicts, every cell that failed, and what else made the run fail; `verbose`: with the tables."""
+        """Return the verdicts, every failed cell, and what else made the run fail; `verbose`: with the tables."""
         assert self.collector is not None
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
         judged, end = self.verdicts(run), self.collector.failure or self.collector.file.line
@@ -181,7 +181,7 @@ class _Follower:
         return "\n".join(["\n\n".join([*parts, *self.collector.failed, *lines, end]), *annotations])
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Get hold of what keeps the records, and of what judges them as a whole."""
+        """Find the plug-ins that keep the records and that judge them as a whole."""
         plugins = session.config.pluginmanager
         self.collector, self.gate = plugins.get_plugin("tiebreak-collector"), plugins.get_plugin("tiebreak-gatekeeper")
         if self.collector is not None:
@@ -192,7 +192,7 @@ class _Follower:
         self.tell("starting")
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Ctrl-C; what ends a run before its work comes this way too."""
+        """Note Ctrl-C; pytest also reports a refusal before any work this way."""
         self.interrupted = excinfo.errisinstance(KeyboardInterrupt)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -213,6 +213,6 @@ class _Follower:
             self.tell(str(self.progress))
 
     def tell(self, text: str) -> None:
-        """Write on a terminal, in the place of what was written before."""
+        """Write on a terminal, over the last line."""
         self.told_at = now()
         terminal.say(text, self.stream)

@@ -39,7 +39,7 @@ def check(
     Args:
         function: of (q, k, v, ...), as docs/your-kernel.md has it, in a file; or a target such as `mine.py:attention`.
         in_process: run it in this process, one cell after the other, for a function that has no file (of a notebook);
-            what the kernel breaks, such as the device, stays broken. Else it runs in processes of its own.
+            what the kernel breaks, such as the device, stays broken. Else it runs in separate processes.
         workers: how many; as `-n`.
         device: where a harness has its tensors, as torch names it; the backend is the one that computes there.
         options: those of `tiebreak check`, with `_` for `-`: cases, plan, seed, heads, dtype, backend, fair, declare...
@@ -73,14 +73,14 @@ def check(
 
 
 def _backend_on(device: str) -> str:
-    """The backend that computes on a device itself."""
-    known = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
-    backends = {each.device: each.name for each in known if each.composed and not each.predicts}
+    """Return the backend that computes on a device itself."""
+    candidates = reversed([*BACKENDS.values()])  # of several on one device the core's own wins, which comes first
+    backends = {each.device: each.name for each in candidates if each.composed and not each.predicts}
     return backends.get(kind := device.partition(":")[0], PREFIX + kind)
 
 
 def _target(function: Callable[..., Any] | str) -> str:
-    """As the command line names a function."""
+    """Return the command line's name of a function."""
     if isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", "")
@@ -90,7 +90,7 @@ def _target(function: Callable[..., Any] | str) -> str:
         file = Path()
     if not name or "<" in name or file.suffix != ".py" or not file.is_file():
         raise UsageError(
-            f"{name or function!r} stands in no file that another process could import: put it in one, or say"
+            f"{name or function!r} is in no file that another process could import: put it in one, or say"
             " in_process=True"
         )
     return f"{file}:{name}"

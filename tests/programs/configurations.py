@@ -11,7 +11,7 @@ from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.loading import Tuning
 from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call, digest
+from tiebreak.matrix.experiments.call import OneCall, digest
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
@@ -26,10 +26,10 @@ _REFUSED = (CannotRunError.__name__,)
 
 
 class Configurations:
-    """What a few heads of every call show of configurations, which vary one keyword or autotuned kernel at a time."""
+    """The outputs of configurations that vary one keyword or autotuned kernel, on a few heads of every call."""
 
     def __init__(self, target: str, asked: Sequence[str], look: Callable[[list[str]], Looks]) -> None:
-        """Look at those that are asked for, `all` or NAME=V1,V2, by their targets; a `UsageError`: there are none."""
+        """Look at the requested configurations, `all` or NAME=V1,V2, by their targets; UsageError: there are none."""
         words, self.target, self.merged = list[str](), target, 0  # how many interpreted code can't tell from others
         for each in asked:
             name, _, values = each.partition("=")
@@ -38,8 +38,8 @@ class Configurations:
                 Tuning.left.clear()
                 look([target])
                 left = Tuning.left.items()
-                words += [f"[{kernel}.{own}]" for kernel, known in left if len(known) > 1 for own in known]
-                self.merged = sum(len(own) - 1 for _, known in left for own in known.values())
+                words += [f"[{kernel}.{members}]" for kernel, known in left if len(known) > 1 for members in known]
+                self.merged = sum(len(members) - 1 for _, known in left for members in known.values())
         targets = [target + each for each in dict.fromkeys(words or [""] * bool(self.merged))]
         looks = look(targets) if targets else {}
         self.bits = {name: bits for name, bits in looks.items() if {*bits.values()} != {_REFUSED}} or looks
@@ -50,8 +50,8 @@ class Configurations:
         self.classes = list(grouped(self.bits, lambda name: tuple(self.bits[name].items())).values())
 
     def telling(self) -> list[str]:
-        """Calls that tell all classes apart, ever that which parts most: a greedy cover, perhaps not the smallest."""
-        left, chosen, bits = set(combinations([own[0] for own in self.classes], 2)), list[str](), self.bits
+        """Return calls that tell all classes apart, each the one that splits most: greedy, so perhaps not minimal."""
+        left, chosen, bits = set(combinations([members[0] for members in self.classes], 2)), list[str](), self.bits
         while left:
             parts = {at: {(a, b) for a, b in left if bits[a][at] != bits[b][at]} for at in next(iter(bits.values()))}
             chosen.append(max(parts, key=lambda at: len(parts[at])))
@@ -59,7 +59,7 @@ class Configurations:
         return chosen
 
     def judged(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
-        """The verdicts on the first of each class, the worst first, which also says what there is to say of all."""
+        """Return the verdicts on the first of each class, the worst first, which also reports on all."""
         ran, apart = [made for made in self.bits[self.classes[0][0]].values() if made != _REFUSED], self.telling()
         text = f"{len(self.bits)}, {len(self.classes)} of other bits on {_HEADS} heads of {counted(len(ran), 'call')}"
         text += f" ({sum(len(made) > 1 for made in ran)} with gradients)"
@@ -67,26 +67,26 @@ class Configurations:
         text += f"; refused on every call: {' '.join(self.refused)}" * bool(self.refused)
         findings = [Finding("configs", text, tuple(apart))]
         ranked = worst_first(verdicts)
-        for verdict, own in product(ranked, self.classes):
-            names = [name.removeprefix(self.target) for name in own]
+        for verdict, members in product(ranked, self.classes):
+            names = [name.removeprefix(self.target) for name in members]
             if verdict.kernel.endswith(names[0]):
-                told = [finding.text for finding in verdict.findings if finding.name in ("biased", "rounding")]
-                findings.append(Finding("equal bits", "; ".join([f"{' '.join(names)}: {verdict.statement}", *told])))
+                texts = [finding.text for finding in verdict.findings if finding.name in ("biased", "rounding")]
+                findings.append(Finding("equal bits", "; ".join([f"{' '.join(names)}: {verdict.statement}", *texts])))
         return [replace(ranked[0], findings=(*findings, *ranked[0].findings)), *ranked[1:]]
 
 
-def looked_at(cells: Iterable[Cell], seed: int) -> Looks:
-    """What the calls among some cells give, on a few heads."""
+def outputs_of_calls(cells: Iterable[Cell], seed: int) -> Looks:
+    """Return the outputs of the calls among some cells, on a few heads."""
     looks, bench = Looks(), Workbench(Settings(seed, _HEADS))
     for cell in cells:
-        if isinstance(call := cell.experiment, Call) and cell.kernel.external:
-            own = looks.setdefault(cell.kernel.origin[1], {})
+        if isinstance(call := cell.experiment, OneCall) and cell.kernel.external:
+            by_call = looks.setdefault(cell.kernel.origin[1], {})
             with threads(1), own_randomness(seed):
-                own[call.name] = (*own.get(call.name, ()), *_bits(cell, call, bench))
+                by_call[call.name] = (*by_call.get(call.name, ()), *_bits(cell, call, bench))
     return looks
 
 
-def _bits(cell: Cell, call: Call, bench: Workbench) -> tuple[str, ...]:
+def _bits(cell: Cell, call: OneCall, bench: Workbench) -> tuple[str, ...]:
     try:
         inputs = bench.case(call.case, cell.fmt).batch(0).inputs
         if call.refusal(cell, bench) is not None:

@@ -1,6 +1,6 @@
 """`tiebreak findings`: which of the known findings in other people's software the packages that are installed have.
 
-Each is asked by the small script of its report, in a process of its own.
+Each is tested by the small script of its report, in a separate process.
 """
 
 import os
@@ -29,7 +29,7 @@ _SECONDS = 120.0  # that a script may take; the longest, which compiles C++, tak
 
 @dataclass(frozen=True)
 class KnownFinding:
-    """A row of docs/findings.md, and how to ask for it."""
+    """A row of docs/findings.md, and how to test for it."""
 
     id: str  # how the command names it
     section: str  # of the page
@@ -48,12 +48,12 @@ class KnownFinding:
 
     @property
     def title(self) -> str:
-        """What it is, without where: what is emphasised, or stands before a colon."""
+        """The finding without its place: the emphasised words, or those before a colon."""
         return self.what.split("**")[1] if "**" in self.what else self.what.partition(": ")[0]
 
 
 class State(Enum):
-    """Whether the packages at hand have a finding."""
+    """The answers to whether the installed packages have a finding."""
 
     PRESENT = "present"
     UNDECIDED = "undecided"
@@ -62,7 +62,9 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Told:
+class ScriptAnswer:
+    """The answer of a finding's script for the installed packages."""
+
     finding: KnownFinding  # that was asked for
     state: State  # what became of it
     version: str = ""  # of the package that is installed
@@ -71,20 +73,22 @@ class Told:
     @property
     def package(self) -> str:
         """The package with its version; where it was found in another one, with that too."""
-        found = self.finding.version if self.version not in ("", self.finding.version) else ""
-        return f"{self.finding.package} {self.version}".strip() + (f" (found in {found})" if found else "")
+        tested = self.finding.version if self.version not in ("", self.finding.version) else ""
+        return f"{self.finding.package} {self.version}".strip() + (f" (found in {tested})" if tested else "")
 
 
 def known_findings() -> list[KnownFinding]:
+    """Return the rows of docs/findings.md that have a script."""
     text = files("tiebreak.reports.known").joinpath(_FILE).read_text(encoding="utf-8")
     return [KnownFinding(**each) for each in tomllib.loads(text)["finding"]]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `findings`; see `tiebreak.reports.cli.main`."""
     parser = Parser(
         prog="tiebreak findings",
         description="Known findings in other people's software: which of them the installed packages have. Each is"
-        " asked by its report's script, in a process of its own.",
+        " tested by its report's script, in a separate process.",
         epilog="exit codes: 0, 1 a finding of --fail-if-present is present or can't be told, 2 bad usage",
     )
     parser.add_argument("ids", nargs="*", metavar="ID", help="those to ask for; globs are allowed (default: all)")
@@ -92,37 +96,38 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fail-if-present", metavar="ID,...", default="", help=failing)
     options = parser.parse_args(arguments)
     rows = known_findings()
-    known = {each.id: each for each in rows if each.script}
-    named = partial(pick, "finding", known=known, listed="`tiebreak findings` names")
-    asked = named(",".join(options.ids) or "*", flag="ID")
+    by_id = {each.id: each for each in rows if each.script}
+    named = partial(pick, "finding", known=by_id, listed="`tiebreak findings` names")
+    chosen = named(",".join(options.ids) or "*", flag="ID")
     failing_ids = named(options.fail_if_present, flag="--fail-if-present") if options.fail_if_present else []
-    told = []
-    for name in dict.fromkeys((*asked, *failing_ids)):
+    answers = []
+    for name in dict.fromkeys((*chosen, *failing_ids)):
         terminal.say(name)
-        told.append(asked_for(known[name]))
-    terminal.show("\n".join(_lines(told, len(rows) - len(known))))
-    bad = [each.finding.id for each in told if each.state in (State.PRESENT, State.UNDECIDED)]
+        answers.append(answer_of(by_id[name]))
+    terminal.show("\n".join(_lines(answers, len(rows) - len(by_id))))
+    bad = [each.finding.id for each in answers if each.state in (State.PRESENT, State.UNDECIDED)]
     if failed := [name for name in failing_ids if name in bad]:
         terminal.show(f"FAILED: {', '.join(failed)} by --fail-if-present")
     return FAILED if failed else PASSED
 
 
-def asked_for(finding: KnownFinding) -> Told:
+def answer_of(finding: KnownFinding) -> ScriptAnswer:
+    """Run a finding's script, and return what it tells."""
     if finding.machine not in ("", platform.machine()):
-        return Told(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
+        return ScriptAnswer(finding, State.ABSENT, why=f"it happens on {finding.machine} alone")
     root, version = next(installed(finding.package), ("", ""))
     if not version:
-        return Told(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
+        return ScriptAnswer(finding, State.NOT_INSTALLED, why=f"pip install --no-deps {finding.package}")
     with as_file(files("tiebreak.reports.known").joinpath(finding.script)) as script:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         try:
             done = finished([sys.executable, str(script)], {**os.environ, "PYTHONPATH": path}, seconds=_SECONDS)
         except UsageError as error:
-            return Told(finding, State.UNDECIDED, version, str(error))
+            return ScriptAnswer(finding, State.UNDECIDED, version, str(error))
     failed = done.returncode not in (PASSED, FAILED) or done.stderr.startswith("Traceback")
     state = State.UNDECIDED if failed else State.PRESENT if done.returncode else State.ABSENT
     last = (done.stderr if failed else done.stdout).strip().splitlines()[-1:]
-    return Told(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
+    return ScriptAnswer(finding, state, version, last[0] if last else f"its script ended with {done.returncode}")
 
 
 def installed(package: str) -> Iterator[tuple[str, str]]:
@@ -134,10 +139,10 @@ def installed(package: str) -> Iterator[tuple[str, str]]:
             yield root, distribution.version.partition("+")[0]
 
 
-def _lines(told: Sequence[Told], unchecked: int) -> Iterator[str]:
+def _lines(answers: Sequence[ScriptAnswer], unchecked: int) -> Iterator[str]:
     """Yield a line for each, the worst first, and below it why, or what its script printed last."""
-    package = max(len(each.package) for each in told)
-    for each in sorted(told, key=lambda each: list(State).index(each.state)):
+    package = max(len(each.package) for each in answers)
+    for each in sorted(answers, key=lambda each: list(State).index(each.state)):
         yield f"{each.state.value:15}{each.finding.id:24}{each.package:{package + 2}}{each.finding.title}"
         if each.why:
             yield f"{'':15}{each.why}"

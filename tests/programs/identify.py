@@ -1,4 +1,4 @@
-"""`tiebreak identify TARGET...`: the rounding plan of a kernel of one's own, from its outputs alone."""
+"""`tiebreak identify TARGET...`: the rounding plan of a user's kernel, from its outputs alone."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.matrix.asking import Asked
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settling import UnidentifiedError
@@ -25,6 +25,7 @@ FORMATS = {fmt.name: fmt for fmt in (BF16, FP16)}
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `identify`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     terminal.check_folders(json=options.json)
     identities, failures = list[Identity](), dict[str, str]()
@@ -37,10 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         for kernel in kernels:
             tell = lambda line, name=kernel.name: terminal.say(f"{name}: {line}")  # noqa: E731
             try:
-                identity = identify(Asked(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
+                identity = identify(ProbedKernel(backend, kernel, FORMATS[options.dtype]), options.seed, tell)
             except Exception as error:  # whatever the kernel raises
-                known = isinstance(error, UnidentifiedError)
-                failures[kernel.name] = str(error) if known else f"it raised {raised(error, kernel)}"
+                is_unidentified = isinstance(error, UnidentifiedError)
+                failures[kernel.name] = str(error) if is_unidentified else f"it raised {raised(error, kernel)}"
             else:
                 identities.append(identity)
                 if options.json != terminal.STDOUT:
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def devices(names: str, targets: Sequence[str], card: str | None = None) -> list[Backend]:
-    """The backends of these names, set up for kernels of users; it is bad usage if one can't run them here."""
+    """Return the backends of these names, set up for users' kernels; it is bad usage if one can't run them here."""
     backends = matching_backends(Selection(backends=names, kernel=tuple(targets), card=card))
     for backend in backends:
         why = "a kernel of yours runs on a device" if backend.predicts else backend.unavailable()

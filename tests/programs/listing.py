@@ -11,7 +11,7 @@ from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.names import pick
 
@@ -22,24 +22,25 @@ _INPUT = "; a failure input"
 
 
 def groups() -> dict[str, dict[str, Experiment]]:
-    """Experiments by what those that stand beside them are about, and by name; calls first."""
-    found: dict[str, dict[str, Experiment]] = {}
-    for kind in sorted(kinds().values(), key=lambda kind: kind.name != Call.kind):
+    """Return experiments by group and name; calls first."""
+    by_group: dict[str, dict[str, Experiment]] = {}
+    for kind in sorted(kinds().values(), key=lambda kind: kind.name != OneCall.kind):
         for each in kind.offered(None, cases_named=True):
             heading = each.described().group or kind.described.about
-            asked = ": where --experiments or --cases names it" if kind.on_request else ""
-            found.setdefault(heading + asked, {})[each.name] = each
-    return found
+            condition = ": where --experiments or --cases names it" if kind.on_request else ""
+            by_group.setdefault(heading + condition, {})[each.name] = each
+    return by_group
 
 
 def cases(arguments: Sequence[str]) -> int:
-    known = {name: each for group in groups().values() for name, each in group.items()}
+    """Print the cases that a command line names."""
+    experiments = {name: each for group in groups().values() for name, each in group.items()}
     about = "Inputs and short training runs that kernels are put through."
-    if named := chosen("case", about, arguments, known):
-        print("\n\n".join("\n".join(described(known[name])) for name in named))
+    if named := chosen("case", about, arguments, experiments):
+        print("\n\n".join("\n".join(described(experiments[name])) for name in named))
         return PASSED
     lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
-             for name, each in known.items() for it in [each.described()]}  # fmt: skip
+             for name, each in experiments.items() for it in [each.described()]}  # fmt: skip
     _print(
         {heading: {name: lines[name] for name in group} for heading, group in groups().items()},
         f"{_FAILURE}: an input on which rounding is known to fail. `tiebreak list cases NAME` tells all of one.",
@@ -48,7 +49,8 @@ def cases(arguments: Sequence[str]) -> int:
 
 
 def backends(arguments: Sequence[str]) -> int:
-    about = "Where kernels run: what --backend takes, beside path/to/file.py:NAME."
+    """Print the backends."""
+    about = "Where kernels run: what --backend takes, or path/to/file.py:NAME."
     Parser(prog="tiebreak list backends", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
     for name, backend in BACKENDS.usable().items():
@@ -60,6 +62,7 @@ def backends(arguments: Sequence[str]) -> int:
 
 
 def kernels(arguments: Sequence[str]) -> int:
+    """Print the kernels."""
     about = "The kernels of a default run, by backend, and adapters that --kernel takes."
     Parser(prog="tiebreak list kernels", description=about).parse_args(arguments)
     groups: dict[str, dict[str, str]] = {}
@@ -75,6 +78,7 @@ def kernels(arguments: Sequence[str]) -> int:
 
 
 def plans(arguments: Sequence[str]) -> int:
+    """Print the plans and shift rules."""
     about = "Rounding plans and shift rules: --plan and --kernels take rule@plan."
     Parser(prog="tiebreak list plans", description=about).parse_args(arguments)
     plans = {name: _plan_text(plan) for name, plan in PLANS.items()}
@@ -90,7 +94,7 @@ def plans(arguments: Sequence[str]) -> int:
 
 
 def chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return the known names that a command line's names and globs stand for; UsageError says that one has none."""
+    """Return the known names that a command line's names and globs match; UsageError: one has none."""
     parser = Parser(prog=f"tiebreak list {kind}s", description=about)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")
     names = parser.parse_args(arguments).names
@@ -108,9 +112,10 @@ def _print(groups: Mapping[str, Mapping[str, str]], legend: str) -> None:
 
 
 def described(experiment: Experiment) -> Iterator[str]:
+    """Yield the lines about an experiment."""
     it = experiment.described()
     rows = [("is", it.about), ("source", it.source), ("version", str(experiment.version))]
-    if isinstance(experiment, Call):
+    if isinstance(experiment, OneCall):
         rows.append(("measured", f"{'dQ, dK and dV too' if it.backward else 'O alone'}{_INPUT * it.failure}"))
         rows += [("claim", _claim_text(claim)) for claim in experiment.case.claims]
     rows += experiment.told()
@@ -120,6 +125,7 @@ def described(experiment: Experiment) -> Iterator[str]:
 
 
 def lines_of(name: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of rows under a name."""
     yield name
     yield from (f"{_INDENT}{label:11}{text}" for label, text in rows if text)
 
@@ -132,7 +138,7 @@ def _claim_text(claim: Claim) -> str:
 
 
 def _plan_text(plan: RoundingPlan) -> str:
-    """What is not as in fp32, as --plan takes it, and what no text of a plan says."""
+    """Return the points that are not as in fp32, as --plan takes them, and those that no text can express."""
     apart, fast = values_apart(FP32_PLAN, plan), plan.exponential.correction
     parts = [f"{key}={value}" for key, value in apart.items() if key != "base" or not fast]
     parts += ["a fast exp"] if fast else []

@@ -15,7 +15,7 @@ from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
-from tiebreak.matrix.asking import Asked
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
@@ -37,13 +37,14 @@ from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
-_GPT2, _NONE = "gpt2", "none"  # in the place of a model of the user's
+_GPT2, _NONE = "gpt2", "none"  # instead of a user's model
 _HEADS = 64  # of a case at first
 _NAMED = 3  # inputs that a plan does not explain
 Target = str | Callable[..., Any]
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `pair`; see `tiebreak.reports.cli.main`."""
     options = vars(_parser().parse_args(arguments))
     files = {flag: options.pop(flag) for flag in ("json", "markdown", "figure")}
     terminal.check_folders(**files)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
-    """Hold two attention kernels against each other, as `tiebreak pair` does, in this process.
+    """Compare two attention kernels, as `tiebreak pair` does, in this process.
 
     Args:
         a, b: functions, or targets as of `tiebreak check`, plans as of `--plan`, or kernels of a backend by name.
@@ -76,36 +77,36 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
         tiebreak.reports.errors.UsageError: an option that there is not, or of no such value; a side that can't be
             found or asked.
     """
-    asked = _parser().parse_args(["a", "b"])
-    if unknown := options.keys() - vars(asked).keys():
-        raise UsageError(f"tiebreak.pair has no {', '.join(sorted(unknown))}; it has {', '.join(vars(asked))}")
-    vars(asked).update(options)
-    limits, fmt = dict(asked.limits), FORMATS.get(asked.dtype or BF16.name)
+    chosen = _parser().parse_args(["a", "b"])
+    if unknown := options.keys() - vars(chosen).keys():
+        raise UsageError(f"tiebreak.pair has no {', '.join(sorted(unknown))}; it has {', '.join(vars(chosen))}")
+    vars(chosen).update(options)
+    limits, fmt = dict(chosen.limits), FORMATS.get(chosen.dtype or BF16.name)
     if fmt is None:
-        raise UsageError(f"--dtype {asked.dtype}: expected {' or '.join(FORMATS)}")
-    if wrong := [name for name in limits if name not in MEASURES or asked.model == _NONE]:
+        raise UsageError(f"--dtype {chosen.dtype}: expected {' or '.join(FORMATS)}")
+    if wrong := [name for name in limits if name not in MEASURES or chosen.model == _NONE]:
         raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
     plans = [_plan(a), _plan(b)]
-    names = (asked.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
-    found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=asked.card))}
-    if len(names) > len(plans) or not found.keys() >= set(names):
-        raise UsageError(f"--backend {asked.backend}: expected one name for both, or one each")
-    slow = any(each.slower > 1 for each in found.values())
-    cases, own = _cases(asked.cases, slow), None if asked.model in (None, _GPT2, _NONE) else own_model(asked.model)
-    formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
-    through = partial(through_model, formats=formats, model=own, told=tell)
+    names = (chosen.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
+    backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
+    if len(names) > len(plans) or not backends.keys() >= set(names):
+        raise UsageError(f"--backend {chosen.backend}: expected one name for both, or one each")
+    slow = any(each.slower > 1 for each in backends.values())
+    cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
+    formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
+    through = partial(through_model, formats=formats, model=model, tell=tell)
     kernels = [
-        Asked(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
+        ProbedKernel(backends[name], _kernel(target, plan, backends[name], chosen.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
     ]
-    first = _side(_name(a), kernels[0], asked.seed, tell)
+    first = _side(_name(a), kernels[0], chosen.seed, tell)
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
-    sides = first, first if same else _side(_name(b), kernels[1], asked.seed, tell)
-    no_model = asked.model == _NONE or (slow and asked.model is None)
-    verdict = judged(sides, fmt, cases, Settings(asked.seed, asked.heads), tell, None if no_model else through)
+    sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
+    no_model = chosen.model == _NONE or (slow and chosen.model is None)
+    verdict = judged(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
     unasked = (
-        ("invariance", asked.cases, "--cases names"),
-        ("log-probabilities", asked.model, f"--model {_GPT2} asks"),
+        ("invariance", chosen.cases, "--cases names"),
+        ("log-probabilities", chosen.model, f"--model {_GPT2} asks"),
     )
     slowly = [
         f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
@@ -114,7 +115,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:
-    """The cases and questions of these names; the usual ones, where calls are slow without the questions."""
+    """Return the cases and questions of these names; by default the usual ones, without questions if calls are slow."""
     if names is None:
         return [name for name in CASES if not (slow and name in QUESTIONS)]
     return pick("case", names, KNOWN, "`tiebreak list cases` names", "--cases")
@@ -125,7 +126,7 @@ def _name(target: Target) -> str:
 
 
 def _plan(target: Target) -> Declaration | None:
-    """The plan that a text names; None: it names another thing."""
+    """Return the plan that a text names; None: it names another thing."""
     try:
         return parse_declaration(target) if isinstance(target, str) else None
     except ValueError as error:
@@ -135,7 +136,7 @@ def _plan(target: Target) -> Declaration | None:
 
 
 def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
-    """A plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there."""
+    """Return a plan, a backend's own kernel, a user's function or an adapter; bad usage if it can't run there."""
     vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
     elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None
     elsewhere = f"a plan runs on {EMULATION.name}, {CPU.name}" if plan and not backend.composed else elsewhere
@@ -152,13 +153,13 @@ def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare:
         raise UsageError(str(error).removeprefix("--kernel ")) from error
 
 
-def _side(name: str, asked: Asked, seed: int, tell: Callable[[str], None]) -> Side:
-    """A side with the plan that its kernel declares, or that the whole search of `tiebreak identify` comes to."""
-    backend, kernel = asked.backend, asked.kernel
+def _side(name: str, probed: ProbedKernel, seed: int, tell: Callable[[str], None]) -> Side:
+    """Return a side with the plan that its kernel declares, or that the search of `tiebreak identify` finds."""
+    backend, kernel = probed.backend, probed.kernel
     if kernel.declaration is not None:
         return Side(name, backend, kernel, kernel.declaration, known=True)
     try:
-        identity = identify(asked, seed, tell)
+        identity = identify(probed, seed, tell)
     except UnidentifiedError as error:
         return Side(name, backend, kernel, None, known=False, rests_on=str(error))
     except Exception as error:  # whatever the kernel raises

@@ -1,4 +1,4 @@
-"""Processes beside this one: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
+"""Other processes: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
 
 import multiprocessing
 import signal
@@ -23,7 +23,7 @@ def finished(
     shown: bool = False,
     seconds: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end: its exit code and what it printed, or that `shown` as it comes.
+    """Run a command to its end; return its exit code and what it printed, or with `shown` print it as it comes.
 
     On Ctrl-C, which a terminal sends to both, the command first gets time to end by itself.
     UsageError: there is no such program, or it took more than `seconds`.
@@ -51,7 +51,7 @@ def finished(
 
 
 def in_processes(run: Callable[[_Task], _Result], left: Sequence[_Task], workers: int) -> Iterator[_Result]:
-    """Run what is left in so many processes of their own, and give each result as it ends; a stop ends them."""
+    """Run what is left in `workers` processes, and yield each result as it ends; a stop ends them."""
     context = multiprocessing.get_context("spawn")
     # Ctrl-C goes to all processes of a terminal; this one says what became of it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:

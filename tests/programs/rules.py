@@ -13,6 +13,7 @@ from tiebreak.reports.tables.texts import answers_of, rules_tables
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `rules`; see `tiebreak.reports.cli.main`."""
     about = "Acceptance rules in public use, with their sources; of records made with --rules, what they say."
     parser = Parser(prog="tiebreak rules", description=about)
     parser.add_argument("what", nargs="*", metavar="NAME|FILE", help="rules to tell of, or one file of records")

@@ -8,11 +8,12 @@ from tiebreak.reports.cli import PASSED
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `list vendors`; see `tiebreak.reports.cli.main`."""
     about = "What vendors' kernels round, by their sources, as --plan takes it."
-    told = []
+    lines = []
     for plan in (VENDOR_PLANS[name] for name in chosen("vendor", about, arguments, VENDOR_PLANS) or VENDOR_PLANS):
         rows = [("plan", plan.plan), ("source", f"{plan.source} ({plan.version})")]
         rows += [("rests on", plan.rests_on), ("note", plan.note)]
-        told.append("\n".join(lines_of(f"{plan.name}: {plan.kernel}", rows)))
-    print("\n\n".join(told))
+        lines.append("\n".join(lines_of(f"{plan.name}: {plan.kernel}", rows)))
+    print("\n\n".join(lines))
     return PASSED

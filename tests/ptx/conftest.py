@@ -12,7 +12,7 @@ if (reason := not_interpreting()) is not None:
 
 import torch
 
-from tiebreak.backends.interpreter.memory import Memory, arguments_of
+from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.threads import Launch
 
@@ -42,7 +42,7 @@ def executed() -> Executed:
     def execute(body: str, inputs: torch.Tensor | None = None, threads: int = 64, card: str = "sm_80") -> torch.Tensor:
         given = torch.arange(threads, dtype=torch.int32) if inputs is None else inputs
         output = torch.zeros(threads, dtype=torch.int32)
-        memory = Memory("kernel", tuple(arguments_of({"X": given, "Y": output})))
+        memory = KernelMemory("kernel", tuple(arguments_of({"X": given, "Y": output})))
         program = Program(KERNEL.format(body=body), card)
         program.run(Launch((1, 1, 1), threads, 1024, (given.data_ptr(), output.data_ptr()), memory))
         return output

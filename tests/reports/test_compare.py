@@ -163,8 +163,8 @@ def test_an_old_kernel_stands_beside_a_new_one(tiebreak: Call) -> None:
 def test_kernels_of_which_it_is_not_clear_which_is_which_are_refused(tiebreak: Call) -> None:
     files = run(record("mine")), run(record("yours"), record("theirs"))
     refused = tiebreak("compare", *files, "--match", "kernel")
-    message = "--match kernel: file 2 has theirs, yours; expected one kernel of its own in each file"
-    assert refused == (2, "", f"tiebreak compare: {message}\n")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--match kernel: file 2 has theirs, yours" in refused.err
     assert tiebreak("compare", *files, "--match", "kernel", "--kernels", "mine,theirs").code == 0
 
 

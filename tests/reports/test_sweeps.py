@@ -11,14 +11,25 @@ from msgspec.structs import asdict, replace
 
 from tiebreak.defects.made_up import Call
 from tiebreak.laboratory import sweep_store as store
-from tiebreak.laboratory.sweep_store import RUNS, SETTINGS, Place, Settings, Sweep, SweepRun, open_store, read_sweep
+from tiebreak.laboratory.sweep_store import (
+    RUNS,
+    SETTINGS,
+    Place,
+    Sweep,
+    SweepRun,
+    SweepSettings,
+    open_store,
+    read_sweep,
+)
 from tiebreak.laboratory.sweep_tables import csv_grid, legend, sweep_figures, sweep_tables, wilson
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.records.store import UnreadableRecordsError
 from tiebreak.reports.tables.grids import Grid, csv_text
 
-SETTINGS_OF = Settings(SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",))
+SETTINGS_OF = SweepSettings(
+    SCHEMA, {"steps": 100}, "in words", 20, (0.01, 0.1), ("E8M7",), ("plain", "mine"), ("none",)
+)
 
 
 def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> SweepRun:
@@ -26,7 +37,7 @@ def run(place: Place, diverged: str | None = None, loss: float | None = 3.0) -> 
                     platform={"cpu": "a CPU", "commit": None})  # fmt: skip
 
 
-def kept(folder: Path, runs: Iterable[SweepRun], settings: Settings = SETTINGS_OF) -> Path:
+def kept(folder: Path, runs: Iterable[SweepRun], settings: SweepSettings = SETTINGS_OF) -> Path:
     open_store(folder, settings)
     for run in runs:
         store.keep(run, folder)

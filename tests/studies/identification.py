@@ -19,7 +19,7 @@ from tiebreak.kernels.formats import BF16, FP32, Format
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import DEFAULT_ROSTER, eight_bit_kernels
-from tiebreak.matrix.asking import Answer, Asked
+from tiebreak.matrix.asking import DesignedOutput, ProbedKernel
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
@@ -71,7 +71,7 @@ def drawn(number: int, seed: int, fmt: Format = BF16) -> Declaration:
 def find(plan: str) -> Found:
     """Identify a kernel that follows a plan, and say what is true of the answer."""
     truth = parse_declaration(plan)
-    identity = identify(Asked(EMULATION, composed("kernel", truth), BF16))
+    identity = identify(ProbedKernel(EMULATION, composed("kernel", truth), BF16))
     alike = {point: list(values) for point, values in identity.alike.items()}
     return Found(identity.nearest, _outcome(identity, truth), alike, identity.tried)
 
@@ -119,7 +119,7 @@ def _told(identity: Identity, answer: Declaration, truth: Declaration) -> set[st
 def _agree(one: Declaration, other: Declaration, seed: int) -> bool:
     for designed in DESIGNED:
         inputs = designed.make(BF16, seed)
-        answer = Answer(inputs, inputs.q, designed.name)
+        answer = DesignedOutput(inputs, inputs.q, designed.name)
         if not torch.equal(answer.predicted(one).nan_to_num(), answer.predicted(other).nan_to_num()):
             return False
     return True

@@ -17,7 +17,7 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.questions import INVARIANCE, USAGE
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -34,9 +34,9 @@ _ADDED = (("random_causal", "softcap=2", "window=9"), ("random", "block_mask"))
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
-        *map(Call, SCRIPTED),
+        *map(OneCall, SCRIPTED),
         *contract.KIND.experiments,
-        *(Call(CASES[name]).with_features(words) for name, *words in _ADDED),
+        *(OneCall(CASES[name]).with_features(words) for name, *words in _ADDED),
         *USAGE.experiments,
         *INVARIANCE.experiments,
     )

@@ -9,7 +9,7 @@ from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.experiments.call import said
+from tiebreak.matrix.experiments.call import rule_answers
 from tiebreak.matrix.workbench import CaseBench, Settings
 from tiebreak.reports.records.record import RuleAnswer, Shown
 from tiebreak.reports.tables.texts import share_text, shown_text
@@ -28,7 +28,7 @@ def column(bench: CaseBench, kernel: str) -> dict[str, str]:
     """Return what this suite says of a kernel's O, and every rule on the same heads."""
     output, errors = bench.emulated(0, KERNELS[kernel])
     shown = Shown.of("bias", errors.bias.mean, verdict=judge(errors.bias).value)
-    rules = {name: answer for name, answer in said(output, bench).items() if not name.endswith(OF_GRADIENTS)}
+    rules = {name: answer for name, answer in rule_answers(output, bench).items() if not name.endswith(OF_GRADIENTS)}
     return {"this suite": shown_text(shown)} | {f"`{name}`": _text(answer) for name, answer in rules.items()}
 
 

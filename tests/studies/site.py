@@ -19,7 +19,7 @@ from tiebreak.cases.case import Case
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.experiment import Experiment
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.programs.listing import described, groups
 from tiebreak.reports.page.svg import Figure, Series, draw
 from tiebreak.reports.records import store
@@ -74,7 +74,7 @@ def case_pages() -> Iterator[tuple[str, str]]:
 def _section(case: Experiment, records: Sequence[Record]) -> str:
     """Return what `tiebreak list cases` says of a case, its input, and what the emulated kernels make of it."""
     parts = [f"## `{case.name}` {{ #{_slug(case.name)} }}", "\n".join(["```text", *described(case), "```"])]
-    if isinstance(case, Call):
+    if isinstance(case, OneCall):
         parts += _pictures(case.case)
     shown = [(record.kernel, plain_text(record)) for record in records if record.shown is not None]
     if shown:

@@ -19,7 +19,7 @@ from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.training import TrainingRun, trained_kernel
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -31,7 +31,7 @@ def experiments(backend: Backend) -> dict[str, Any]:
     """One experiment of every kind: its outcome and what it measured."""
     bench = Workbench(Settings(seed=1, heads=16))
     case = next(case for case in SCRIPTED if case.name == "random_causal")
-    call = run_cell(Cell(backend, backend.kernel("flash@paper"), Call(case), BF16), bench)
+    call = run_cell(Cell(backend, backend.kernel("flash@paper"), OneCall(case), BF16), bench)
     snippet = replace(SNIPPETS["train_drift"], steps=STEPS)
     kernel = trained_kernel(VARIANTS["fair@train"])
     training = run_cell(Cell(backend, kernel, TrainingRun(snippet), BF16), bench)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiebreak.cases.acceptance import FEWEST_SEEDS, OF_GRADIENTS, RULES, Answer, Compared, answers
+from tiebreak.cases.acceptance import FEWEST_SEEDS, OF_GRADIENTS, RULES, ComparedTensor, RuleResult, answers
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, FP32
 from tiebreak.kernels.vendor import through_autograd
@@ -14,13 +14,13 @@ from tiebreak.matrix.experiments.call import compared
 from tiebreak.matrix.workbench import CaseBench, Settings
 
 
-def of(*rows: list[float]) -> Compared:
+def of(*rows: list[float]) -> ComparedTensor:
     """O, the exact result, the eager benchmark's O and the fused one's: numbers that bf16 has, but for the exact."""
     out, exact, eagers, fused = (torch.tensor(row, dtype=torch.float64).view(1, 1, 1, -1) for row in rows)
-    return Compared(out, exact, BF16, eagers, fused)
+    return ComparedTensor(out, exact, BF16, eagers, fused)
 
 
-def readings(answer: Answer) -> list[float]:
+def readings(answer: RuleResult) -> list[float]:
     return [reading.number / reading.limit for reading in answer.readings]
 
 
@@ -92,12 +92,12 @@ def test_the_community_standard_allows_32_ulps_where_that_is_more_than_its_limit
         assert readings(RULES["ascend_community"].ask(x)) == pytest.approx([0.5, share])
 
 
-def heads(worse: float, count: int = FEWEST_SEEDS) -> Compared:
+def heads(worse: float, count: int = FEWEST_SEEDS) -> ComparedTensor:
     draw = torch.Generator().manual_seed(1)
     exact = 1 + torch.rand(1, count, 2, 8, generator=draw, dtype=torch.float64)
     error = torch.randn(exact.shape, generator=draw, dtype=torch.float64) * 1e-3
     other = torch.randn(exact.shape, generator=draw, dtype=torch.float64) * 1e-3
-    return Compared(exact + worse * error, exact, BF16, exact, exact + other)
+    return ComparedTensor(exact + worse * error, exact, BF16, exact, exact + other)
 
 
 @pytest.mark.parametrize(("worse", "passed"), [(0.8, True), (1.0, True), (1.3, False)])
@@ -112,12 +112,12 @@ def test_some_rules_cast_the_reference_and_cambricons_asks_for_signs_from_100_pa
     """msprobe in fp16 alone, Cambricon always: an O that is the rounded reference has no error then."""
     exact = torch.full((1, 1, 1, 64), 1 + 2.0**-12, dtype=torch.float64)
     ones = torch.ones_like(exact)
-    balance = [RULES["msprobe_balance"].ask(Compared(ones, exact, fmt, ones, ones)) for fmt in (BF16, FP16)]
+    balance = [RULES["msprobe_balance"].ask(ComparedTensor(ones, exact, fmt, ones, ones)) for fmt in (BF16, FP16)]
     assert [answer.readings[0].number for answer in balance] == [1.0, 0.0]
-    assert readings(RULES["cambricon"].ask(Compared(ones, exact, BF16, ones, ones))) == [0.0, 0.0]
+    assert readings(RULES["cambricon"].ask(ComparedTensor(ones, exact, BF16, ones, ones))) == [0.0, 0.0]
     for count, passed in ((99, True), (100, False)):  # all of one sign
         exact = torch.arange(1.0, 1.0 + count, dtype=torch.float64).view(1, 1, 1, -1)
-        assert RULES["cambricon"].ask(Compared(exact * (1 + 1e-4), exact, BF16, exact, exact)).passed is passed
+        assert RULES["cambricon"].ask(ComparedTensor(exact * (1 + 1e-4), exact, BF16, exact, exact)).passed is passed
 
 
 def test_aiters_tolerance_is_relative_to_the_output_and_5_percent_may_be_beyond_it() -> None:
@@ -128,7 +128,7 @@ def test_aiters_tolerance_is_relative_to_the_output_and_5_percent_may_be_beyond_
         reading = RULES["aiter_check_all_close"].ask(of(out, exact, exact, exact)).readings[0]
         close = torch.isclose(torch.tensor(exact), torch.tensor(out), rtol=1e-2, atol=1e-2)
         assert reading.number == pytest.approx((~close).double().mean()) == share
-        assert reading.passed is (share <= 0.05)
+        assert reading.is_met is (share <= 0.05)
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from tiebreak.reports.gate.gate import Change, Outcome
+from tiebreak.reports.gate.gate import CellChange, Outcome
 from tiebreak.reports.gate.report import annotations
 from tiebreak.reports.records.record import CRASHED, RUNS, Answer, Record, Run
 
@@ -140,7 +140,7 @@ def test_annotations_are_cut_short_and_a_record_begins_no_command_of_its_own() -
     why = Answer(False, "", "no\n::add-mask::x")
     record = Record(id="a", backend="cpu", kernel="mine", case="tie", case_version=1, format="bf16", seed=1, heads=1,
                     experiment="call", outcome=CRASHED, command="", answers={RUNS: why})  # fmt: skip
-    worse = Outcome(2, (Change(record, True, "again"), Change(replace(record, id="b"), True, "bias")), ())
+    worse = Outcome(2, (CellChange(record, True, "again"), CellChange(replace(record, id="b"), True, "bias")), ())
     lines = annotations(Run({}, {}, records=(record,)), worse, {"mine": ("m.py", 3)})
     assert [line.split("::")[2] for line in lines] == ["no%0A", "bias"]
     assert not [line for line in lines if "\n" in line]

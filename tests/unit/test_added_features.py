@@ -32,7 +32,7 @@ from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.reference import products, reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import SelectionContext
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import command
 from tiebreak.matrix.questions.usage import UNSAID
 from tiebreak.matrix.selection import Selection, cells, check_usable
@@ -49,7 +49,7 @@ WORDS = ["value_dim", "padding", "lengths", "window", "block_mask", "bias", "sof
 def test_a_feature_comes_into_any_case(name: str, word: str) -> None:
     (feature,) = added_features([word])
     before, inputs = CASES[name].make(1, 0, 32, BF16), with_features(CASES[name], [word]).make(1, 0, 32, BF16)
-    assert {*before.asks(), feature} == set(inputs.asks())
+    assert {*before.required_features(), feature} == set(inputs.required_features())
     if feature not in (LENGTHS, DESCALE):
         assert torch.equal(inputs.q, before.q), "drawn from the same stream"
 
@@ -155,7 +155,7 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     context = SelectionContext(pairs, [CPU], BF16, kernels_named=True)
     chosen = [
         call.name
-        for call in map(Call, (case for case in SCRIPTED if case.name.startswith("served[")))
+        for call in map(OneCall, (case for case in SCRIPTED if case.name.startswith("served[")))
         for _ in call.pairs(context)
     ]
     assert {name[len("served[") : -1] for name in chosen} == asked
@@ -174,7 +174,7 @@ def test_no_two_calls_after_each_other_have_the_same_parameter(feature: Feature)
 def test_features_in_service_have_parameters_of_every_head_and_sequence(case: Case) -> None:
     inputs = case.make(1, 0, 64, BF16)
     unsaid = {HIDDEN_NAN, CAUSAL, OBLONG_CAUSAL}
-    assert set(inputs.asks()) | unsaid == case.needs | unsaid
+    assert set(inputs.required_features()) | unsaid == case.needs | unsaid
     batch, heads = inputs.q.shape[:2]
     if inputs.sink is not None:
         assert len(set(inputs.sink.tolist())) > heads // 2

@@ -10,7 +10,7 @@ from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.errors import Errors, measure
 from tiebreak.cases.gradients import cosine, equation_cosines, weight_gradient
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.cases.verdicts import BiasVerdict, judge
 from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.plans import ISOLATION
@@ -81,7 +81,7 @@ def test_each_switch_of_section_3_2_alone_takes_the_bias_of_delta_down_tenfold(s
         fused = measured("flash@fused").delta_bias
         assert switched.high < 0
         assert abs(switched.mean - fused.mean) <= fused.half_width
-        assert judge(measured(f"flash@{switch}").bias) is Verdict.UNBIASED
+        assert judge(measured(f"flash@{switch}").bias) is BiasVerdict.UNBIASED
     else:  # what is left without a narrow O in it is fp32's: 2^-16 of a bf16 rounding error, here below 2^-9
         assert max(abs(switched.low), abs(switched.high)) <= 2.0**-9 * plain.low
 
@@ -89,14 +89,14 @@ def test_each_switch_of_section_3_2_alone_takes_the_bias_of_delta_down_tenfold(s
 @pytest.mark.parametrize("switch", ["delta_from_dp", "o_recomputed"])
 def test_a_switch_of_the_backward_pass_leaves_the_bias_of_o(switch: str) -> None:
     assert torch.equal(on_tied(f"flash@{switch}").o, on_tied("flash@paper").o)
-    assert judge(measured(f"flash@{switch}").bias) is Verdict.BIASED
+    assert judge(measured(f"flash@{switch}").bias) is BiasVerdict.BIASED
 
 
 def test_standard_attention_has_the_same_bias_of_o_and_none_of_delta() -> None:
     flash, standard = measured("flash@paper"), measured("standard")
     # The same bias of O: the two intervals overlap, both beyond the margin.
-    assert judge(flash.bias) is Verdict.BIASED
-    assert judge(standard.bias) is Verdict.BIASED
+    assert judge(flash.bias) is BiasVerdict.BIASED
+    assert judge(standard.bias) is BiasVerdict.BIASED
     assert abs(flash.bias.mean - standard.bias.mean) <= flash.bias.half_width + standard.bias.half_width
     # And yet none of delta, which standard attention takes from P.
     assert max(abs(standard.delta_bias.low), abs(standard.delta_bias.high)) <= 1e-3 * flash.delta_bias.low

@@ -24,7 +24,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD, Record
@@ -153,7 +153,7 @@ def coarse_throughout(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tenso
 
 
 def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Record:
-    return run_cell(Cell(CPU, kernel, Call(CASES[case]), fmt), Workbench(Settings(seed=2, heads=heads)))
+    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), fmt), Workbench(Settings(seed=2, heads=heads)))
 
 
 CAST = "(dO / l, P and dP in 16 bits)"

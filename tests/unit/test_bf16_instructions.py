@@ -24,7 +24,7 @@ from tiebreak.kernels.formats import BF16, FP32
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import PREDICTION
@@ -166,7 +166,7 @@ def test_a_cell_that_fell_says_what_predicts_it() -> None:
         def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
             return super().matmul(a, b, cast, Accumulator.BFMMLA)
 
-    cell = Cell(replace(CPU, arithmetic=OnArm()), composed_kernel("flash@paper"), Call(CASES["faint_tail"]), BF16)
+    cell = Cell(replace(CPU, arithmetic=OnArm()), composed_kernel("flash@paper"), OneCall(CASES["faint_tail"]), BF16)
     answer = run_cell(cell, Workbench(Settings(heads=16))).answers[PREDICTION]
     assert answer.passed is False
     assert answer.why.endswith("; flash@paper,accumulator=bfmmla, as this device multiplies, does")

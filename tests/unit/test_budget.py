@@ -16,7 +16,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.options import OPTIONS
 from tiebreak.matrix.scheduling import ORDER, beyond, cost, expected, rank, seconds_of
 from tiebreak.matrix.selection import Selection, cells
-from tiebreak.matrix.watch import Budget, BudgetSpentError, Progress, Watch
+from tiebreak.matrix.watch import Budget, BudgetSpentError, Progress, Watchdog
 from tiebreak.reports.records.record import NO_TIME, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -139,14 +139,14 @@ def test_a_cell_is_begun_if_it_has_time_at_the_pace_of_those_before_it(
     mine = users("interpreter")
     long, short = mine["tied_maxima[k=2]"], mine["hidden_nan"]
     for budget in (Budget(deadline=2 * cost(long)), Budget(cpu=2 * cost(long))):
-        kept = Watch(None, None, budget)
+        kept = Watchdog(None, None, budget)
         with kept.over(long):
             kept.pace.add(cost(long), 4 * cost(long))  # it is a slow kernel
         with kept.over(short), kept.over(mine["padded"]):  # it takes no mask, which costs nothing
             pass
         with pytest.raises(BudgetSpentError), kept.over(long):
             pass
-    with pytest.raises(BudgetSpentError), Watch(None, None, Budget(left_out=frozenset({short.id}))).over(short):
+    with pytest.raises(BudgetSpentError), Watchdog(None, None, Budget(left_out=frozenset({short.id}))).over(short):
         pass
 
 
@@ -179,7 +179,7 @@ def test_the_deadline_ends_a_cell_in_its_midst(
     budget = Budget(deadline=watch.now() + 60.0, cpu=watch.cpu() + 60.0)
     for alarm in (signal.SIGALRM, signal.SIGVTALRM):
         before = signal.getsignal(alarm)
-        with pytest.raises(BudgetSpentError), Watch(None, 9.0, budget).over(users("cpu")["random"]):
+        with pytest.raises(BudgetSpentError), Watchdog(None, 9.0, budget).over(users("cpu")["random"]):
             os.kill(os.getpid(), alarm)
         assert signal.getsignal(alarm) is before
 
@@ -192,10 +192,10 @@ def test_workers_share_the_deadline_and_what_hangs_ends_soon_after_it(
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda wall, **_: walls.append(wall))
     monkeypatch.setattr(watch, "now", lambda: 100.0)
-    begun = Watch.of({}, None, Budget.of(60.0))
+    begun = Watchdog.of({}, None, Budget.of(60.0))
     monkeypatch.setattr(watch, "now", lambda: 150.0)
     for seconds in (6.0, 0.2):
-        worker = Watch.of(begun.worker_input(tmp_path / "gw0"), seconds)
+        worker = Watchdog.of(begun.worker_input(tmp_path / "gw0"), seconds)
         with worker.over(users("cpu")["hidden_nan"]):
             assert worker.budget.deadline == pytest.approx(154.0)  # a tenth is for the start and the end
     assert walls == pytest.approx([9.0, 2.0])

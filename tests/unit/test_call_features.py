@@ -105,7 +105,7 @@ def asking(features: tuple[Feature, ...], seen: str = "full") -> AttentionInputs
     inputs = SEEN[seen](PLAIN)
     for feature in features:
         inputs = ASKING[feature](inputs)
-    assert set(features) <= set(inputs.asks())
+    assert set(features) <= set(inputs.required_features())
     return inputs
 
 
@@ -166,7 +166,9 @@ def _exact(inputs: AttentionInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_all_that_goes_by_a_value_is_tested_here() -> None:
-    assert {feature for features in SETS for feature in asking(features).asks()} >= set(FEATURES[-len(ASKING) :])
+    assert {feature for features in SETS for feature in asking(features).required_features()} >= set(
+        FEATURES[-len(ASKING) :]
+    )
 
 
 each_of_few = pytest.mark.parametrize("features", FEW, ids=lambda features: "+".join(each.name for each in features))
@@ -246,7 +248,7 @@ def test_values_that_make_no_sense_are_refused(fields: Mapping[str, Any], messag
 
 def test_a_pool_of_pages_has_poison_wherever_no_key_lies() -> None:
     inputs = asking((PAGES,))
-    pool = inputs.held("k")[0]
+    pool = inputs.stored("k")[0]
     assert inputs.block_table is not None
     assert torch.equal(pool[inputs.block_table[1, 0]], inputs.k[1, :, :4])
     assert torch.equal(pool[inputs.block_table[0, 3], :, :1], inputs.k[0, :, 12:])
@@ -373,7 +375,7 @@ def test_a_cache_is_given_the_lengths_that_padding_leaves(
         assert given in str(reason)
         return
     assert reason is None
-    assert set(inputs.asks()) <= caller.convention.takes | caller.convention.tried
+    assert set(inputs.required_features()) <= caller.convention.takes | caller.convention.tried
     keywords = caller.call(inputs).keywords(inputs)
     lengths = [each.tolist() for word, each in keywords.items() if word in KEY_PADDING.keywords]
     assert lengths == ([] if given is None else [given])

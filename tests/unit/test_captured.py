@@ -17,7 +17,7 @@ from tiebreak.cases import captured
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import Verdict, judge
+from tiebreak.cases.verdicts import BiasVerdict, judge
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -26,7 +26,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
@@ -72,7 +72,7 @@ def as_inputs(layer: Tensors, *, causal: bool = False) -> AttentionInputs:
 
 def sampled(case: Case, kernel: Kernel, heads: int = 256, fmt: Format = BF16) -> Sample:
     bench = Workbench(Settings(heads=heads)).case(case, fmt)
-    return call._drawn(Cell(CPU, kernel, Call(case), fmt), bench, Settled("nothing"))[0]
+    return call._until_settled(Cell(CPU, kernel, OneCall(case), fmt), bench, Settled("nothing"))[0]
 
 
 class TestCases:
@@ -95,7 +95,7 @@ class TestCases:
         layer = normal((3, 8, 4, 16), key_heads=2)
         case = only_case(tmp_path, layer)
         batches: list[AttentionInputs] = []
-        while case.has(len(batches), heads):
+        while case.has_batch(len(batches), heads):
             batches.append(case.make(1, len(batches), heads, BF16))
         assert all(batch.q.shape[1] <= max(heads, 4) for batch in batches)
         for part, ours in layer.items():
@@ -150,7 +150,7 @@ class TestCases:
     def test_a_file_that_is_gone_crashes_its_cell_alone(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((1, 2, 4, 8)))
         (tmp_path / "inputs-000007.safetensors").unlink()
-        record = run_cell(Cell(EMULATION, composed_kernel("standard"), Call(case), BF16), Workbench(Settings()))
+        record = run_cell(Cell(EMULATION, composed_kernel("standard"), OneCall(case), BF16), Workbench(Settings()))
         assert (record.outcome, record.case_version) == (CRASHED, 0)
         assert re.search(r"CapturedError: .*inputs-000007.safetensors: cannot be read", record.reasons[0])
 
@@ -171,7 +171,7 @@ class TestLooks:
         # One row of two elements a head: nothing settles.
         case = only_case(tmp_path, normal((10, 4, 1, 2), keys=8))
         sample = sampled(case, composed_kernel("flash@paper"), heads)
-        assert judge(sample.errors.bias) is Verdict.UNDECIDED
+        assert judge(sample.errors.bias) is BiasVerdict.UNDECIDED
         assert sample.heads == in_all
         assert sample.errors.elements == in_all * 2
         assert sample.exhausted is (in_all == 40)
@@ -179,7 +179,7 @@ class TestLooks:
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL)
         sample = sampled(case, TRUNCATING)
-        assert sample.errors.bias.beyond(0.4)
+        assert sample.errors.bias.is_beyond(0.4)
         assert -0.55 < sample.errors.bias.mean < -0.4
         assert sample.errors.max_ulps <= 1
         ref = reference(case.make(1, 0, 256, BF16))
@@ -206,8 +206,8 @@ class TestLooks:
         assert not sampled(case, composed_kernel("flash@paper"), 1).obstacle
         assert sampled(case, composed_kernel("flash@paper"), 256).obstacle.startswith("the case has no more")
         short_of_time = Workbench(Settings(heads=256, cell_timeout=1e-9)).case(case, BF16)
-        cell = Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16)
-        none_left, _ = call._drawn(cell, short_of_time, Settled("nothing"))
+        cell = Cell(CPU, composed_kernel("flash@paper"), OneCall(case), BF16)
+        none_left, _ = call._until_settled(cell, short_of_time, Settled("nothing"))
         assert none_left.obstacle.startswith("the case has no more")  # more time would draw no more heads
         opposed = layer | {"k": torch.zeros_like(layer["k"]), "v": torch.ones_like(layer["v"])}
         opposed["v"][:, :, ::2] = -1.015625
@@ -216,7 +216,7 @@ class TestLooks:
         assert gone.obstacle.startswith("every element of O has cancelled")
         assert gone.prediction_passed is None
         for each, told in ((case, True), (cancelling, False)):
-            record = run_cell(Cell(CPU, TRUNCATING, Call(each), BF16), Workbench(Settings()))
+            record = run_cell(Cell(CPU, TRUNCATING, OneCall(each), BF16), Workbench(Settings()))
             assert ("fits" in record.evidence) is told
 
 

@@ -441,7 +441,7 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
 def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(KERNEL, names)
-    with pytest.raises(UsageError, match=r"^'attention' stands in no file .* in_process=True$"):
+    with pytest.raises(UsageError, match=r"in_process=True$"):
         tiebreak.check(names["attention"])
     checked = tiebreak.check(names["attention"], in_process=True, cases="no_tail", heads=16)
     assert checked.headline == "PASS: attention on cpu, bf16: no failure input was run, nothing is known of its bias"

@@ -25,7 +25,7 @@ from tiebreak.kernels.plans import Accumulator, Cast, SinkEntry
 from tiebreak.kernels.reference import reference, reference_gradients, sink_gradient
 from tiebreak.kernels.triton.loading import installed
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CRASHED, PASSED, SKIPPED, UNDECIDED, Record
@@ -263,7 +263,7 @@ class TestCells:
     def run(name: str) -> Record:
         backend = replace(cuda.CUDA, device="cpu", unavailable=lambda: None)
         bench = Workbench(Settings(seed=1, heads=16))
-        return run_cell(Cell(backend, backend.kernel(name), Call(CASES["tied_maxima[k=2]"]), BF16), bench)
+        return run_cell(Cell(backend, backend.kernel(name), OneCall(CASES["tied_maxima[k=2]"]), BF16), bench)
 
     def test_eager_torch(self) -> None:
         assert self.run("flash@paper").outcome in (PASSED, UNDECIDED)

@@ -150,7 +150,7 @@ def test_every_field_of_a_plan_has_a_key_or_is_no_matter_of_a_text() -> None:
         ("fused,s=input/64", "s=input/64: pv and o_bar alone are a product's sums"),
         ("fused,pv=input/no", "pv=input/no: expected a number of terms behind /"),
         ("fused,s", "'s' in 'fused,s': expected KEY=VALUE"),
-        ("fused,s=bf16,s=fp16", "s stands twice"),
+        ("fused,s=bf16,s=fp16", "s is given twice"),
         ("fused,s=bf17", "s=bf17: unknown format 'bf17'"),
         ("fused,s=bf16:odd", "s=bf16:odd: 'odd' is none of the modes rne, rtna, "),
         ("fused,s=fp32:rtna", "s=fp32:rtna: what is fp32 is not rounded"),

@@ -20,7 +20,7 @@ from tiebreak.cases.errors import (
     signed_error_ulps,
 )
 from tiebreak.cases.scripted import SCRIPTED
-from tiebreak.cases.verdicts import MARGIN_ULPS, Interval, Verdict, interval, judge, quantile
+from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, interval, judge, quantile
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.reference import reference
@@ -86,28 +86,28 @@ def test_an_interval_by_hand() -> None:
     assert quantile(0) == quantile(1) == INF
     assert math.isnan(none.mean)
     assert (single.mean, single.half_width) == (1.0, INF)
-    assert judge(none) is judge(single) is Verdict.UNDECIDED
+    assert judge(none) is judge(single) is BiasVerdict.UNDECIDED
 
 
 @pytest.mark.parametrize(
     ("estimate", "verdict"),
     [
-        (Interval(0.23, 0.01), Verdict.BIASED),
-        (Interval(-0.23, 0.01), Verdict.BIASED),
-        (Interval(0.0, 0.01), Verdict.UNBIASED),
-        (Interval(-0.03, 0.01), Verdict.UNBIASED),
-        (Interval(0.0, MARGIN_ULPS), Verdict.UNBIASED),  # its ends are the margin's
-        (Interval(0.0625, 0.0625 - MARGIN_ULPS), Verdict.UNDECIDED),  # begins on the margin
-        (Interval(0.045, 0.01), Verdict.UNDECIDED),
-        (Interval(NAN, 0.0), Verdict.UNDECIDED),
-        (Interval(0.0, NAN), Verdict.UNDECIDED),
+        (Interval(0.23, 0.01), BiasVerdict.BIASED),
+        (Interval(-0.23, 0.01), BiasVerdict.BIASED),
+        (Interval(0.0, 0.01), BiasVerdict.UNBIASED),
+        (Interval(-0.03, 0.01), BiasVerdict.UNBIASED),
+        (Interval(0.0, MARGIN_ULPS), BiasVerdict.UNBIASED),  # its ends are the margin's
+        (Interval(0.0625, 0.0625 - MARGIN_ULPS), BiasVerdict.UNDECIDED),  # begins on the margin
+        (Interval(0.045, 0.01), BiasVerdict.UNDECIDED),
+        (Interval(NAN, 0.0), BiasVerdict.UNDECIDED),
+        (Interval(0.0, NAN), BiasVerdict.UNDECIDED),
     ],
-    ids=lambda value: value.value if isinstance(value, Verdict) else f"{value.mean}+-{value.half_width}",
+    ids=lambda value: value.value if isinstance(value, BiasVerdict) else f"{value.mean}+-{value.half_width}",
 )
-def test_the_verdict_on_an_interval(estimate: Interval, verdict: Verdict) -> None:
+def test_the_verdict_on_an_interval(estimate: Interval, verdict: BiasVerdict) -> None:
     assert judge(estimate) is verdict
     if math.isnan(estimate.mean + estimate.half_width):  # neither inside nor beyond any margin
-        assert not any(estimate.inside(margin) or estimate.beyond(margin) for margin in (0.0, MARGIN_ULPS, INF))
+        assert not any(estimate.is_inside(margin) or estimate.is_beyond(margin) for margin in (0.0, MARGIN_ULPS, INF))
 
 
 def test_by_key_head_averages_what_shares_a_key_head() -> None:

@@ -20,7 +20,7 @@ from tiebreak.kernels.kernel import Kernel, run_forward
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.explain import explain, plans
 from tiebreak.matrix.run import run_cell
@@ -232,7 +232,7 @@ def test_a_cell_tries_the_plan_that_designed_inputs_show_and_all_others_where_it
 
     kernel = Kernel("k", by_head_dimension, None, has_backward=False, takes=COMMON, external=True)
     bench = Workbench(Settings(heads=8))
-    cells = {case.name: Cell(EMULATION, kernel, Call(case), BF16) for case in SCRIPTED}
+    cells = {case.name: Cell(EMULATION, kernel, OneCall(case), BF16) for case in SCRIPTED}
     run_cell(Cell(EMULATION, kernel, Identification(), BF16), bench)
     fits_by_case = {case: run_cell(cells[case], bench).evidence["fits"] for case in ("random", "random_causal")}
     assert set(fits_by_case["random"]) == {"flash@fused"}

@@ -31,7 +31,7 @@ from tiebreak.kernels.kernel import Kernel, run_declared
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.triton.roster import DECLARATIONS, triton_kernels
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.selection import Selection, cells
 
 pytestmark = pytest.mark.quick
@@ -45,9 +45,9 @@ WINDOW = Feature("window", "window of keys")  # stands for a feature that is add
 class Windowed(AttentionInputs):
     """Inputs that ask for what no kernel has heard of."""
 
-    def asks(self) -> tuple[Feature, ...]:
+    def required_features(self) -> tuple[Feature, ...]:
         """A window too."""
-        return (*super().asks(), WINDOW)
+        return (*super().required_features(), WINDOW)
 
 
 def _inputs(case: str) -> AttentionInputs:
@@ -85,7 +85,7 @@ def _kernels() -> list[Kernel]:
     ids=["plain", "grouped", "scaled", "causal", "oblong", "more queries than keys", "padded", "blind"],
 )
 def test_inputs_say_what_they_ask_for(inputs: AttentionInputs, words: tuple[Feature, ...]) -> None:
-    assert inputs.asks() == words
+    assert inputs.required_features() == words
 
 
 def test_a_feature_that_no_kernel_has_heard_of_is_refused_by_every_kernel() -> None:
@@ -101,7 +101,7 @@ def test_what_a_kernel_takes_is_asked_before_what_it_lacks() -> None:
 
     inputs = _inputs("wholly_masked")
     reason = Kernel("mine", compute, None).refusal(inputs)
-    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.asks())
+    assert reason == "mine takes no " + " and no ".join(feature.words for feature in inputs.required_features())
     kernel = Kernel("mine", compute, None, takes=frozenset({CAUSAL}), missing_requirement=lambda inputs: "no such card")
     assert kernel.refusal(_inputs("padded")) == "mine takes no key padding mask"
     assert kernel.refusal(_inputs("random_causal")) == "no such card"
@@ -142,7 +142,7 @@ def test_formats_of_its_own_are_asked_for(own: dict[str, object]) -> None:
 def test_a_v_of_8_bits_is_widened_where_the_plan_does_not_multiply_it() -> None:
     inputs = _inputs("fp8_ties")
     assert inputs.formats == Formats.of(BF16, v=FP8_E4M3)
-    assert not inputs.asks()
+    assert not inputs.required_features()
     for kernel in (composed_kernel("flash@fused"), CPU.kernel("sdpa_flash"), _triton("triton_flash")):
         assert kernel.refusal(inputs) is None
 
@@ -161,7 +161,7 @@ def test_a_kernel_is_left_out_of_the_cells_whose_formats_it_is_not_for() -> None
     if INTERPRETER.unavailable() is not None:
         pytest.skip("no interpreter")
     selected, _ = cells(Selection("interpreter", "triton_fp8,triton_flash"))
-    calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, Call)]
+    calls = [(cell.kernel.name, cell.experiment.name) for cell in selected if isinstance(cell.experiment, OneCall)]
     default = {name for name, case in CASES.items() if not (case.on_request or case.needs)}
     assert {case for kernel, case in calls if kernel == "triton_fp8"} == set(EIGHT_BITS)
     assert {case for kernel, case in calls if kernel == "triton_flash"} == default

@@ -22,7 +22,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.kernels.shift_rules import BETA_V1, repeated
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Record
@@ -46,7 +46,7 @@ CLAIMED = {
 
 
 def _record(backend: Backend, kernel: Kernel, case: str, bench: Workbench | None = None) -> Record:
-    return run_cell(Cell(backend, kernel, Call(CASES[case]), FP16), bench or Workbench(Settings()))
+    return run_cell(Cell(backend, kernel, OneCall(CASES[case]), FP16), bench or Workbench(Settings()))
 
 
 def _measured(name: str, inputs: AttentionInputs) -> Errors:

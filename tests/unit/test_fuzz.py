@@ -38,7 +38,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import OFFSET
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
@@ -226,7 +226,7 @@ def failed(example: Example, pairs: Sequence[Pair], folder: Path) -> Iterator[tu
     case, bench = example.write(folder), Workbench(Settings(matrix=FROM_ANYWHERE))
     fmt = FORMATS[example.fmt]
     for backend, kernel in pairs:
-        record = run_cell(Cell(backend, kernel, Call(case), fmt), bench)
+        record = run_cell(Cell(backend, kernel, OneCall(case), fmt), bench)
         not_passed = {name for name, answer in record.answers.items() if answer.passed is False}
         if not_passed:
             not_passed -= not_held_to(bench.case(case, fmt).batch(0), kernel)

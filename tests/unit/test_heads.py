@@ -15,7 +15,7 @@ from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import Record
@@ -43,7 +43,7 @@ def wrong(which: str, factor: float) -> Kernel:
 
 
 def judged(kernel: Kernel, case: str, heads: int, seed: int = 1) -> Record:
-    return run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(seed=seed, heads=heads)))
+    return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), Workbench(Settings(seed=seed, heads=heads)))
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 256])

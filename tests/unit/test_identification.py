@@ -20,13 +20,13 @@ from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
 from tiebreak.matrix import designed, settling
-from tiebreak.matrix.asking import Asked, threads
+from tiebreak.matrix.asking import ProbedKernel, threads
 from tiebreak.matrix.candidates import candidates
 from tiebreak.matrix.designed import DESIGNED, LONG, SHAPES, Designed
 from tiebreak.matrix.identification import identity, search
 from tiebreak.matrix.identification.identity import Rivals, identify
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import Change, changes, combined, forward_alone, moves, plainness, text
+from tiebreak.matrix.identification.space import PlanChange, changes, combined, forward_alone, moves, plainness, text
 from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.texts import explanation_text
@@ -57,8 +57,8 @@ def _on(arithmetic: Arithmetic, plan: str) -> Kernel:
     return replace(composed("k", declaration), compute=compute, declaration=None, composed=False)
 
 
-def _asked(kernel: Kernel, *names: str) -> Asked:
-    asked = Asked(EMULATION, kernel, BF16)
+def _asked(kernel: Kernel, *names: str) -> ProbedKernel:
+    asked = ProbedKernel(EMULATION, kernel, BF16)
     for each in DESIGNED:
         if not names or each.name in names:
             asked.ask(each)
@@ -91,7 +91,7 @@ def test_a_plan_is_found_and_named_with_the_shape_that_it_changes_with(monkeypat
     many, wide = (designed._normal(*size) for size in ((16, 16, 64, 64), (1, 8, 64, 128)))
     monkeypatch.setattr(identity, "SHAPES", (Designed("many", many, ""), Designed("wide", wide, "")))
     kernel = replace(composed("k", parse_declaration("standard")), compute=_by_shape, declaration=None)
-    found = identify(Asked(EMULATION, kernel, BF16))
+    found = identify(ProbedKernel(EMULATION, kernel, BF16))
     assert _plan(str(found.plan)) == _plan("flash@paper,tile=64")
     assert found.share == 1.0
     assert found.bias["tied_maxima[k=2]"].verdict == "biased"
@@ -146,7 +146,7 @@ def test_a_row_counts_once_however_many_of_its_elements_a_plan_has() -> None:
 def test_two_casts_that_trade_places_are_told_together() -> None:
     kernel, plainer = _plan("flash@fused,l_from=rounded,tile=one"), _plan("flash@fused,exp=input,tile=one")
     alike = Rivals(_asked(composed("k", kernel))).alike(plainer)
-    assert alike[Change("exp", "fp32,l_from=rounded")] == kernel
+    assert alike[PlanChange("exp", "fp32,l_from=rounded")] == kernel
     assert plainness(plainer) < plainness(kernel)
 
 
@@ -162,7 +162,7 @@ def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(settling, "DESIGNED", tuple(designed for designed in DESIGNED if designed.name in FEW))
     monkeypatch.setattr(search, "_MOST", 200)
     monkeypatch.setattr(identity, "_SWAPS", 0)
-    found = identify(Asked(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16))
+    found = identify(ProbedKernel(EMULATION, _on(_TruncatedSum(), "flash@fused,tile=64"), BF16))
     assert (found.plan, found.stopped) == (None, True)
     assert "none known" in found.headline
     assert found.unexplained
@@ -175,7 +175,7 @@ def test_a_kernel_outside_of_the_space_has_no_plan(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_takes_too_few_inputs_is_refused() -> None:
     kernel = replace(_on(EMULATED, "standard"), missing_requirement=lambda inputs: "d must be 7")
     with pytest.raises(UnidentifiedError, match="takes 0 inputs of 17: d must be 7"):
-        identify(Asked(EMULATION, kernel, BF16))
+        identify(ProbedKernel(EMULATION, kernel, BF16))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -94,8 +94,8 @@ def summary(record: Record) -> tuple[object, ...]:
 def in_one_process(folder: Path, body: str) -> tuple[Record, list[tuple[object, ...]]]:
     """The record of a kernel that does something first, and of the cells after it."""
     bench, mine = Workbench(Settings(seed=1, heads=16)), external_kernel(kernel_file(folder, body))
-    first = run_cell(Cell(CPU, mine, Call(CASES["random_odd"]), BF16), bench)
-    later = [Cell(backend, kernel, Call(CASES[case]), BF16) for backend, kernel, case in LATER]
+    first = run_cell(Cell(CPU, mine, OneCall(CASES["random_odd"]), BF16), bench)
+    later = [Cell(backend, kernel, OneCall(CASES[case]), BF16) for backend, kernel, case in LATER]
     return first, [summary(run_cell(cell, bench)) for cell in later]
 
 
@@ -173,7 +173,7 @@ def test_a_kernel_that_seeds_the_global_generators_is_within_its_rights(
 def test_a_kernel_of_global_random_numbers_repeats_in_any_order_and_not_within_a_cell(tmp_path: Path) -> None:
     noise = "v = v * (1 + 0.01 * (torch.rand(1).item() + numpy.random.rand() + random.random()))"
     mine = external_kernel(kernel_file(tmp_path, noise), "paper")  # which is not looked for then
-    cells = [Cell(CPU, mine, each, BF16) for each in (Call(CASES["random_odd"]), *map(Contract, contract.CASES[:2]))]
+    cells = [Cell(CPU, mine, each, BF16) for each in (OneCall(CASES["random_odd"]), *map(Contract, contract.CASES[:2]))]
     rounds = []
     for order in (cells, cells[::-1], cells[1:]):
         bench = Workbench(Settings(seed=1, heads=16))

@@ -123,7 +123,7 @@ def test_what_is_no_number_has_none_and_leaves_every_limit() -> None:
 @pytest.mark.usefixtures("small")
 def test_plans_predict_the_difference_and_a_plan_called_in_another_way_has_none() -> None:
     told = list[str]()
-    model = through_model(side("flash@paper"), side("flash@fused"), [BF16, FP16], told=told.append)
+    model = through_model(side("flash@paper"), side("flash@fused"), [BF16, FP16], tell=told.append)
     low, high = model.formats
     assert (low.pair.role, low.pair.first, low.pair.second) == (PAIR, "A", "B")
     assert [each.role for each in low.compared] == [PAIR, *[EXACT] * 2, *[WAYS] * 3, *[FLOOR] * 6]

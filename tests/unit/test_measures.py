@@ -39,7 +39,7 @@ from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.candidates import accepted, candidates
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
 from tiebreak.matrix.measures import BESIDE_A_PLAN, ratio_of_means
 from tiebreak.matrix.run import run_cell
@@ -60,7 +60,7 @@ def record(case: str | Contract, change: Change) -> Record:
         return AttentionOutput(ref.o.bfloat16().float(), gradients=Gradients(dq, dk, dv))
 
     kernel = Kernel("theirs", compute, None, takes=COMMON)
-    experiment = Call(CASES[case]) if isinstance(case, str) else case
+    experiment = OneCall(CASES[case]) if isinstance(case, str) else case
     return run_cell(Cell(CPU, kernel, experiment, BF16), Workbench(Settings(heads=32)))
 
 
@@ -145,7 +145,8 @@ def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path
     target = f"{tmp_path / 'mine.py'}:mine"
     judged, none = (
         run_cell(
-            Cell(CPU, external_kernel(target, flags=flags), Call(CASES["random"]), BF16), Workbench(Settings(heads=32))
+            Cell(CPU, external_kernel(target, flags=flags), OneCall(CASES["random"]), BF16),
+            Workbench(Settings(heads=32)),
         )
         for flags in ((), ("backward=none",))
     )
@@ -160,7 +161,7 @@ def test_a_backward_pass_that_fails_takes_no_forward_pass_with_it(tmp_path: Path
 def test_bounds_are_some_times_what_kernels_err_by_and_grow_with_the_inputs() -> None:
     """A bound of everything would catch nothing; with dO twice as large it is twice as large, subnormals aside."""
     for name in ("sdpa_flash", "sdpa_math"):
-        judged = run_cell(Cell(CPU, CPU.kernel(name), Call(CASES["random"]), BF16), Workbench(Settings(heads=32)))
+        judged = run_cell(Cell(CPU, CPU.kernel(name), OneCall(CASES["random"]), BF16), Workbench(Settings(heads=32)))
         assert 0.1 < (judged.number("gradient_error_over_bound") or 0.0) <= 1.0
     inputs = CASES["random"].make(1, 0, 16, BF16)
     twice = replace(inputs, do=2 * inputs.do)
@@ -197,7 +198,7 @@ def test_a_row_is_measured_in_ulps_of_its_largest_element() -> None:
 
 
 def answer(kernel: Kernel, case: str) -> Answer:
-    record = run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), Workbench(Settings(seed=3, heads=HEADS)))
+    record = run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), Workbench(Settings(seed=3, heads=HEADS)))
     return record.answers["accuracy"]
 
 
@@ -272,6 +273,6 @@ def test_random_bits_of_a_users_own_are_held_to_the_law_of_a_plan(
     heads = 4 * HEADS if sound == "dithered" else HEADS  # of which a shift's random bits are few: one a row
     kernel, bench = users(partial(SOUND[sound], **changes), "own"), Workbench(Settings(seed=1, heads=heads))
     for case in ("growing_maximum", "tied_p_bar", "random"):
-        answer = run_cell(Cell(CPU, kernel, Call(CASES[case]), BF16), bench).answers["accuracy"]
+        answer = run_cell(Cell(CPU, kernel, OneCall(CASES[case]), BF16), bench).answers["accuracy"]
         assert answer.passed is passed, answer
         assert case != "tied_p_bar" or law in answer.asked

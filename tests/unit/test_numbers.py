@@ -20,7 +20,7 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import composed
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import store
@@ -125,7 +125,7 @@ def kept(path: str) -> dict[tuple[str, str], Record]:
 
 
 def emulated(case: str, kernel: str) -> Record:
-    cell = Cell(EMULATION, composed(kernel, parse_declaration(kernel)), Call(CASES[case]), BF16)
+    cell = Cell(EMULATION, composed(kernel, parse_declaration(kernel)), OneCall(CASES[case]), BF16)
     return run_cell(cell, Workbench(Settings(seed=1)))
 
 

@@ -14,7 +14,7 @@ from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports import cli
@@ -34,7 +34,7 @@ def mine(q, k, v, *, causal=False, scale=None):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 """
 QUICK = ("--heads", "16", "-n", "0")
-FEW = [Call(case) for case in SCRIPTED if case.name in ("random", "no_tail")]
+FEW = [OneCall(case) for case in SCRIPTED if case.name in ("random", "no_tail")]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
     """But for what only chose the cell among others: it has its name."""
     own = external_kernel(mine, "fused", ("layout=bhnd",))
     own = replace(own, origin=(*own.origin, "--backward", "emulated"))
-    monkeypatch.setattr(Call, "options", ("--captured", "here"))
+    monkeypatch.setattr(OneCall, "options", ("--captured", "here"))
     backend = replace(BACKENDS["interpreter"].assuming("sm_90"), name="interpreter")
     settings = Settings(seed=7, heads=32, fair=True, as_rounded=True, cell_timeout=9.5)
     of_own = command(Cell(backend, own, FEW[0], FP16), settings).split()

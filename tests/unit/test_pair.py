@@ -20,7 +20,7 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.asking import Asked, threads
+from tiebreak.matrix.asking import ProbedKernel, threads
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import judged, limited
@@ -29,7 +29,12 @@ from tiebreak.matrix.workbench import Settings
 from tiebreak.programs import pair as program
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.pairs.log_probabilities import Compared, Difference, FormatRecord, ModelRecord
+from tiebreak.reports.pairs.log_probabilities import (
+    FormatRecord,
+    LogProbabilityDifference,
+    ModelRecord,
+    ReadingComparison,
+)
 from tiebreak.reports.pairs.verdict import (
     APART,
     ROUNDINGS,
@@ -238,9 +243,9 @@ def _model(equal: float, **numbers: float | tuple[float, ...] | None) -> ModelRe
     none = dict.fromkeys(("largest", "k1", "k3", "beyond_1_percent", "beyond_20_percent"), 0.0)
     empty = dict.fromkeys(("by_position", "by_layer", "equal_by_layer"), ())
     plain = {"tokens": 9, "equal": equal, "mean": Estimate(0.0, 0.0), "rms": 0.03, **none, **empty, **numbers}
-    apart = convert(plain, Difference)
-    exact = [Compared("exact", side, "exact", apart) for side in "AB"]
-    return ModelRecord("a", "b", "m", (FormatRecord("bf16", (Compared("A", "B", "pair", apart), *exact)),))
+    apart = convert(plain, LogProbabilityDifference)
+    exact = [ReadingComparison("exact", side, "exact", apart) for side in "AB"]
+    return ModelRecord("a", "b", "m", (FormatRecord("bf16", (ReadingComparison("A", "B", "pair", apart), *exact)),))
 
 
 def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
@@ -281,7 +286,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _unknown(kernel: Asked, *_: object) -> Identity:
+def _unknown(kernel: ProbedKernel, *_: object) -> Identity:
     raise UnidentifiedError("it is not deterministic")
 
 
@@ -333,7 +338,7 @@ def test_json_alone_goes_to_the_terminal_and_apart_is_exit_code_1(capsys: pytest
 def test_functions_are_compared_and_one_kernel_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 
-    def asking(kernel: Asked, *_: object) -> Identity:
+    def asking(kernel: ProbedKernel, *_: object) -> Identity:
         asked.append(kernel.kernel.name)
         return _unknown(kernel)
 

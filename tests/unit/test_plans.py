@@ -7,7 +7,7 @@ import torch
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.claims import UNBIASED, claim
-from tiebreak.cases.gpt2.attention import Call, HeadKernel, attend
+from tiebreak.cases.gpt2.attention import HeadKernel, LayerCall, attend
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, STANDARD_ATTENTION, Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
@@ -54,7 +54,7 @@ def test_a_preset_is_what_the_design_says(name: str) -> None:
     assert plan.delta_from is (DeltaSource.PROBABILITIES if name == "standard" else DeltaSource.OUTPUT)
     others = {each for each, cast in plan.casts() if cast.rounding is not Rounding.RNE}
     assert others == ({"o"} if name == "fused_stochastic" else set())
-    assert plan.stochastic is (name == "fused_stochastic")
+    assert plan.is_stochastic is (name == "fused_stochastic")
 
 
 @each_plan
@@ -136,7 +136,7 @@ def test_a_third_one_runs_wherever_declared_kernels_run() -> None:
     expected = run_declared(flash, inputs, ARITHMETIC, False).o / 2
     assert torch.equal(run_declared(third, inputs, ARITHMETIC, False).o, expected)
     heads = (HeadKernel(third),) * inputs.q.shape[1]
-    assert torch.equal(attend(inputs.q, inputs.k, inputs.v, heads, Call(ARITHMETIC, 0, 0, (), inputs.q)), expected)
+    assert torch.equal(attend(inputs.q, inputs.k, inputs.v, heads, LayerCall(ARITHMETIC, 0, 0, (), inputs.q)), expected)
     # A composed kernel takes what its algorithm takes; the Triton kernels say that they do not have it.
     assert composed("third", third).refusal(inputs) is None
     assert composed("third", third).refusal(CASES["padded"].make(1, 0, 16, BF16)) == "third takes no key padding mask"

@@ -13,7 +13,7 @@ from tiebreak.defects.planted import DEFECTS, Defect, on, twin
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
@@ -94,7 +94,7 @@ def test_v2_as_printed_is_right_but_for_the_negative_branch() -> None:
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.chaotic or case.cancels])
 def test_a_case_that_cannot_be_predicted_records_no_prediction(case: str) -> None:
     """Else an exemption would read as a prediction that passed."""
-    cell = Cell(on(), honest("flash@fused"), Call(CASES[case]), BF16)
+    cell = Cell(on(), honest("flash@fused"), OneCall(CASES[case]), BF16)
     record = run_cell(cell, _bench(_HEADS))
     assert PREDICTION not in record.answers
     assert "predicted_bias" not in record.measures

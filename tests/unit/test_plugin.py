@@ -252,7 +252,7 @@ class TestUserKernel:
             pytest.PytestPluginManager(),
             invocation_params=pytest.Config.InvocationParams(args=(), plugins=None, dir=folder),
         )
-        assert " ".join(plugin._where(config)) == words
+        assert " ".join(plugin._cells_path(config)) == words
 
 
 class TestInterruption:

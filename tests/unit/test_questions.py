@@ -249,7 +249,7 @@ def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(
     q, k, v = (torch.randn(2, 3, n, 64, generator=generator).bfloat16().float() for n in (5, 40, 40))
     inputs = AttentionInputs(q, k, v, q, Formats.of(BF16))
     judge_lse(returned(reference(inputs).s).float(), inputs, declared, found)
-    (why,) = found.asked.values()
+    (why,) = found.requirements.values()
     assert bool(why) == bool(wrong)
     assert wrong in why
 

@@ -17,7 +17,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import call
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FAILED, Record
@@ -33,7 +33,7 @@ LONG = {"decode_equal_keys", "decode_64k"}
 
 
 def run(kernel: Kernel, case: Case) -> Record:
-    return run_cell(Cell(CPU, kernel, Call(case), BF16), Workbench(Settings(heads=HEADS)))
+    return run_cell(Cell(CPU, kernel, OneCall(case), BF16), Workbench(Settings(heads=HEADS)))
 
 
 def returning(fill: float) -> Kernel:

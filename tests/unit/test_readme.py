@@ -18,7 +18,7 @@ from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports import cli
@@ -127,11 +127,11 @@ def test_picture_is_right() -> None:
 
 
 def test_picture_is_what_its_script_draws_of_what_a_run_gives() -> None:
-    sides: dict[str, mechanism.Side] = tie.sides()
+    sides: dict[str, mechanism.HistogramSide] = tie.sides()
     assert (FIGURES / "tie.svg").read_text(encoding="utf-8") == mechanism.drawing(*sides.values())
     case = case_named("tied_maxima[k=2]")
     for kernel, side in sides.items():
-        record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), Call(case), BF16), Workbench(SETTINGS))
+        record = run_cell(Cell(EMULATION, EMULATION.kernel(kernel), OneCall(case), BF16), Workbench(SETTINGS))
         assert record.evidence["histogram"] == side.errors
         assert record.number("bias") == pytest.approx(side.bias, abs=1e-9)
 
@@ -170,7 +170,7 @@ def test_the_decorator_of_the_page_is_read(tmp_path: Path) -> None:
 
 def test_added_case_runs_and_its_claim_holds() -> None:
     case = names_of("Add a case")["TWO_MAXIMA"]
-    record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), Call(case), BF16), Workbench(SETTINGS))
+    record = run_cell(Cell(CPU, CPU.kernel("flash@paper"), OneCall(case), BF16), Workbench(SETTINGS))
     assert record.outcome == PASSED, record.reasons
     assert record.passed(CLAIM)
 
@@ -178,7 +178,7 @@ def test_added_case_runs_and_its_claim_holds() -> None:
 def test_added_kernel_is_predicted_on_a_device() -> None:
     kernel = names_of("Add a kernel")["KERNEL"]
     device = replace(EMULATION, name="device", predicts=False)
-    record = run_cell(Cell(device, kernel, Call(case_named("random")), BF16), Workbench(SETTINGS))
+    record = run_cell(Cell(device, kernel, OneCall(case_named("random")), BF16), Workbench(SETTINGS))
     assert record.outcome == PASSED, record.reasons
     assert record.passed(PREDICTION)
     assert record.number("equal_bits") == 1.0

@@ -16,7 +16,7 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference
 from tiebreak.matrix.experiment import Cell, time_limit
 from tiebreak.matrix.experiments import call
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.reports.records.record import UNDECIDED
@@ -35,7 +35,7 @@ def _theirs(inputs: AttentionInputs, arithmetic: object, gradients: bool) -> Att
 
 KERNEL = Kernel("theirs", _theirs, None, has_backward=False, takes=COMMON, external=True)
 SETTLED = dict[tuple[str, str, str], Settled]()  # its plan is looked for once
-CELL = Cell(CPU, KERNEL, Call(CASES["random"]), BF16)
+CELL = Cell(CPU, KERNEL, OneCall(CASES["random"]), BF16)
 
 
 @pytest.mark.parametrize(("seconds", "looked_at"), [(25.0, 16), (None, 64), (1000.0, 128)])

@@ -14,7 +14,7 @@ from tiebreak.kernels.formats import BF16, FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import scheduling
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.training import TrainingRun
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 
@@ -74,7 +74,7 @@ def order(pytester: pytest.Pytester, tests: list[str], together: frozenset[str] 
 def cell(name: str) -> Cell:
     """The cell of an id: backend and experiment decide when it runs, and whether its kernel is a user's."""
     backend, kernel, experiment, fmt = name.split("-")
-    known = TrainingRun(SNIPPETS[experiment]) if experiment in SNIPPETS else Call(CASES[experiment])
+    known = TrainingRun(SNIPPETS[experiment]) if experiment in SNIPPETS else OneCall(CASES[experiment])
     return Cell(BACKENDS[backend], replace(composed_kernel("standard"), external=kernel == "mine"), known, FORMATS[fmt])
 
 

@@ -261,7 +261,7 @@ def test_what_it_takes_of_a_call_s_features_it_does_as_declared(kernel: str, inp
     runs = CPU.kernel(kernel)
     reason = runs.refusal(inputs)
     if reason is not None:  # in PyTorch's words
-        assert (kernel, VALUE_DIM in inputs.asks()) == ("sdpa_flash", True)
+        assert (kernel, VALUE_DIM in inputs.required_features()) == ("sdpa_flash", True)
         assert "to have the same last dimension" in reason
         return
     assert runs.declaration is not None

@@ -12,7 +12,7 @@ from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.selection import Selection, cells
 from tiebreak.reports.errors import UsageError
 
@@ -34,7 +34,7 @@ def mine(tmp_path: Path) -> str:
 
 def test_what_is_run_on_request_is_named() -> None:
     (cell,) = cells(Selection("cpu", "standard", "decode_64k"))[0]
-    assert cell.experiment.time_limit > Call(OFFERED[0]).time_limit
+    assert cell.experiment.time_limit > OneCall(OFFERED[0]).time_limit
 
 
 def test_all_of_everything_is_chosen_once_and_a_case_of_one_feature_by_kernels_that_it_claims_something_of() -> None:

@@ -14,7 +14,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix import settling
 from tiebreak.matrix.experiment import Cell, Experiment
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.settling import settled
@@ -48,13 +48,13 @@ def ends(q, k, v):
 @pytest.fixture
 def named(tmp_path: Path) -> Callable[[str], Cell]:
     (tmp_path / "mine.py").write_text(KERNELS)
-    return lambda name: Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:{name}"), Call(CASES["random"]), BF16)
+    return lambda name: Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:{name}"), OneCall(CASES["random"]), BF16)
 
 
 @pytest.mark.parametrize("name", ["eager", "clamped"])
 def test_no_order_and_no_subset_of_cells_changes_a_record(named: Callable[[str], Cell], name: str) -> None:
     kernel = named(name).kernel
-    experiments: list[Experiment] = [Call(CASES[case]) for case in ("random", "tied_maxima[k=2]")]
+    experiments: list[Experiment] = [OneCall(CASES[case]) for case in ("random", "tied_maxima[k=2]")]
     experiments += [Identification()] if name == "eager" else []  # for another it searches for minutes
     cells = [Cell(CPU, kernel, each, BF16) for each in experiments]
     rounds = []
@@ -149,7 +149,8 @@ def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:
     loops = Path(__file__).parents[1] / "defects/loops.py"
     settling_of = {
         name: settled(
-            Cell(CPU, external_kernel(f"{loops}:{name}"), Call(CASES["random"]), BF16), Workbench(Settings(seed=68))
+            Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16),
+            Workbench(Settings(seed=68)),
         ).candidates
         for name in ("dithered", "split")
     }

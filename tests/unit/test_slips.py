@@ -15,7 +15,7 @@ from tiebreak.defects.planted import DEFECTS, on, twin, users
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import Record
@@ -75,7 +75,7 @@ def _bench(heads: int) -> Workbench:
 
 def judged(kernel: Kernel, case: str, heads: int = 16) -> Record:
     name, *words = case.split(JOINED)
-    call = Call(CASES[name])
+    call = OneCall(CASES[name])
     return run_cell(Cell(on(), kernel, call.with_features(words) if words else call, BF16), _bench(heads))
 
 

@@ -31,7 +31,7 @@ from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import measures, options
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.record_collector import described
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
@@ -113,7 +113,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(autouse=True)
 def small_profile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A profile of those cells."""
-    monkeypatch.setattr(Call, "tags", property(lambda call: frozenset({call.name})))
+    monkeypatch.setattr(OneCall, "tags", property(lambda call: frozenset({call.name})))
     asks = {"small": profiles.Selector("two cases", frozenset(CASES), KERNELS, recomputed=2)}
     for module in (profiles, program):
         monkeypatch.setattr(module, "PROFILES", asks)
@@ -437,13 +437,13 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
     for place, case in enumerate(OF_RUNS[turn::TURNS][: 2 if slow else None]):
         able = [kernel for kernel in kernels if kernel.unsuited(case.formats(BF16)) is None]
         claimed = [kernel for kernel in able if not case.only_claimed or case.claim_about(kernel.declaration)]
-        cell = Cell(backend, (claimed or able)[place % len(claimed or able)], Call(case), BF16)
+        cell = Cell(backend, (claimed or able)[place % len(claimed or able)], OneCall(case), BF16)
         cells[cell.id] = cell
     records = tuple(run_cell(cell, bench) for cell in cells.values())
     run = described(Run({"evidence": {name: backend.evidence}}, {"seed": turn + 1, "heads": heads}, records), cells)
     known, problems = judged(run, dataclasses.replace(profiles.profile("small"), seed=turn + 1, heads=heads))
     assert problems == []
-    able_again = [each for each in known if each.recomputable]
+    able_again = [each for each in known if each.is_recomputable]
     assert able_again
     assert [text for each in able_again for text in recomputed(each, verifying)] == []
 

@@ -95,7 +95,7 @@ def test_a_default_run_trains_the_roster_and_the_devices_own_kernels() -> None:
     for name, snippet in SNIPPETS.items():
         assert selected[f"emulation {name}"] == list(snippet.roster)
         # No device computes in the format that the amplified snippet asks for.
-        assert selected.get(f"cpu {name}") == (None if snippet.amplified else [*snippet.on_devices, *own])
+        assert selected.get(f"cpu {name}") == (None if snippet.is_amplified else [*snippet.on_devices, *own])
         assert set(snippet.on_devices) <= set(snippet.roster)
 
 
@@ -107,7 +107,7 @@ def test_names_choose() -> None:
 
 
 def test_a_users_kernel_trains_in_what_is_neither_amplified_nor_a_study_and_no_other_cell_is_refused(mine: str) -> None:
-    trained = [name for name, snippet in SNIPPETS.items() if not (snippet.amplified or snippet.study)]
+    trained = [name for name, snippet in SNIPPETS.items() if not (snippet.is_amplified or snippet.study)]
     assert chosen(Selection(kernel=(mine,))) == {f"cpu {name}": ["mine"] for name in trained}
     assert chosen(Selection(kernel=(mine,), cases="train_lm")) == {"cpu train_lm": ["mine"]}
     for none in (Selection(kernels="fair@train", cases="random"), Selection(cases="train_drift", formats="fp16")):

@@ -82,17 +82,19 @@ class _Card:
 def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton.runtime.jit.driver", SimpleNamespace(active=_Card()))
     x, padding = torch.zeros(2, 4, 1, 64), torch.ones(2, 1, dtype=torch.bool)
-    monkeypatch.setattr(launch.Call, "interpreted", False)
+    monkeypatch.setattr(launch.TritonCall, "interpreted", False)
     inputs = AttentionInputs(x, x, x, x, Formats.of(BF16), causal=True, key_padding=padding, noise_seed=2**32 - 1)
     monkeypatch.setattr(launch, "lacking", lambda *_: None)
     compiled = []
 
-    def compile_only(call: launch.Call, part: str, kernel: str, grid: object, *args: object, **kwargs: object) -> None:
+    def compile_only(
+        call: launch.TritonCall, part: str, kernel: str, grid: object, *args: object, **kwargs: object
+    ) -> None:
         function, options = getattr(loading.source(part), kernel), launch.options(call.config.d)
         tensors = (call.q, call.k, call.v, call.padding)
         compiled.append(function.warmup(*tensors, *args, C=kwargs["config"], grid=grid, **options))
 
-    monkeypatch.setattr(launch.Call, "launch", compile_only)
+    monkeypatch.setattr(launch.TritonCall, "launch", compile_only)
     for _ in range(2):
         launch.run(inputs, None, False, declaration=DECLARATIONS["triton_fair"])
     assert compiled[0] is compiled[1]
@@ -129,7 +131,7 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
         raise triton.OutOfResources(200_000, 101_376, "shared memory")
 
     monkeypatch.setattr(launch, "source", lambda part: SimpleNamespace(forward=defaultdict(lambda: launched)))
-    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    monkeypatch.setattr(launch, "is_interpreting", lambda: True)
     x = torch.zeros(1, 1, 4, 64)
     inputs = AttentionInputs(x, x, x, x, Formats.of(BF16))
     with pytest.raises(ValueError, match=r"^forward at head dimension 64: out of resource: .*200000.*101376"):

@@ -16,7 +16,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.records.record import CLAIM, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
@@ -135,7 +135,7 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
     (pytester.path / "mine.py").write_text(KERNELS, encoding="utf-8")
     mine, bench = external_kernel(f"mine.py:{kernel}", "fp32_inside"), workbench.Workbench(Settings(heads=16))
     cases = {case.name: case for case in SCRIPTED}
-    records = [run_cell(Cell(CPU, mine, Call(cases[name]), BF16), bench) for name in names]
+    records = [run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), bench) for name in names]
     assert " ".join(record.outcome for record in records) == outcomes
     assert re.search(why, "; ".join(reason for record in records for reason in record.reasons))
 

@@ -15,9 +15,9 @@ from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix import watch
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.record_collector import RecordCollector
-from tiebreak.matrix.watch import Watch, timed_out
+from tiebreak.matrix.watch import Watchdog, timed_out
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.gate.expected import Excuses
 from tiebreak.reports.records.record import CRASHED, MEASURED, PASSED, TIMED_OUT, UNDECIDED, Run
@@ -121,9 +121,9 @@ def died(cell: Cell, worker: str) -> pytest.TestReport:
 def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
     """Workers that run already learn of it; other kernels go on, and one in time begins anew."""
     kernels = [replace(composed_kernel(name), external=True) for name in ("flash@paper", "standard")]
-    mine, other = ([Cell(CPU, kernel, Call(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
+    mine, other = ([Cell(CPU, kernel, OneCall(case), BF16) for case in SCRIPTED[:9]] for kernel in kernels)
     collector = collecting(*mine, *other)
-    worker = Watch.of(Watch.of({}, None).worker_input(collector.words / "gw9"), None)
+    worker = Watchdog.of(Watchdog.of({}, None).worker_input(collector.words / "gw9"), None)
     (collector.words / "gw0").write_text(DUMP)
     for cell in mine[:5]:
         assert worker.given_up(mine[8]) is None
@@ -138,7 +138,7 @@ def test_a_kernel_that_hangs_is_given_up(collecting: Collecting) -> None:
 def test_every_cell_of_a_kernel_that_was_given_up_has_its_record(
     matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Watch, "given_up", lambda watch, cell: "not run: that is why")
+    monkeypatch.setattr(Watchdog, "given_up", lambda watch, cell: "not run: that is why")
     assert matrix("--kernel", mine, *CASES, "-n", "0").ret == 1
     assert [(record.outcome, record.reasons) for record in kept().records] == [
         (TIMED_OUT, ("not run: that is why",))
@@ -160,7 +160,7 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
 
 def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
     """Where the user's code was once, and the suite's the second time, is undecided of the kernel."""
-    cells = [Cell(CPU, composed_kernel("flash@paper"), Call(case), BF16) for case in SCRIPTED[:4]]
+    cells = [Cell(CPU, composed_kernel("flash@paper"), OneCall(case), BF16) for case in SCRIPTED[:4]]
     collector = collecting(*cells)
     for cell, first, second in zip(cells[:3], (None, DUMP, DUMP), (DUMP, DUMP, "suite's"), strict=True):
         word = collector.words / "gw0"

@@ -21,7 +21,7 @@ from tiebreak.kernels.reference import Reference, reference_gradients
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel
 from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedEmulation, Workbench
 
@@ -34,7 +34,7 @@ def bench() -> Workbench:
 
 
 def cell(kernel: str, case: str = "random") -> Cell:
-    return Cell(EMULATION, composed_kernel(kernel), Call(CASES[case]), BF16)
+    return Cell(EMULATION, composed_kernel(kernel), OneCall(CASES[case]), BF16)
 
 
 def declared(kernel: str) -> Declaration:

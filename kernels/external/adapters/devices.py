@@ -55,10 +55,10 @@ def flash_attn(
     window_size: Any = _ALL,
     softcap: float = 0.0,
 ) -> Any:
-    """FlashAttention-2. Its mask is aligned at the lower right; a row without a key is 0."""
-    asked = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+    """Call FlashAttention-2. Its mask is aligned at the lower right; a row without a key is 0."""
+    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
     # Deterministic: its gradients would else be added up in whatever order blocks end.
-    return FLASH_ATTN(q, k, v, deterministic=True, **asked)
+    return FLASH_ATTN(q, k, v, deterministic=True, **options)
 
 
 @needs(FLASH_ATTN_CUTE)
@@ -73,21 +73,21 @@ def flash_attn_cute(
     window_size: Any = _ALL,
     softcap: float = 0.0,
 ) -> Any:
-    """FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums.
+    """Call FlashAttention-4, written in CuTe's Python. Its mask is aligned at the lower right; returns O and the sums.
 
-    Its learned sink is not given: whether gradients go through it, nothing here has shown.
+    Its learned sink is not used: nothing here has shown whether gradients go through it.
     """
     sides = tuple(None if side < 0 else side for side in window_size)
-    asked = {"causal": causal, "softmax_scale": softmax_scale, "window_size": sides, "softcap": softcap}
-    return FLASH_ATTN_CUTE(q, k, v, deterministic=True, **asked)
+    options = {"causal": causal, "softmax_scale": softmax_scale, "window_size": sides, "softcap": softcap}
+    return FLASH_ATTN_CUTE(q, k, v, deterministic=True, **options)
 
 
 @needs(XFORMERS, XFORMERS_OP, XFORMERS_MASK)
 @kernel(layout="bnhd", refuses="gqa blind_rows")
 def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
-    """memory_efficient_attention by CUTLASS, in both passes: told which operator, it takes no other but raises.
+    """Call memory_efficient_attention by CUTLASS, in both passes: given an operator, it takes no other but raises.
 
-    Grouped heads are left out: they are for its forward pass alone.
+    Grouped heads are left out: they work in its forward pass only.
     """
     mask = XFORMERS_MASK() if causal else None
     return XFORMERS(q, k, v, attn_bias=mask, scale=scale, op=XFORMERS_OP.function)
@@ -96,21 +96,21 @@ def xformers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 @needs(FLASHINFER)
 @kernel(layout="nhd", takes="gqa", refuses="blind_rows", backward=NO_BACKWARD)
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, sm_scale: float, logits_soft_cap: float = 0.0) -> Any:
-    """single_prefill_with_kv_cache, a sequence a call, by its own FlashAttention-2.
+    """Call single_prefill_with_kv_cache, a sequence at a time, by FlashInfer's own FlashAttention-2.
 
-    Its mask is aligned at the lower right; its window has a left side alone, and is not given.
+    Its mask is aligned at the lower right; its window has a left side only, and is not used.
     """
-    asked = {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-    return FLASHINFER(q, k, v, kv_layout="NHD", backend="fa2", **asked)
+    options = {"causal": causal, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+    return FLASHINFER(q, k, v, kv_layout="NHD", backend="fa2", **options)
 
 
 @needs(SAGEATTENTION)
 @kernel(takes="gqa", backward=NO_BACKWARD)
 def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale: float) -> Any:
-    """Its sageattn, Q K^T in int8. It chooses its kernel by the GPU, and does not report which.
+    """Call sageattn, Q K^T in int8. It chooses its kernel by the GPU, and does not report which.
 
-    To have one for certain, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa
-    --declare backward=none`. The mask is for as many queries as keys.
+    To choose a kernel, name it: `--kernel sageattention:sageattn_qk_int8_pv_fp16_triton --declare takes=gqa --declare
+    backward=none`. The mask is for as many queries as keys.
     """
     return SAGEATTENTION(q, k, v, tensor_layout="HND", is_causal=is_causal, sm_scale=sm_scale)
 
@@ -118,7 +118,7 @@ def sageattention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, sm_scale:
 @needs(AITER)
 @kernel(layout="bnhd", takes="gqa")
 def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, how_v3_bf16_cvt: int = 1) -> Any:
-    """AMD's flash_attn_func. Its mask is aligned at the lower right; a row without a key is 0.
+    """Call AMD's flash_attn_func. Its mask is aligned at the lower right; a row without a key is 0.
 
     `--declare options.how_v3_bf16_cvt=0` rounds P-bar to even, 1 away from zero, 2 toward it. The shape and
     the GPU decide whether its assembly or its Composable Kernel runs; it does not report which.
@@ -132,7 +132,7 @@ def aiter(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float
 @needs(TRANSFORMER_ENGINE)
 @kernel(layout="bnhd", takes="gqa", refuses="blind_rows")
 def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float) -> Any:
-    """DotProductAttention by its fused kernels, which are cuDNN's: the other two are switched off, so it raises."""
+    """Call DotProductAttention with its cuDNN kernels only: with the other two switched off it raises instead."""
     switches = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
     with patch.dict(os.environ, {**switches, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}):
         layer = TRANSFORMER_ENGINE(
@@ -150,9 +150,9 @@ def transformer_engine(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax
 @needs(FLAG_GEMS)
 @kernel()
 def flag_gems(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
-    """Its scaled_dot_product_attention in Triton, by name and not through PyTorch's.
+    """Call FlagGems' scaled_dot_product_attention in Triton, by name and not through PyTorch's.
 
-    It is given no bool mask: True hides a key there, and in PyTorch's shows it.
+    It gets no bool mask: True hides a key there, and shows it in PyTorch's.
     """
     return FLAG_GEMS(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -160,14 +160,14 @@ def flag_gems(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float,
 @needs(LIGER)
 @kernel(square=True, refuses="gqa")
 def liger(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Any:
-    """Its only softmax attention: of a neighbourhood, here one that reaches from every token to every other."""
+    """Call Liger's only softmax attention, which is of a neighbourhood: here from every token to every other."""
     return LIGER(q, k, v, kernel_size=2 * q.shape[2] - 1, scale=scale)
 
 
 @needs(FLA)
 @kernel(layout="bnhd", takes="gqa")
 def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Any:
-    """flash-linear-attention's parallel_attn, always causal: without a mask every row is a sequence's last."""
+    """Call flash-linear-attention's parallel_attn, always causal: without a mask every row is a sequence's last."""
     if is_causal:
         return FLA(q, k, v, scale=scale)
     rows = (pad(row, (0, 0, 0, 0, k.shape[1] - 1, 0)) for row in torch.split(q, 1, 1))
@@ -178,7 +178,7 @@ def fla(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> An
 @needs(NPU_FUSION_ATTENTION)
 @kernel(takes="gqa", refuses="blind_rows")
 def npu_fusion_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Any:
-    """Torch-npu's operator, which the backend `ascend` has in every layout (kernels/npu.py).
+    """Call torch-npu's operator, which the backend `ascend` has in every layout (kernels/npu.py).
 
     Without a mask it has none; its mode 3 aligns a causal one at the lower right.
     """

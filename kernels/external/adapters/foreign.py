@@ -15,7 +15,7 @@ _BACKENDS = {"cuda": "cuda", "npu": "ascend"}  # of this suite, by device type
 
 @dataclass(frozen=True)
 class Foreign:
-    """A function of another package. Called like one, it is imported then."""
+    """A function of another package, imported when it is called."""
 
     place: str  # module:function
     distribution: str  # what pip calls the package
@@ -25,7 +25,7 @@ class Foreign:
     formats: tuple[Format, ...] = ()  # of inputs that it takes; none: all
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it.
+        """Call the function.
 
         Raises:
             NotImplementedError: it has no parameter of that name: it is of another release.
@@ -47,7 +47,7 @@ class Foreign:
         return getattr(importlib.import_module(module), name)
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
-        """None, or why it can't be called on some inputs, in one line that says what to do."""
+        """Return None, or why it can't be called on some inputs, in one line that says what to do."""
         reasons, device, fmt = [self._missing()], inputs.q.device.type, inputs.formats.inputs
         if self.devices and device not in self.devices:
             backends = " or ".join(_BACKENDS[device] for device in self.devices)

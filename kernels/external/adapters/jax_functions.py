@@ -31,7 +31,7 @@ SPLASH = Foreign(f"{_TPU}.splash_attention:make_splash_mha_single_device", "jax"
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _JaxAttention:
     """A function of JAX' arrays, called with tensors."""
 
     function: Callable[..., Any]  # (q, k, v, mask=array or None, options by name) -> O
@@ -43,12 +43,12 @@ class _Attention:
     def gradients(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, *, attn_mask: Any = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        """Of q, k and v, by jax.vjp."""
+        """Return the gradients of q, k and v, by jax.vjp."""
         del o
         return self._called(_computed(self, True, **options), attn_mask, do, q, k, v)
 
     def _called(self, function: Any, mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What a function returns of a mask and tensors, the last of which is v."""
+        """Return the result of a function of a mask and tensors, the last of which is v."""
         if not self.pallas:
             return tuple(map(_tensor, function(*map(_array, (mask, *tensors)))))
         key_heads, masks = tensors[-1].shape[1], None if mask is None else mask.expand(-1, tensors[0].shape[1], -1, -1)
@@ -63,7 +63,7 @@ class _Attention:
 
 
 @cache
-def _computed(attention: _Attention, backward: bool, **options: Any) -> Any:
+def _computed(attention: _JaxAttention, backward: bool, **options: Any) -> Any:
     library = importlib.import_module("jax")
 
     def forward(mask: Any, q: Any, k: Any, v: Any) -> Any:
@@ -96,21 +96,21 @@ def _splash(q: Any, k: Any, v: Any, *, mask: Any, is_causal: bool, scale: float,
     numpy, package = importlib.import_module("jax.numpy"), importlib.import_module(f"{_TPU}.splash_attention")
     block, shape = block_k or k.shape[2], (q.shape[2], k.shape[2])
     sizes = package.BlockSizes(_BLOCK, block, block, _BLOCK, block, block, _BLOCK, block)
-    own = package.CausalMask(shape) if is_causal else package.FullMask(shape)
-    masks = [package.MultiHeadMask([own] * q.shape[1])] * len(q) if mask is None else list(np.asarray(mask))
+    base_mask = package.CausalMask(shape) if is_causal else package.FullMask(shape)
+    masks = [package.MultiHeadMask([base_mask] * q.shape[1])] * len(q) if mask is None else list(np.asarray(mask))
     calls = zip(masks, q * scale, k, v, strict=True)
     return numpy.stack([SPLASH(visible, block_sizes=sizes)(*sequence) for visible, *sequence in calls])
 
 
-_DOT_PRODUCT = _Attention(partial(JAX, implementation="xla"), pallas=False)
-_FLASH = _Attention(_flash)
-_SPLASH = _Attention(_splash)
+_DOT_PRODUCT = _JaxAttention(partial(JAX, implementation="xla"), pallas=False)
+_FLASH = _JaxAttention(_flash)
+_SPLASH = _JaxAttention(_splash)
 
 
 @needs(JAX)
 @kernel(layout="bnhd", takes="gqa", refuses="blind_rows", backward=_DOT_PRODUCT.gradients)
 def jax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float) -> Tensor:
-    """Its dot_product_attention, jitted, by XLA and not cuDNN; its backward pass is jax.vjp's.
+    """Call JAX's dot_product_attention, jitted, by XLA and not cuDNN; its backward pass is jax.vjp's.
 
     Its mask is aligned at the upper left. A row without a key is a mean of all. Whether P is rounded depends on the
     shape of the call, unless XLA_FLAGS has --xla_allow_excess_precision=false.
@@ -125,7 +125,7 @@ def jax(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_
 def pallas_flash(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any = None, is_causal: bool, scale: float, block_k: Any = _BLOCK
 ) -> Tensor:
-    """Pallas' flash attention for TPUs, interpreted, in both passes; a mask is its bias of the scores.
+    """Call Pallas' flash attention for TPUs, interpreted, in both passes; a mask is its bias of the scores.
 
     `--declare options.block_k=None` is all keys in one block, which is other code: P is normalised, then cast. So are
     up to 128 keys; `--declare multiple_of=256` gives a call more.
@@ -138,7 +138,7 @@ def pallas_flash(
 def pallas_splash(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any = None, is_causal: bool, scale: float, block_k: Any = _BLOCK
 ) -> Tensor:
-    """Pallas' splash attention for TPUs, interpreted, in both passes; it has no scale, which q is multiplied by.
+    """Call Pallas' splash attention for TPUs, interpreted, in both passes; it has no scale, so q is multiplied by it.
 
     Its blocks are those of `pallas_flash`. P and V are fp32 in its product, which a TPU need not compute in fp32.
     """

@@ -25,14 +25,14 @@ _NUMPY = {2: "int16", 4: "int32"}
 
 
 def _layer(q: Tensor, k: Tensor) -> SimpleNamespace:
-    """What of a model's layer Hugging Face's functions look at."""
+    """Return a stand-in for a model's layer, with the attributes that Hugging Face's functions read."""
     return SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], training=False, is_causal=False)
 
 
 @needs(HF_EAGER)
 @kernel(name="hf_eager", takes="gqa", refuses="blind_rows")
 def hf_eager(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scaling: float) -> Any:
-    """Hugging Face's eager attention, Llama's copy of it, with the mask that it is given there.
+    """Call Hugging Face's eager attention, Llama's copy of it, with the mask that it is given there.
 
     The mask is added to the scores, the lowest number where a key is hidden: a row without a key is a mean of all.
     """
@@ -48,7 +48,7 @@ def hf_eager(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None
 def hf_sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scaling: float
 ) -> Any:
-    """Hugging Face's SDPA attention, never its eager one. Which kernel of PyTorch's it ends in, PyTorch chooses."""
+    """Call Hugging Face's SDPA attention, never its eager one. PyTorch chooses the kernel."""
     o, _ = HF_SDPA(_layer(q, k), q, k, v, attn_mask, scaling=scaling, is_causal=is_causal)
     return o.transpose(1, 2)
 
@@ -58,9 +58,9 @@ def hf_sdpa(
 def x_transformers(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Any:
-    """lucidrains' Attend, without PyTorch's SDPA.
+    """Call lucidrains' Attend, without PyTorch's SDPA.
 
-    Its query head h goes with the key head h % key heads, so the heads change their places before and after.
+    Its query head h uses the key head h % key heads, so the heads are reordered before and after.
     """
     places = torch.arange(q.shape[1], device=q.device).view(k.shape[1], -1).T.flatten()
     attend = X_TRANSFORMERS(causal=is_causal, scale=scale, flash=False)
@@ -70,7 +70,7 @@ def x_transformers(
 
 @cache
 def _session(dtype: torch.dtype, scale: float, is_causal: bool, masked: bool) -> Any:
-    """An ONNX model that is one Attention of opset 23."""
+    """Return an ONNX model that is one Attention of opset 23."""
     onnx = importlib.import_module("onnx")
     element = onnx.TensorProto.FLOAT16 if dtype == torch.float16 else onnx.TensorProto.FLOAT
     names = ["q", "k", "v", *(["mask"] if masked else [])]
@@ -87,7 +87,7 @@ def _session(dtype: torch.dtype, scale: float, is_causal: bool, masked: bool) ->
 def onnxruntime(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Tensor:
-    """ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
+    """Call ONNX Runtime's Attention on a CPU, which has none in bf16. Its causal mask is aligned at the upper left."""
     tensors = {"q": q, "k": k, "v": v} | ({} if attn_mask is None else {"mask": attn_mask})
     session = _session(q.dtype, scale, is_causal, attn_mask is not None)
     (o,) = session.run(None, {name: tensor.contiguous().numpy() for name, tensor in tensors.items()})
@@ -96,7 +96,7 @@ def onnxruntime(
 
 @cache
 def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, masked: bool) -> Any:
-    """A model that is one ScaledDotProductAttention, set to compute in the format of its inputs."""
+    """Return a model that is one ScaledDotProductAttention, set to compute in the format of its inputs."""
     library = importlib.import_module("openvino")
     operators, kind = library.opset13, getattr(library.Type, _ELEMENTS[dtype])
     parameters = [operators.parameter([-1, -1, -1, d], kind) for _ in "qkv"]
@@ -114,7 +114,7 @@ def _compiled(dtype: torch.dtype, d: int, scale: float | None, is_causal: bool, 
 def openvino(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool, scale: float
 ) -> Tensor:
-    """OpenVINO's operator on a CPU, set to compute in the inputs' format, or in fp32 where the CPU lacks it.
+    """Call OpenVINO's operator on a CPU, set to compute in the inputs' format, or in fp32 where the CPU lacks it.
 
     Its causal mask is aligned at the upper left, and its scale is a number of the inputs' format.
     """

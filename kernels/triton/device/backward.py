@@ -14,7 +14,7 @@ from .tiles import across, dot, down, load, load_rows, row_sum, store, zeros
 
 @triton.jit
 def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
-    """The row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
+    """Compute the row term of the softmax's gradient, from what the plan says (arXiv 2510.04212, section 3.2).
 
     Grid and arguments as of `forward`, O and LSE as it stored them; DO in the shape of Q, DELTA in that of LSE.
     """
@@ -45,7 +45,7 @@ def delta(Q, K, V, PADDING, O, DO, LSE, DELTA, queries, keys, C: tl.constexpr):
 
 @triton.jit
 def probabilities(s, lse, PADDING, head, query, key, queries, keys, C: tl.constexpr):
-    """P of one tile from its scores and the rows' log-sum-exp, either way round."""
+    """Return P of one tile from its scores and the rows' log-sum-exp, in either orientation."""
     p = exp(hide(s, PADDING, head, query, key, queries, keys, C) - lse * C.unit, C)
     # A row without a visible key has log-sum-exp -Inf and no probabilities.
     return tl.where(lse == float("-inf"), 0.0, p)
@@ -53,14 +53,14 @@ def probabilities(s, lse, PADDING, head, query, key, queries, keys, C: tl.conste
 
 @triton.jit
 def upstream_of_p(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr):
-    """One tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
+    """Return one tile of dP = dO V^T, or transposed V dO^T, cast as the plan says."""
     DP: tl.constexpr = C.plan.dp
     return cast(dot(a, b, zeros(ROWS, COLUMNS)), DP)
 
 
 @triton.jit
 def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl.constexpr):
-    """DK and dV of one block of keys, summed over the query heads that share the key head. Tiles are (keys, queries).
+    """Compute dK and dV of one block of keys, summed over the query heads of the key head, in tiles (keys, queries).
 
     Grid: (blocks of keys, batch x key heads). Arguments as of `delta`; DK and DV in the shape of K.
     """
@@ -97,7 +97,7 @@ def key_gradients(Q, K, V, PADDING, DO, LSE, DELTA, DK, DV, queries, keys, C: tl
 
 @triton.jit
 def query_gradient(Q, K, V, PADDING, DO, LSE, DELTA, DQ, queries, keys, C: tl.constexpr):
-    """DQ of one block of queries, in the shape of Q. Grid and arguments as of `delta`."""
+    """Compute dQ of one block of queries, in the shape of Q. Grid and arguments as of `delta`."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * C.block.queries
     row = down(first, C.block.queries)

@@ -10,7 +10,7 @@ from .tiles import across, dot, down, load, row_max, row_sum, store, zeros
 
 @triton.jit(do_not_specialize=["dither_start", "cast_start"])
 def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
-    """O and the log-sum-exp of one block of queries.
+    """Compute O and the log-sum-exp of one block of queries.
 
     Grid: (blocks of queries, batch x query heads).
 
@@ -45,7 +45,7 @@ def forward(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C
 
 @triton.jit(do_not_specialize=["dither_start", "cast_start"])
 def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, C: tl.constexpr):
-    """Standard attention of one block of queries: P is normalised by the whole row's sum before it is cast.
+    """Compute standard attention of one block of queries: P is normalised by the row's sum before it is cast.
 
     S is computed three times and never held: for a row's maximum, for its sum, for O. Arguments and grid as of
     `forward`; `dither_start` is not used.
@@ -73,7 +73,7 @@ def standard(Q, K, V, PADDING, O, LSE, queries, keys, dither_start, cast_start, 
 
 @triton.jit
 def visible_scores(q, K, PADDING, head, row, start, queries, keys, C: tl.constexpr):
-    """One tile of S, with -Inf where a query does not see a key."""
+    """Return one tile of S, with -Inf where a query does not see a key."""
     k = load(K, head // C.groups, down(start, C.block.keys), keys, C)
     s = scores(q, tl.trans(k), zeros(C.block.queries, C.block.keys), C)
     return hide(s, PADDING, head, row, across(start, C.block.keys), queries, keys, C)
@@ -81,7 +81,7 @@ def visible_scores(q, K, PADDING, head, row, start, queries, keys, C: tl.constex
 
 @triton.jit
 def visible_keys(first, queries, keys, C: tl.constexpr):
-    """How many keys a block of queries sees in whole blocks, unmasked, and where its last visible key ends."""
+    """Return how many keys a block of queries sees in whole blocks, unmasked, and where its last visible key ends."""
     whole = keys
     end = keys
     if C.causal:
@@ -96,7 +96,7 @@ def visible_keys(first, queries, keys, C: tl.constexpr):
 def attend(
     q, K, V, PADDING, head, row, start, m, l, o_bar, dither, queries, keys, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The running shift, row sum and output after one more block of keys."""
+    """Return the running shift, row sum and output after one more block of keys."""
     key = down(start, C.block.keys)
     k = load(K, head // C.groups, key, keys, C)
     s = scores(q, tl.trans(k), zeros(C.block.queries, C.block.keys), C)
@@ -136,12 +136,12 @@ def attend(
 
 @triton.jit
 def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr):
-    """O's cast, to even or stochastic, and its store; rows without a visible key give zeros."""
+    """Cast O, to even or stochastically, and store it; rows without a visible key give zeros."""
     if C.padded:
         o = tl.where(blind(PADDING, head, row, queries, keys, C), 0.0, o)
     elif C.causal:
         o = tl.where(row + (keys - queries) < 0, 0.0, o)
-    if C.plan.stochastic:
+    if C.plan.is_stochastic:
         random = absorb(row_state(cast_start, head, row, C), across(0, C.block_d))
         FMT: tl.constexpr = C.plan.o.fmt
         o = rounded(o, random, FMT, "stochastic")
@@ -151,7 +151,7 @@ def finish(O, PADDING, head, row, queries, keys, o, cast_start, C: tl.constexpr)
 
 @triton.jit
 def blind(PADDING, head, row, queries, keys, C: tl.constexpr):
-    """Whether a row sees no key. Its row sum does not tell: that is 0 too where every P-bar has underflowed."""
+    """Return whether a row sees no key. Its row sum does not tell: it is also 0 where every P-bar has underflowed."""
     most = zeros(C.block.queries, 1) - float("inf")
     for start in range(0, keys, C.block.keys):
         shown = zeros(C.block.queries, C.block.keys)

@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def narrow(x, C: tl.constexpr):
-    """`x`, fp32, as a cast to nearest leaves it, in the format's own type; a stochastic cast is made before.
+    """Return `x`, fp32, as a cast to nearest leaves it, in the format's type; a stochastic cast is made before.
 
-    `C` is a `Cast` from a constexpr of its own: Triton 3.6 does not pass on an attribute of one.
+    `C` is a `Cast` from a separate constexpr: Triton 3.6 does not pass on an attribute of one.
     """
     FMT: tl.constexpr = C.fmt
     if not C.narrows:
@@ -23,7 +23,7 @@ def narrow(x, C: tl.constexpr):
 
 @triton.jit
 def _native(x, F: tl.constexpr):
-    """The device's own cast."""
+    """Return the device's own cast."""
     if F.name == "bf16":
         return x.to(tl.bfloat16)
     elif F.name == "fp16":
@@ -35,13 +35,13 @@ def _native(x, F: tl.constexpr):
 
 @triton.jit
 def cast(x, C: tl.constexpr):
-    """`narrow`, back in fp32."""
+    """Return `narrow`, back in fp32."""
     return narrow(x, C).to(tl.float32)
 
 
 @triton.jit
 def rounded(x, random, F: tl.constexpr, HOW: tl.constexpr):
-    """`x` rounded as no cast does it, on fp32's bits: the rule of `tiebreak.backends.emulation.rounding.round_to`.
+    """Return `x` rounded on fp32's bits as no cast does: the rule of `tiebreak.backends.emulation.rounding.round_to`.
 
     Args:
         x: fp32.
@@ -70,7 +70,7 @@ def rounded(x, random, F: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
-    """Magnitudes below the format's smallest normal value, whose spacing is fixed."""
+    """Return magnitudes below the format's smallest normal value, whose spacing is fixed, rounded."""
     steps = size / F.smallest_subnormal
     whole = tl.floor(steps)
     if HOW == "away":
@@ -86,7 +86,7 @@ def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def absorb(state, counter):
-    """The state of `tiebreak.kernels.counter`, uint32, after one more counter; with all of them, the random bits."""
+    """Return the state of `tiebreak.kernels.counter`, uint32, after one more counter; after all, the random bits."""
     return _mix(tl.add(_mix(counter.to(tl.uint32)), state, sanitize_overflow=False))
 
 
@@ -101,6 +101,6 @@ def _mix(x):
 
 @triton.jit
 def row_state(start, head, row, C: tl.constexpr):
-    """The state after (batch, head, row), from the bits of that after (seed, stream) as int32."""
+    """Return the state after (batch, head, row), from the bits of that after (seed, stream) as int32."""
     state = absorb(start.to(tl.uint32, bitcast=True), head // C.query_heads)
     return absorb(absorb(state, head % C.query_heads), row)

@@ -13,7 +13,7 @@ from .tiles import dot, row_sum
 
 @triton.jit
 def scores(a, b, zero, C: tl.constexpr):
-    """One tile of S = a b / sqrt(d), cast as the plan says, in the kernel's unit."""
+    """Return one tile of S = a b / sqrt(d), cast as the plan says, in the kernel's unit."""
     product = dot(a, b, zero)
     if C.plan.s.narrows:
         CAST: tl.constexpr = C.plan.s
@@ -24,7 +24,7 @@ def scores(a, b, zero, C: tl.constexpr):
 
 @triton.jit
 def hide(s, PADDING, head, query, key, queries, keys, C: tl.constexpr):
-    """S with -Inf where a query does not see a key. Indices broadcast to S either way round."""
+    """Return S with -Inf where a query does not see a key. Indices broadcast to S in either orientation."""
     visible = key < keys
     if C.causal:
         visible = visible & (key <= query + (keys - queries))
@@ -36,7 +36,7 @@ def hide(s, PADDING, head, query, key, queries, keys, C: tl.constexpr):
 
 @triton.jit
 def exp(x, C: tl.constexpr):
-    """The exponential of the kernel's base."""
+    """Return the exponential of the kernel's base."""
     if C.base_two:
         return tl.exp2(x)
     else:
@@ -45,7 +45,7 @@ def exp(x, C: tl.constexpr):
 
 @triton.jit
 def log(x, C: tl.constexpr):
-    """The inverse of `exp`."""
+    """Return the inverse of `exp`."""
     if C.base_two:
         return tl.log2(x)
     else:
@@ -54,7 +54,7 @@ def log(x, C: tl.constexpr):
 
 @triton.jit
 def propose(s, largest, dither, C: tl.constexpr):
-    """The shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`)."""
+    """Return the shift that one block of scores asks for (`tiebreak.kernels.shift_rules.ShiftRule.propose`)."""
     shift = largest
     if C.shift.scales:
         scaled = tl.where(largest > 0.0, largest * C.shift.above, largest)

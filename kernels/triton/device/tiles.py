@@ -6,25 +6,25 @@ import triton.language as tl
 
 @triton.jit
 def down(start, SIZE: tl.constexpr):
-    """Indices start, start + 1, ... along a tile's rows."""
+    """Return indices start, start + 1, ... along a tile's rows."""
     return tl.expand_dims(start + tl.arange(0, SIZE), 1)
 
 
 @triton.jit
 def across(start, SIZE: tl.constexpr):
-    """Indices start, start + 1, ... along a tile's columns."""
+    """Return indices start, start + 1, ... along a tile's columns."""
     return tl.expand_dims(start + tl.arange(0, SIZE), 0)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """An fp32 tile of zeros."""
+    """Return an fp32 tile of zeros."""
     return tl.full([ROWS, COLUMNS], 0.0, tl.float32)
 
 
 @triton.jit
 def load(base, head, row, length, C: tl.constexpr):
-    """Rows, indices `down`, of a head of a (heads, length, d) tensor as a tile; zeros beyond its end."""
+    """Load rows, indices `down`, of a head of a (heads, length, d) tensor as a tile; zeros beyond its end."""
     return tl.load(places(base, head, row, length, C), mask=inside(row, length, C), other=0.0)
 
 
@@ -36,13 +36,13 @@ def store(base, head, row, length, tile, C: tl.constexpr):
 
 @triton.jit
 def places(base, head, row, length, C: tl.constexpr):
-    """Pointers to such rows."""
+    """Return pointers to such rows."""
     return base + head * (length * C.d) + row * C.d + across(0, C.block_d)
 
 
 @triton.jit
 def inside(row, length, C: tl.constexpr):
-    """Whether they lie in the tensor."""
+    """Return whether they are in the tensor."""
     if C.block_d == C.d:
         return row < length
     else:
@@ -51,13 +51,13 @@ def inside(row, length, C: tl.constexpr):
 
 @triton.jit
 def load_rows(base, head, index, length):
-    """One number a row of a (heads, length) tensor, wherever `index` lies in a tile; zeros beyond its end."""
+    """Load one number a row of a (heads, length) tensor, at any `index` of a tile; zeros beyond its end."""
     return tl.load(base + head * length + index, mask=index < length, other=0.0)
 
 
 @triton.jit
 def dot(a, b, total):
-    """total + a b in fp32; operands of unlike formats meet in fp32, which is exact."""
+    """Return total + a b in fp32; operands of unlike formats are converted to fp32, which is exact."""
     if a.dtype == b.dtype:
         return tl.dot(a, b, total, input_precision="ieee")
     else:
@@ -66,11 +66,11 @@ def dot(a, b, total):
 
 @triton.jit
 def row_max(x):
-    """Largest of each row, kept as a column."""
+    """Return the largest of each row, as a column."""
     return tl.max(x, len(x.shape) - 1, keep_dims=True)
 
 
 @triton.jit
 def row_sum(x):
-    """Sum of each row, kept as a column."""
+    """Return the sum of each row, as a column."""
     return tl.sum(x, len(x.shape) - 1, keep_dims=True)

@@ -49,7 +49,7 @@ def _sdpa(backend: SDPBackend, causal: bool, tensors: Sequence[Tensor]) -> tuple
 def _triton(name: str, causal: bool, tensors: Sequence[Tensor]) -> tuple[Pass, Pass]:
     q, k, v, do = (tensor.detach() for tensor in tensors)
     inputs = AttentionInputs(q, k, v, do, Formats.of(BF16), causal=causal, noise_seed=1)
-    call = launch.Call.from_inputs(inputs, DECLARATIONS[name])
+    call = launch.TritonCall.from_inputs(inputs, DECLARATIONS[name])
     o, lse = launch.forward(call)
     assert o.isfinite().all()
     return partial(launch.forward, call), partial(launch.backward, call, o, lse, do)

@@ -14,6 +14,7 @@ from tiebreak.plugins import Door
 
 @cache
 def kinds() -> Mapping[str, Kind]:
+    """Return every kind of experiment, by name."""
     return dict(
         sorted(
             Door("tiebreak.experiments", Kind, {kind.name: kind for kind in (call.KIND, contract.KIND)})

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.acceptance import Compared, answers
+from tiebreak.cases.acceptance import ComparedTensor, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
-from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
+from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, comes_of_ties, predicted
 from tiebreak.cases.errors import Errors, difference, signed_error_ulps
 from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
-from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
+from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, BiasVerdict, Interval, Value, batches_of, heads_to_tell
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
@@ -58,8 +58,8 @@ _SHRUNK = 0.9  # an output of less than this share of the reference is shown as 
 
 
 @dataclass(frozen=True)
-class Call(Experiment):
-    """One call on the input of a case, looked at until claim, verdict and prediction are settled."""
+class OneCall(Experiment):
+    """One call on the input of a case, with heads added until claim, verdict and prediction are settled."""
 
     kind: ClassVar[str] = "call"
     case: Case
@@ -105,11 +105,11 @@ class Call(Experiment):
     def formats(self) -> Sequence[Format] | None:
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
-    def with_features(self, words: Sequence[str]) -> "Call":
-        return Call(with_features(self.case, words), self.case)
+    def with_features(self, words: Sequence[str]) -> "OneCall":
+        return OneCall(with_features(self.case, words), self.case)
 
     def check(self, fmt: Format) -> None:
-        """Captured tensors are read once, and features added to a few heads."""
+        """Read captured tensors once, and add features to a few heads."""
         fixed = self.case.fixed_heads
         if fixed is None and JOINED not in self.name:
             return
@@ -119,28 +119,28 @@ class Call(Experiment):
             raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
-        """Inputs, references and the emulation's outputs."""
+        """Return the case, whose cells share inputs, references and the emulation's outputs."""
         return f"{self.name}-{fmt.name}"
 
     def input_kind(self, fmt: Format) -> str | None:
         formats = self.case.formats(fmt)
         return "calls" if formats == Formats.of(fmt) else f"calls with V in {formats.v.name}"
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
         case, plan = self.case, kernel.declaration
-        own = kernel.caller.convention.own if isinstance(kernel, UserKernel) else frozenset()
-        if kernel.unsuited(case.formats(asked.fmt)) is not None:
+        native = kernel.caller.convention.native if isinstance(kernel, UserKernel) else frozenset()
+        if kernel.unsuited(case.formats(context.fmt)) is not None:
             return False
-        if not asked.cases_named and (not case.needs <= own or (case.study and kernel.external)):
+        if not context.cases_named and (not case.needs <= native or (case.study and kernel.external)):
             return False
-        if not case.only_claimed or asked.kernels_named or plan is None or plan.label not in roster_labels():
+        if not case.only_claimed or context.kernels_named or plan is None or plan.label not in roster_labels():
             return True
         return case.claim_about(plan) is not None  # in bf16: another format has the same kernels
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
-        inputs = bench.case(self.case, cell.fmt).batch(0).inputs
-        if self.plain is not None and self.plain.make(0, 0, 1, cell.fmt).asks() == inputs.asks():
-            return f"{self.plain.name} has {self.name.removeprefix(self.plain.name + JOINED)} already"
+        inputs, plain = bench.case(self.case, cell.fmt).batch(0).inputs, self.plain
+        if plain is not None and plain.make(0, 0, 1, cell.fmt).required_features() == inputs.required_features():
+            return f"{plain.name} has {self.name.removeprefix(plain.name + JOINED)} already"
         if HIDDEN_NAN in self.case.needs - cell.kernel.takes:
             return f"takes no {HIDDEN_NAN.words}"
         return refusal(cell.backend, cell.kernel, inputs)
@@ -150,7 +150,7 @@ class Call(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_drawn(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
+        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
         measures, held_to, errors = measured(sample), sample.held_to, sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
@@ -178,10 +178,10 @@ class Call(Experiment):
         )
 
 
-def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
-    """Draw heads until all that is asked of O is told, there are no more, the cap is reached or time is short.
+def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+    """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
-    A look draws as many heads as all before it did, and takes as long. What the kernel follows is known from the first.
+    A look draws as many heads as all looks before it, and takes as long. The kernel's plan is known from the first.
     """
     began, limit = process_time(), time_limit(cell, bench.settings.cell_timeout)
     output = _output(cell, bench, 0)
@@ -189,16 +189,16 @@ def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
     for look in range(LOOKS):
         for index in batches_of(look):
-            if bench.has(index):
+            if bench.has_batch(index):
                 output = _output(cell, bench, index) if index else output
                 sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
         if not look:
             fits = attributed(sample, plan)
             sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
-        exhausted = not bench.has(len(sample.outputs))
+        exhausted = not bench.has_batch(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
-        if exhausted or out_of_time or (sample.settled and _told(ACCURACY, sample)):
+        if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
             break
     return sample, plan
 
@@ -219,9 +219,9 @@ def _errors(cell: Cell, bench: CaseBench, index: int, output: AttentionOutput, d
 
 
 def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Declaration:
-    """The declaration whose bounds a kernel is held to: a user's in the tiles that it works in.
+    """Return the declaration whose bounds a kernel is held to: a user's with the tiles that it works in.
 
-    A bound grows with the number of tiles: a kernel that declares nothing may work in the smallest.
+    A bound grows with the number of tiles, and a kernel that declares nothing may work in the smallest.
     """
     declaration = cell.kernel.declaration or UNDECLARED
     if not cell.kernel.external:
@@ -230,12 +230,12 @@ def _in_its_tiles(cell: Cell, bench: CaseBench, output: AttentionOutput) -> Decl
     if cell.kernel.declaration is None or len(tiled) == 1:
         return tiled[-1]
     named = {str(each.block): each for each in tiled}
-    found = bench.batch(0).fits(output.o, named)
-    return named[max(found, key=lambda name: found[name].bits)]  # the first of equals
+    fits = bench.batch(0).fits(output.o, named)
+    return named[max(fits, key=lambda name: fits[name].bits)]  # the first of equals
 
 
 def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
-    """Return what the case, or --fair, claims about such a kernel."""
+    """Return the claim of the case, or of --fair, about such a kernel."""
     case, kernel = bench.case, cell.kernel
     if kernel.external and bench.settings.fair and case.failure:
         return FAIR_CLAIM
@@ -247,8 +247,8 @@ def _claim(cell: Cell, bench: CaseBench, tiled: Declaration) -> Claim | None:
     return None if uncut else case.claim_about(tiled, cell.fmt)
 
 
-def _told(check: str, sample: Sample) -> bool:
-    """Tell whether each interval that a check limits lies on one side of its limit, so that more heads tell no more."""
+def _is_settled(check: str, sample: Sample) -> bool:
+    """Return whether each interval that a check limits is on one side of its limit: more heads change nothing."""
     limits = checks()[check].described.limits
     numbers = recorded(
         measured(sample, {name for limit in limits for name in (limit.measure, limit.or_within) if name})
@@ -257,7 +257,7 @@ def _told(check: str, sample: Sample) -> bool:
 
 
 def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeldTo | None]:
-    """Draw heads until it is told whether gradients err too much; a user's are held to a known backward pass."""
+    """Add heads until it is settled whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
     if held_to is None or first.gradients is None or not bench.case.normal:
         return sample, None
@@ -265,32 +265,32 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
     if cell.kernel.external:
         shown = plan.backward if held_to.plan == plan.followed else None
         backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
-        sample = _beside(sample, backward, first.gradients, first.o, bench.batch(0))
+        sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
-        if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, sample):
+        if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
             break
-        for batch in (bench.batch(index) for index in batches_of(look) if bench.has(index)):
+        for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
             output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
             if output.gradients is None:
                 continue
             more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
             sample = replace(sample, more_gradients=more)
             if backward is not None:
-                sample = _beside(sample, backward, output.gradients, output.o, batch)
+                sample = _add_gradients(sample, backward, output.gradients, output.o, batch)
     return sample, backward
 
 
-def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
-    """The sample with a batch's errors of gradients, beside those of the backward passes that they are held to."""
+def _add_gradients(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+    """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
     worst = backward.worst(errors, made, o, batch)
-    found = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
-    return replace(sample, backward_heads=joined, worst_gradient=found)
+    largest = worst if sample.worst_gradient is None else max(worst, sample.worst_gradient)
+    return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
 def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
-    """What a record keeps beside the measures: of the first batch."""
+    """Return a record's evidence from the first batch."""
     cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
     evidence: dict[str, Any] = {}
     if sample.fits:
@@ -306,10 +306,13 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
         evidence["backward"] = backward.bits
     if output.assumed:
         evidence["assumed"] = output.assumed
-    if sample.verdict is Verdict.UNDECIDED and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS:
+    if (
+        sample.verdict is BiasVerdict.UNDECIDED
+        and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
+    ):
         evidence["heads_to_tell"] = heads
     if bench.settings.rules:
-        evidence["rules"] = said(output, bench)
+        evidence["rules"] = rule_answers(output, bench)
     if bench.case.traced:
         evidence["histogram"] = _histogram(output, batch)
         if cell.backend.predicts and cell.kernel.declaration is not None:
@@ -330,7 +333,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
 
 
 def _prediction(sample: Sample) -> Predicted | None:
-    """Where it failed, also whether it would be if the plan said how the device adds up products."""
+    """Answer whether the prediction passed; if not, also whether it would be if the plan named the device's sums."""
     if sample.prediction is None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
@@ -344,18 +347,18 @@ def _prediction(sample: Sample) -> Predicted | None:
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
-    """Of a biased cell, whether O itself ties there, and whether gradients contain the bias, where measured."""
+    """Return, for a biased cell, whether O itself ties there and whether gradients contain the bias, if measured."""
     bias, rounded, delta = (measures.get(name) for name in ("bias", "rounded_bias", KIND.described.carried or ""))
-    if verdict != Verdict.BIASED.value or not isinstance(bias, Interval):
+    if verdict != BiasVerdict.BIASED.value or not isinstance(bias, Interval):
         return None, None
-    tied = of_tied_outputs(bias, rounded) if isinstance(rounded, Interval) else None
+    tied = comes_of_ties(bias, rounded) if isinstance(rounded, Interval) else None
     return tied, contains_bias(delta, fmt).value if isinstance(delta, Interval) else None
 
 
 def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> records.Shown:
-    """What tables show of a call: the bias in ulps with its verdict, or what there is in its place.
+    """Return what tables show of a call: the bias in ulps with its verdict, or what there is instead.
 
-    That is NaN or Inf in O where the reference is finite, or a gain, sum |O| / sum |reference|, that is too small.
+    Instead, there may be NaN or Inf where the reference is finite, or a too small gain, sum |O| / sum |reference|.
     """
     if nonfinite:
         return records.Shown(records.NONFINITE)
@@ -374,7 +377,7 @@ def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord
 
 
 def digest(output: AttentionOutput) -> str:
-    """A digest of the bits of O, as records have it. Sign and payload of a NaN are the device's own: all are one."""
+    """Return a digest of the bits of O, as records have it. All NaN count as one: sign and payload vary by device."""
     o = output.o.float().contiguous()
     bits = o.view(torch.int32).masked_fill(o.isnan(), -1)
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
@@ -382,30 +385,28 @@ def digest(output: AttentionOutput) -> str:
 
 @cache
 def eager() -> Declaration:
-    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
-    it: a product, a softmax and a product, all tensors between them in that format.
-    """
+    """Return PyTorch's eager attention in the inputs' format, with autograd, as flash-attention's tests compute it."""
     backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
     return backward.after(parse_declaration("standard,s=input,q=input"))
 
 
-def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
-    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
+def compared(output: AttentionOutput, bench: CaseBench) -> tuple[ComparedTensor, list[ComparedTensor]]:
+    """Return O of the first batch, and its gradients if any, with the tensors that rules compare them with."""
     batch = bench.batch(0)
     eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
     fmt = batch.inputs.formats.output
-    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
+    o = ComparedTensor(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
     if output.gradients is None:
         return o, []
     gradients = []
     for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
         out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
-        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
+        gradients.append(ComparedTensor(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
     return o, gradients
 
 
-def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
-    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
+def rule_answers(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
+    """Return the verdict of every acceptance rule in public use on the first batch's output, as records have it."""
     rules = {}
     for name, answer in answers(*compared(output, bench)):
         numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
@@ -414,18 +415,18 @@ def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAns
     return rules
 
 
-class _Calls(Kind):
+class _CallKind(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         try:
             layers = () if captured is None else captured_cases(Path(captured))
         except CapturedError as error:
             raise UsageError(str(error)) from error
         cases = SCRIPTED if captured is None or cases_named else ()
-        return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
+        return tuple(OneCall(case) for case in (*cases, *layers) if cases_named or not case.on_request)
 
 
-KIND = _Calls(
-    Call.kind,
+KIND = _CallKind(
+    OneCall.kind,
     records.ExperimentRecord(
         "one call of attention on scripted or captured input",
         "bias of O in ulps, + away from zero. B: biased (99.9 % beyond 0.05 ulp), ?: not known yet, neither:"

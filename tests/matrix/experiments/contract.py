@@ -1,4 +1,4 @@
-"""The contract of a call: the same bits each time, and nothing left behind, over shapes with paths of their own.
+"""The contract of a call: the same bits each time, and nothing left behind, over shapes that take different paths.
 
 A kernel may keep what it likes of its first calls: what it has compiled, tuned or looked up. It leaks if each of
 `CALLS` calls of the same input in a row leaves more memory, threads or open files behind. Memory counts as left behind
@@ -55,7 +55,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Contract(Experiment):
-    """Three runs of one input."""
+    """An experiment of three runs on one input."""
 
     kind: ClassVar[str] = "contract"
     case: Case
@@ -78,9 +78,9 @@ class Contract(Experiment):
     def input_kind(self, fmt: Format) -> str:
         return "calls"
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """Not those of which a second run could only be the same: unit tests show that once for all."""
-        return [(backend, kernel) for backend, kernel in super().pairs(asked) if not backend.repeats(kernel)]
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
+        """Return all pairs except those for which a second run is certain to be the same, as unit tests show."""
+        return [(backend, kernel) for backend, kernel in super().pairs(context) if not backend.repeats(kernel)]
 
     def _inputs(self, cell: Cell, bench: Workbench) -> AttentionInputs:
         return self.case.make(bench.settings.seed, 0, min(HEADS_PER_BATCH, bench.settings.heads), cell.fmt)
@@ -103,8 +103,8 @@ class Contract(Experiment):
         drifts = {**third.drifts, **second.drifts}
         why = "" if shares[_O] == 1.0 else "runs on the same input differ in bits"
         why = why or ", ".join(f"{name} of another run is {drift:+.2%} larger" for name, drift in drifts.items())
-        asked = "bitwise equal O each time, and gradients as large"
-        answers = {REPEATABLE: Answer(not why, asked, f"not repeatable: {why}" if why else "")}
+        requirement = "bitwise equal O each time, and gradients as large"
+        answers = {REPEATABLE: Answer(not why, requirement, f"not repeatable: {why}" if why else "")}
         if leaks:
             answers[CONTRACT] = contract_broken(f"leaks: {leaks}")
         return Result(
@@ -134,7 +134,7 @@ def _repeated(first: AttentionOutput, second: AttentionOutput, groups: int) -> _
         ours, theirs = (getattr(each.gradients, name).float() for each in (first, second))
         bits, size = bits + equal_bits(ours, theirs) * ours.numel(), size + ours.numel()
         drift = interval(by_key_head((theirs - ours) * ours, sharing) / by_key_head(ours.square(), sharing))
-        if drift.beyond(GAIN):
+        if drift.is_beyond(GAIN):
             drifts[f"d{name[1].upper()}"] = drift.mean
     return _Repeated({**shares, _GRADIENTS: bits / size}, digest(second), drifts)
 
@@ -147,7 +147,7 @@ class _Mallinfo(ctypes.Structure):
 
 @cache
 def mallinfo() -> Callable[[], Any] | None:
-    """glibc's count of the memory that is in use, of 2.33 and later; other C libraries have none."""
+    """Return glibc's count of the memory in use, from 2.33 on; other C libraries have none."""
     function: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if function is not None:
         function.restype = _Mallinfo
@@ -156,7 +156,7 @@ def mallinfo() -> Callable[[], Any] | None:
 
 
 def _resources() -> Mapping[str, int]:
-    """Amounts that the process holds of each kind, as far as this system reports them."""
+    """Return the amounts of each kind that the process holds, as far as this system reports them."""
     counts = {name: len(os.listdir(folder)) for name, folder in _COUNTED.items() if os.path.isdir(folder)}
     if (count := mallinfo()) is not None:
         info = count()
@@ -165,9 +165,9 @@ def _resources() -> Mapping[str, int]:
 
 
 def left_behind(call: Callable[[], _Returned], returned: int) -> tuple[_Returned, str | None]:
-    """Make a call of a kernel that returns so many bytes; if it leaves something behind, see whether it always does.
+    """Call a kernel that returns `returned` bytes; if it leaves something behind, see whether it always does.
 
-    What the first call returned, which must hold no tensor; and what each of `CALLS` left behind, in words, or None.
+    Return what the first call returned, which must hold no tensor, and what each of `CALLS` left behind, or None.
     """
     limits = {"bytes": max(returned, _PAGE), **dict.fromkeys(_COUNTED, 1)}
     first, growth = _growth(call)

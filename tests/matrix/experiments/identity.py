@@ -1,4 +1,4 @@
-"""Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on inputs of its own."""
+"""Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on separate inputs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.settling import UnidentifiedError, asking, settled
+from tiebreak.matrix.settling import UnidentifiedError, probe_of, settled
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -17,6 +17,8 @@ _BITS = "bits_of_plan"
 
 @dataclass(frozen=True)
 class Identification(Experiment):
+    """The experiment that searches for a user's kernel's plan."""
+
     kind: ClassVar[str] = "identity"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "identity"
@@ -25,13 +27,13 @@ class Identification(Experiment):
     def described(self) -> records.CaseRecord:
         return records.CaseRecord("which rounding plan it follows, as tiebreak identify finds it", "this suite")
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
-        return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, asked)
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
+        return isinstance(kernel, UserKernel) and kernel.declaration is None and super().is_for(kernel, context)
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
             settled(cell, bench)  # first: if it ends the process, the other cells know
-            identity = identify(asking(cell, bench), bench.settings.seed, beyond_known=False)
+            identity = identify(probe_of(cell, bench), bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
         share = identity.share or 0.0

@@ -1,4 +1,4 @@
-"""A kernel in the place of all attention of a small language model: what becomes of its tokens' log-probabilities."""
+"""A kernel as all attention of a small language model: the change of its tokens' log-probabilities."""
 
 import hashlib
 import math
@@ -22,6 +22,8 @@ _DECIMALS = 9  # of what is kept, in nats
 
 @dataclass(frozen=True)
 class LogProbabilities(Experiment):
+    """The experiment with a kernel as all attention of a small language model."""
+
     kind: ClassVar[str] = "log_probabilities"
     time_limit: ClassVar[float] = 300.0
     name: ClassVar[str] = "log_probabilities"
@@ -31,15 +33,15 @@ class LogProbabilities(Experiment):
         return records.CaseRecord("a small GPT-2, the same everywhere, with the kernel in all layers", "this suite")
 
     def group(self, fmt: Format) -> str:
-        """The model: it takes seconds to make."""
+        """Return the model's name: it takes seconds to make."""
         return self.name
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         side = Side(cell.kernel.name, cell.backend, cell.kernel, cell.kernel.declaration, known=False)
         exact, read = fixture.exact(), SuiteModel().read(side, cell.fmt)
-        found, errors = difference(exact, read), read.log_probabilities - exact.log_probabilities
+        measured, errors = difference(exact, read), read.log_probabilities - exact.log_probabilities
         numbers = {
-            own: math.nan if (value := number(found, name)) is None else value for name, own in _MEASURED.items()
+            own: math.nan if (value := number(measured, name)) is None else value for name, own in _MEASURED.items()
         }
         kept = tuple(records.finite(round(error, _DECIMALS)) for error in errors.flatten()[::_KEPT].tolist())
         return Result(
@@ -56,7 +58,7 @@ _ABOUT = "log-probabilities through a small GPT-2, less those with exact attenti
 KIND = Kind(
     LogProbabilities.kind,
     records.ExperimentRecord(
-        "a small language model with the kernel in the place of all attention",
+        "a small language model with the kernel as all its attention",
         "rms error of its tokens' log-probabilities in nats.",
     ),
     experiments=(LogProbabilities(),),

@@ -35,29 +35,29 @@ class _Asked(Experiment):
 
     @abstractmethod
     def comparing(self, session: Session) -> WithinError | WithoutBias:
-        """What compares the answers."""
+        """Return the rule that compares the answers."""
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         session = Session(cell, bench.settings.seed, bench.settings.heads)
-        found = self.comparing(session)
+        results = self.comparing(session)
         for look in range(LOOKS):
             for session.index in batches_of(look):
-                self.question.ask(session, found)
-            if found.nothing:
+                self.question.ask(session, results)
+            if results.is_empty:
                 raise CannotRunError("; ".join(session.refused))
-            if found.settled:
+            if results.settled:
                 break
-        return found.result
+        return results.result
 
 
 class _Usage(_Asked):
     kind, heading = comparison.USAGE, usage.GROUP
     tags = frozenset({comparison.USAGE})
 
-    def is_for(self, kernel: Kernel, asked: SelectionContext) -> bool:
-        """Users' kernels: a device's own, which copy their arguments and keep no state, are asked where it is named."""
-        own = asked.cases_named and not kernel.composed and super().is_for(kernel, asked)
-        return own or isinstance(kernel, UserKernel)
+    def is_for(self, kernel: Kernel, context: SelectionContext) -> bool:
+        """Return whether it is a user's kernel; a device's own, which copies its arguments, runs only where named."""
+        is_named = context.cases_named and not kernel.composed and super().is_for(kernel, context)
+        return is_named or isinstance(kernel, UserKernel)
 
     def comparing(self, session: Session) -> WithinError:
         return WithinError(session.cell.fmt)
@@ -67,7 +67,7 @@ class _Invariance(_Asked):
     kind, heading = comparison.INVARIANCE, invariance.GROUP
 
     def comparing(self, session: Session) -> WithoutBias:
-        """A kernel perhaps declares that this change alters no bit."""
+        """Return the rule, strict if the kernel declares that this change alters no bit."""
         words = split_words(session.options.invariant)
         return WithoutBias(declared=self.name in {f"{self.kind}[{word}]" for word in words})
 

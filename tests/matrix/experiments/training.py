@@ -40,12 +40,12 @@ _SAID = {True: "stable", False: "fails"}  # what the paper says of training with
 
 
 def trained_kernel(variant: Variant) -> Kernel:
-    """A variant as the matrix lists it: by the declaration of its scripted layer."""
+    """Return a variant as the matrix lists it: by the declaration of its scripted layer."""
     assert not isinstance(variant.scripted, Kernel), "the variants of the suite are declarations"
     return composed(variant.name, variant.scripted)
 
 
-#: What the numbers of a result are; all but `steps`, that the recipe asks for, are those of a snippet.
+#: The numbers of a result; all but `steps`, that the recipe asks for, are those of a snippet.
 MEASURED: Mapping[str, MeasureRecord] = {
     "delta_error_mean": MeasureRecord("mean over the steps of s, the sum of delta_lp - delta_hp over the rows of one"),
     "delta_error_drift": MeasureRecord("sum(s) / sum |s| over the steps: 1 or -1 where s keeps one sign"),
@@ -66,6 +66,8 @@ MEASURED: Mapping[str, MeasureRecord] = {
 
 @dataclass(frozen=True)
 class TrainingRun(Experiment):
+    """The experiment of one short training run."""
+
     kind: ClassVar[str] = "training"
     time_limit: ClassVar[float] = 600.0
     tags = frozenset({"training"})
@@ -100,37 +102,37 @@ class TrainingRun(Experiment):
         return (BF16,)
 
     def input_kind(self, fmt: Format) -> str | None:
-        """None where S is in a format that no device has."""
-        return None if self.snippet.amplified else "training runs"
+        """Return None where S is in a format that no device has."""
+        return None if self.snippet.is_amplified else "training runs"
 
-    def pairs(self, asked: SelectionContext) -> Sequence[Pair]:
-        """Its roster, or what of it is named; any kernel where the snippet is named too."""
-        if asked.fmt != BF16:
+    def pairs(self, context: SelectionContext) -> Sequence[Pair]:
+        """Return its roster, or the named part of it; any kernel where the snippet is named too."""
+        if context.fmt != BF16:
             return []
-        roster = [(backend, kernel) for backend in asked.backends for kernel in self._roster(backend)]
-        if not asked.kernels_named:
+        roster = [(backend, kernel) for backend in context.backends for kernel in self._roster(backend)]
+        if not context.kernels_named:
             return roster
         default = {(backend.name, kernel.name) for backend, kernel in roster}
         return [
-            (backend, _trained_by_suite(kernel) if kernel.external and asked.emulated_backward else kernel)
-            for backend, kernel in asked.pairs
-            if asked.cases_named
+            (backend, _trained_by_suite(kernel) if kernel.external and context.emulated_backward else kernel)
+            for backend, kernel in context.pairs
+            if context.cases_named
             or (backend.name, kernel.name) in default
-            or (kernel.external and not self.snippet.amplified and not self.snippet.study)
+            or (kernel.external and not self.snippet.is_amplified and not self.snippet.study)
         ]
 
     def _roster(self, backend: Backend) -> list[Kernel]:
-        """The kernels of a default run: a device trains with its own beside the snippet's.
+        """Return the kernels of a default run: a device trains with its own and the snippet's.
 
-        Not where a snippet asks for a format that it lacks. The interpreter takes minutes for a run: its kernels train
-        where they are named.
+        Empty where a device lacks the snippet's format. The interpreter takes minutes for a run, so its kernels train
+        only where they are named.
         """
-        if not backend.composed or (self.snippet.amplified and not backend.predicts):
+        if not backend.composed or (self.snippet.is_amplified and not backend.predicts):
             return []
         names = self.snippet.roster if backend.predicts else self.snippet.on_devices
         formats = Formats.of(BF16)
-        own = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
-        return [*(trained_kernel(VARIANTS[name]) for name in names), *own]
+        vendors = [each for each in backend.vendor_kernels() if each.has_backward and each.unsuited(formats) is None]
+        return [*(trained_kernel(VARIANTS[name]) for name in names), *vendors]
 
     def refusal(self, cell: Cell, bench: Workbench) -> str | None:
         kernel = cell.kernel
@@ -138,9 +140,9 @@ class TrainingRun(Experiment):
             return f"{kernel.name} takes no {CAUSAL.words}, and training asks for one"
         if kernel.external and not kernel.has_backward and not kernel.name.endswith(EMULATED_BACKWARD):
             return f"{kernel.name} has no backward pass: --backward emulated trains it with the suite's"
-        if self.snippet.amplified and not cell.backend.predicts:
+        if self.snippet.is_amplified and not cell.backend.predicts:
             return f"the device computes in no {self.snippet.scores.name}"
-        if self.snippet.amplified and not kernel.composed:
+        if self.snippet.is_amplified and not kernel.composed:
             return f"the kernel can't be told to keep S in {self.snippet.scores.name}"
         return None
 
@@ -164,23 +166,23 @@ class TrainingRun(Experiment):
 
 
 def _variant(kernel: Kernel, settings: Settings) -> Variant:
-    """What a kernel trains as: itself in every head, or the variant that it stands for."""
+    """Return the variant that a kernel trains as: itself in every head, or the one that it represents."""
     if kernel.name in VARIANTS:
         return VARIANTS[kernel.name]
     implementation = kernel.declaration if kernel.composed and kernel.declaration else kernel
-    own = kernel.external and kernel.has_backward
-    held_to = variant_names("fair", rounded=True)[0] if own and settings.fair else None
+    trains_itself = kernel.external and kernel.has_backward
+    held_to = variant_names("fair", rounded=True)[0] if trains_itself and settings.fair else None
     return Variant(kernel.name, implementation, held_to=held_to)
 
 
 def _trained_by_suite(kernel: Kernel) -> Kernel:
-    """A user's kernel with the suite's backward pass, under a name that says so: no claim speaks of it."""
+    """Return a user's kernel with the suite's backward pass, under a name that tells; no claim is about it."""
     origin = (*kernel.origin, "--backward", "emulated")
     return replace(kernel, name=kernel.name + EMULATED_BACKWARD, has_backward=False, origin=origin)
 
 
 def training_result(snippet: Snippet, kernel: Kernel, settings: Settings, measures: Mapping[str, float]) -> Result:
-    """What the measures of a training run come to: all of `MEASURED`, NaN where there is no number."""
+    """Return the result of a training run's measures: all of `MEASURED`, NaN where there is no number."""
     drifts = snippet.drifts(measures)
     return Result(
         measures=measures,

@@ -1,4 +1,4 @@
-"""What a kernel's outputs say of its rounding: the plan, what is left open, and how much of it was checked.
+"""Identification of a kernel's rounding from its outputs: the plan, what is left open, and how much was checked.
 
 What is left open is every change of the plan that nothing tells from it, on inputs made until the two part.
 """
@@ -14,12 +14,12 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import eight_bit_kernels
-from tiebreak.matrix.asking import Answer, Asked, threads
+from tiebreak.matrix.asking import DesignedOutput, ProbedKernel, threads
 from tiebreak.matrix.candidates import on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
 from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.search import Search
-from tiebreak.matrix.identification.space import Change, changes, forward_alone, text
+from tiebreak.matrix.identification.space import PlanChange, changes, forward_alone, text
 from tiebreak.matrix.settling import DESIGNED_MISSED, designed_answers, unexplained
 from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
@@ -41,7 +41,7 @@ _DEVIATIONS = 4.5  # by which the one followed must be ahead of a fair coin's sh
 
 @dataclass(frozen=True)
 class Bias:
-    """What the plan does to one failure input, by emulation."""
+    """The bias that the plan has on one failure input, by emulation."""
 
     mean: float | None  # ulps of O, away from zero; None: none of it is finite
     half_width: float | None
@@ -58,6 +58,8 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Identity:
+    """The plan that a kernel follows, and the evidence for it."""
+
     kernel: str
     backend: str
     evidence: str  # whose bits it rests on, in words
@@ -77,7 +79,7 @@ class Identity:
     stopped: bool = False  # whether the search ended at its bound, and not where no change led on
 
     def lines(self) -> Iterator[str]:
-        """As the command prints it: what is known, then the inputs that it rests on."""
+        """Yield the lines that the command prints: first what is known, then the inputs that it rests on."""
         yield self.headline
         if self.plan is None:
             for names, what in ((self.unexplained, "designed inputs miss"), (self._short, "inputs not chosen by have")):
@@ -101,6 +103,7 @@ class Identity:
 
     @property
     def headline(self) -> str:
+        """The plan, in one line."""
         held_out = counted(len(self.held_out), "input")
         inputs = f"{percent(self.share)} of {self.evidence} on {held_out} that it was not chosen by"
         if self.plan is not None:
@@ -111,6 +114,7 @@ class Identity:
 
     @property
     def explanation(self) -> Explanation:
+        """How well the plan explains the kernel's bits, in words."""
         if self.plan is not None:
             elsewhere = {shape: other.share for shape, other in self.elsewhere.items()}
             return Explanation(FOLLOWS, (self.plan,), len(self.held_out), self.share, elsewhere)
@@ -123,65 +127,65 @@ class Identity:
 
 
 def identify(
-    asked: Asked, seed: int = 1, tell: Callable[[str], None] = lambda line: None, *, beyond_known: bool = True
+    probed: ProbedKernel, seed: int = 1, tell: Callable[[str], None] = lambda line: None, *, beyond_known: bool = True
 ) -> Identity:
     """Find the plan that a kernel follows, from its outputs alone; it raises what `designed_answers` does.
 
     Args:
-        asked: what the kernel has been asked so far.
-        seed: of the inputs that the plan is not chosen by.
-        tell: whom to tell how far it is.
+        probed: the kernel, with its answers so far.
+        seed: of the inputs that the plan is checked with.
+        tell: called with a line of progress.
         beyond_known: whether to look for a nearer plan where a known one explains every designed input.
     """
     with threads(1):
-        designed = designed_answers(asked, tell)
-        search = _search(asked, designed)
+        designed = designed_answers(probed, tell)
+        search = _search(probed, designed)
         plan = search.nearest_known()
         if beyond_known or unexplained(designed, plan):
             plan = search.nearest(tell)
         tried, stopped = search.tried, search.stopped
-        plan, alike = _against_rivals(asked, designed, plan, tell)
+        plan, alike = _against_rivals(probed, designed, plan, tell)
         tell("running inputs that it was not chosen by")
-        held_out, elsewhere = _held_out(asked, plan, seed)
+        held_out, elsewhere = _held_out(probed, plan, seed)
         missed = unexplained(designed, plan)
         follows = not missed and bool(held_out) and min(held_out.values()) >= FOLLOWED
         any_tile = len(alike.get(space.TILE, ())) > _ANY_TILE
         declaration = space.named(plan)
         declaration = replace(declaration, tile_named=declaration.algorithm.tiled and not any_tile)
         return Identity(
-            kernel=asked.kernel.name,
-            backend=asked.backend.name,
-            evidence=asked.backend.evidence,
-            format=asked.fmt.name,
+            kernel=probed.kernel.name,
+            backend=probed.backend.name,
+            evidence=probed.backend.evidence,
+            format=probed.fmt.name,
             plan=declaration.label if follows else None,
             nearest=declaration.label,
             share=sum(held_out.values()) / len(held_out) if held_out else None,
             held_out=held_out,
             unexplained=missed,
             alike=alike,
-            bias=_biases(declaration, asked.fmt, seed) if follows else {},
-            asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in asked.answers},
-            refused=asked.refused,
-            elsewhere=elsewhere | _in_other_shapes(asked, plan, tell) if follows else {},
-            settled={} if follows else _points_settled(asked, designed, plan),
+            bias=_biases(declaration, probed.fmt, seed) if follows else {},
+            asked={each.name: (each.shows, each.method) for each in DESIGNED if each.name in probed.answers},
+            refused=probed.refused,
+            elsewhere=elsewhere | _in_other_shapes(probed, plan, tell) if follows else {},
+            settled={} if follows else _points_settled(probed, designed, plan),
             tried=tried,
             stopped=stopped,
         )
 
 
-def _search(asked: Asked, designed: Sequence[Answer]) -> Search:
-    """A search from the known plans, by all designed inputs but those that ask of sums."""
+def _search(probed: ProbedKernel, designed: Sequence[DesignedOutput]) -> Search:
+    """Return a search that starts from the known plans, over all designed inputs except those about sums."""
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
-    known = [*on_device(asked.backend).values(), *eight_bits]
+    starts = [*on_device(probed.backend).values(), *eight_bits]
     answers = [answer for answer in designed if answer.name not in OF_SUMS]
-    return Search(answers, asked.fmt, [forward_alone(each, asked.fmt) for each in known])
+    return Search(answers, probed.fmt, [forward_alone(each, probed.fmt) for each in starts])
 
 
 def _against_rivals(
-    asked: Asked, designed: Sequence[Answer], plan: Declaration, tell: Callable[[str], None]
+    probed: ProbedKernel, designed: Sequence[DesignedOutput], plan: Declaration, tell: Callable[[str], None]
 ) -> tuple[Declaration, Mapping[str, Sequence[str]]]:
-    """The plan that no change betters, the plainest of those that are like it, and what is, by point."""
-    rivals = Rivals(asked)
+    """Return the best plan, the plainest of those that nothing tells apart from it, and the others, by point."""
+    rivals = Rivals(probed)
     for _ in range(_SWAPS):
         tell(f"holding {text(plan)} against its changes")
         if (better := rivals.better(plan)) is None:
@@ -201,28 +205,28 @@ def _against_rivals(
     return plan, points
 
 
-def _points_settled(asked: Asked, designed: Sequence[Answer], plan: Declaration) -> dict[str, bool]:
-    """By point of a plan, whether every other value there explains fewer of the designed inputs that it explains."""
+def _points_settled(probed: ProbedKernel, designed: Sequence[DesignedOutput], plan: Declaration) -> dict[str, bool]:
+    """Return, by point of a plan, whether every other value explains fewer designed inputs that the plan explains."""
     explained = [each for each in designed if each.name in BINDING and each.missed(plan) <= DESIGNED_MISSED]
     settled: dict[str, bool] = {}
-    for change, rival in changes(plan, asked.fmt, space.QUICK):
+    for change, rival in changes(plan, probed.fmt, space.QUICK):
         fewer = any(each.missed(rival) > DESIGNED_MISSED for each in explained)
         settled[change.key] = settled.get(change.key, True) and fewer
     return settled
 
 
-def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
-    """By case, the share of bits that the plan has; or else the tiles that explain it.
+def _held_out(probed: ProbedKernel, plan: Declaration, seed: int) -> tuple[dict[str, float], dict[str, Elsewhere]]:
+    """Return, by case, the share of bits that the plan predicts; or else the tiles that explain the case.
 
-    Kernels choose their tiles by the head dimension: other tiles at another dimension make no other plan.
+    Kernels choose their tiles by the head dimension: other tiles at another dimension are the same plan.
     """
     shares, elsewhere = {}, {}
     for case in _HELD_OUT:
-        answer = asked.answer(case.name, case.make(seed, 0, _HEADS, asked.fmt))
+        answer = probed.answer(case.name, case.make(seed, 0, _HEADS, probed.fmt))
         if answer is None:
             continue
         usual = answer.inputs.q.shape[-1] == HEAD_DIMENSION
-        other = None if usual else _elsewhere(answer, plan, asked.fmt, {space.TILE})
+        other = None if usual else _elsewhere(answer, plan, probed.fmt, {space.TILE})
         if other is not None and other.plan is not None:
             elsewhere[case.name] = other
         else:
@@ -230,18 +234,18 @@ def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, flo
     return shares, elsewhere
 
 
-def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None]) -> dict[str, Elsewhere]:
-    """The shapes in which a kernel does not follow its plan, and what it follows there."""
+def _in_other_shapes(probed: ProbedKernel, plan: Declaration, tell: Callable[[str], None]) -> dict[str, Elsewhere]:
+    """Return the shapes in which a kernel does not follow its plan, and what it follows there."""
     others = {}
     for designed in SHAPES:
         tell(f"asking {designed.name}")
-        if answer := asked.answer(designed.name, designed.make(asked.fmt)):
-            others[designed.name] = _elsewhere(answer, plan, asked.fmt, space.QUICK)
+        if answer := probed.answer(designed.name, designed.make(probed.fmt)):
+            others[designed.name] = _elsewhere(answer, plan, probed.fmt, space.QUICK)
     return {name: other for name, other in others.items() if other is not None}
 
 
-def _elsewhere(answer: Answer, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:
-    """What a kernel follows where it does not follow its plan: the nearest of its changes; None where it follows it."""
+def _elsewhere(answer: DesignedOutput, plan: Declaration, fmt: Format, keys: Collection[str]) -> Elsewhere | None:
+    """Return the nearest of the plan's changes where a kernel does not follow the plan; None where it does."""
     share = 1.0 - answer.missed(plan)
     if share >= FOLLOWED:
         return None
@@ -260,70 +264,72 @@ def _biases(plan: Declaration, fmt: Format, seed: int) -> dict[str, Bias]:
 
 @dataclass(frozen=True)
 class Rivals:
-    """What of the space is told from a plan."""
+    """Plans near a plan, and whether the kernel's bits tell them apart from it."""
 
-    asked: Asked
+    probed: ProbedKernel
     _duels: dict[tuple[Declaration, Declaration], tuple[int, int]] = field(default_factory=dict)  # that were fought
 
     def better(self, plan: Declaration) -> Declaration | None:
-        """A change of the plan that has more of the kernel's bits where the two differ.
+        """Return a change of the plan that has more of the kernel's bits where the two differ; None if there is none.
 
-        A device's sums have all bits where products are asked for: elsewhere the order of fp32 sums may look like them.
+        A device's sums must have all bits on inputs about products: elsewhere fp32 sums may look like them.
         """
-        if plan.plan.accumulator is not Accumulator.EXACT and not self._adds_up(plan):
+        if plan.plan.accumulator is not Accumulator.EXACT and not self._explains_sums(plan):
             return replace(plan, plan=replace(plan.plan, accumulator=Accumulator.EXACT))
         for change, rival in self._changes(plan):
             ours, theirs = self.duel(plan, rival, change)
-            if _beats(theirs, ours):
+            if _is_more_than_chance(theirs, ours):
                 return rival
         return None
 
-    def _changes(self, plan: Declaration) -> Iterator[tuple[Change, Declaration]]:
-        """Those that its answers about sums don't rule out."""
-        for change, rival in changes(plan, self.asked.fmt):
-            if change.key != space.SLOW or rival.plan.accumulator is Accumulator.EXACT or self._adds_up(rival):
+    def _changes(self, plan: Declaration) -> Iterator[tuple[PlanChange, Declaration]]:
+        """Yield the changes that the answers about sums do not rule out."""
+        for change, rival in changes(plan, self.probed.fmt):
+            if change.key != space.SLOW or rival.plan.accumulator is Accumulator.EXACT or self._explains_sums(rival):
                 yield change, rival
 
-    def _adds_up(self, plan: Declaration) -> bool:
-        """Whether a plan has all bits of what was asked of sums."""
-        return all(answer.missed(plan) == 0.0 for name, answer in self.asked.answers.items() if name in OF_SUMS)
+    def _explains_sums(self, plan: Declaration) -> bool:
+        """Return whether a plan predicts all bits of the answers about sums."""
+        return all(answer.missed(plan) == 0.0 for name, answer in self.probed.answers.items() if name in OF_SUMS)
 
-    def alike(self, plan: Declaration) -> dict[Change, Declaration]:
-        """Changes that no input tells from the plan, or of which the kernel's bits do not say which it follows.
+    def alike(self, plan: Declaration) -> dict[PlanChange, Declaration]:
+        """Return the changes that no input tells apart from the plan, and those between which the bits do not decide.
 
-        Two at once where they are like the plan together, and not each by itself.
+        Two changes at once count if only together they are like the plan.
         """
         alike = self._alike(plan, self._changes(plan))
         alone = {point for rival in alike.values() for point in _apart(plan, rival)}
-        pairs = (move for move in space.moves(plan, self.asked.fmt) if not _apart(plan, move[1]) <= alone)
+        pairs = (move for move in space.moves(plan, self.probed.fmt) if not _apart(plan, move[1]) <= alone)
         return alike | self._alike(plan, pairs)
 
-    def _alike(self, plan: Declaration, rivals: Iterable[tuple[Change, Declaration]]) -> dict[Change, Declaration]:
+    def _alike(
+        self, plan: Declaration, rivals: Iterable[tuple[PlanChange, Declaration]]
+    ) -> dict[PlanChange, Declaration]:
         exact = all(answer.missed(plan) == 0.0 for answer in self._first)
         duels = {change: (rival, *self.duel(plan, rival, change)) for change, rival in rivals}
         # Where the plan has all bits, one that the other lacks tells them apart; elsewhere it may be chance.
         return {
             change: rival
             for change, (rival, ours, theirs) in duels.items()
-            if not _beats(ours, theirs) and not (exact and ours and not theirs)
+            if not _is_more_than_chance(ours, theirs) and not (exact and ours and not theirs)
         }
 
-    def duel(self, plan: Declaration, rival: Declaration, change: Change) -> tuple[int, int]:
-        """Rows that differ in which the kernel has the one's bits, and the other's, until that is settled."""
+    def duel(self, plan: Declaration, rival: Declaration, change: PlanChange) -> tuple[int, int]:
+        """Return how many rows favour the plan, and how many its rival, after as many inputs as settle it."""
         if (plan, rival) not in self._duels:
             ours = theirs = 0
             for answer in self._inputs(change):
                 more = self._on(answer, plan, rival)
                 ours, theirs = ours + more[0], theirs + more[1]
-                if _beats(ours, theirs) or _beats(theirs, ours):
+                if _is_more_than_chance(ours, theirs) or _is_more_than_chance(theirs, ours):
                     break
             self._duels[plan, rival] = ours, theirs
         return self._duels[plan, rival]
 
-    def _on(self, answer: Answer, plan: Declaration, rival: Declaration) -> tuple[int, int]:
-        """Of one input, the rows in which they differ where the kernel has more bits of the one, and of the other.
+    def _on(self, answer: DesignedOutput, plan: Declaration, rival: Declaration) -> tuple[int, int]:
+        """Return the rows of one input that favour the plan, and those that favour its rival.
 
-        A row is one event: its elements come of one P and one l, and chance that gives a plan one gives it others.
+        A row is one event: its elements share one P and one l, so chance that favours a plan in one favours it in all.
         """
         if answer.missed(plan) == 0.0:  # it has them all, and the other none of those in which it differs
             return answer.miss(rival).rows, 0
@@ -332,27 +338,27 @@ class Rivals:
         ours, theirs = ((differ & same_bits(answer.o, each)).sum(-1) for each in (one, other))
         return int((ours > theirs).sum()), int((theirs > ours).sum())
 
-    def _inputs(self, change: Change) -> Iterator[Answer]:
-        """Those that were asked first, then others like them."""
+    def _inputs(self, change: PlanChange) -> Iterator[DesignedOutput]:
+        """Yield the inputs that were used first, then others like them."""
         if change.key == space.SLOW:
-            yield from (answer for name, answer in self.asked.answers.items() if name in OF_SUMS)
+            yield from (answer for name, answer in self.probed.answers.items() if name in OF_SUMS)
         yield from self._first
         further = [(designed, 0) for designed in LONG if change.key in space.BETWEEN_TILES]
         if change.key != space.SLOW:
             further += [(designed, seed) for seed in _SEEDS for designed in DESIGNED if designed.name not in OF_SUMS]
         for designed, seed in further:
-            if (answer := self.asked.ask(designed, seed)) is not None:
+            if (answer := self.probed.ask(designed, seed)) is not None:
                 yield answer
 
     @property
-    def _first(self) -> list[Answer]:
-        """What was asked first, but for sums."""
+    def _first(self) -> list[DesignedOutput]:
+        """The answers to the designed inputs, without those about sums."""
         names = {designed.name for designed in DESIGNED} - OF_SUMS
-        return [answer for name, answer in self.asked.answers.items() if name in names]
+        return [answer for name, answer in self.probed.answers.items() if name in names]
 
 
-def _beats(ours: int, theirs: int) -> bool:
-    """Whether that one has so many and the other so few is no chance: where bits are open, each is as likely."""
+def _is_more_than_chance(ours: int, theirs: int) -> bool:
+    """Return whether `ours` rows against `theirs` is no chance: where bits are open, each side is as likely."""
     ahead = ours - theirs
     return (not theirs and ours >= _ALL) or (ahead > 0 and ahead**2 >= _DEVIATIONS**2 * (ours + theirs))
 

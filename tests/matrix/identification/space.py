@@ -9,7 +9,7 @@ from typing import Any
 
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION, TILED, Algorithm
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
-from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, Order
+from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, TileOrder
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.operands import folds_scale
@@ -29,7 +29,7 @@ TILES = (16, 32, 48, 64, 80, 96, 112, 128, 256, 512)
 _OF_BLOCKS = {
     TILE: (*map(str, TILES), "one"),
     SPLITS: ("0", "2", "4", "8"),
-    ORDER: tuple(order.value for order in Order),
+    ORDER: tuple(order.value for order in TileOrder),
 }
 _ALGORITHMS: tuple[Algorithm, ...] = (STANDARD_ATTENTION, *TILED.values())
 _FORWARD = frozenset(FORWARD.values())
@@ -39,7 +39,7 @@ _POSITIVE = ("scale", "divisor", "exp", "p_bar", "row_sum")
 _FP32 = Cast(FP32)
 _MODES = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 _SAFE = SHIFT_RULES["safe"]
-#: Beside those with a name, some at numbers of their own.
+#: Those with a name, and some at other numbers.
 RULES = (
     *SHIFT_RULES.values(),
     *(with_number(_SAFE, "shift", number) for number in ("-2", "-1", "-0.5", "0.5", "ln1.5", "2")),
@@ -49,8 +49,8 @@ _parsed = cache(parse_declaration)
 
 
 @dataclass(frozen=True)
-class Change:
-    """One point of a plan, and what it is there."""
+class PlanChange:
+    """One point of a plan, and the value that it is given."""
 
     key: str  # as --plan has it, or what it is that no field of a plan says
     value: str  # the same; behind a comma, another point and what it is there
@@ -58,7 +58,7 @@ class Change:
 
 @cache
 def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
-    """What a declaration does forward in a call's format, all else as of `fused`: two that do the same are equal."""
+    """Return a declaration reduced to its forward pass in a format, the rest as in `fused`: equal ones do the same."""
     algorithm, plan = declaration.algorithm, declaration.plan
     dead = {field.name for field in fields(plan)} - _FORWARD - {"name"} | algorithm.unused | {SINK}
     if folds_scale(plan):
@@ -66,45 +66,46 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     elif plan.divisor.narrows:
         dead |= {"scale"}
     if plan.p8 is None and not plan.p_bar.saturates:
-        same = plan.row_sum_of is SumOf.CLAMPED or _fits(plan.exp, plan.p_bar, inputs)
+        same = plan.row_sum_of is SumOf.CLAMPED or _keeps_values(plan.exp, plan.p_bar, inputs)
         dead |= {"row_sum_of"} if same else set()  # l sums the same from before and after P's cast
         wide = _fmt(plan.p_bar, inputs).exponent_bits >= FP32.exponent_bits
         dead |= {"offset"} if wide else set()  # a power of two is divided out
     dead |= set() if plan.exponential.base_two else {"log2_e"}
     plan = replace(plan, **{field: getattr(FUSED, field) for field in dead})
-    block, split = _told(declaration), algorithm is SPLIT_ATTENTION
+    block, split = _effective_block(declaration), algorithm is SPLIT_ATTENTION
     for field in ("o_bar", "row_sum"):
-        if block.whole or not algorithm.tiled or (split and (field == "o_bar" or not block.splits)):  # one step is all
+        once = split and (field == "o_bar" or not block.splits)
+        if block.is_one_tile or not algorithm.tiled or once:
             plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
     for field in _POSITIVE:
         if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
             plan = replace(plan, **{field: replace(cast, rounding=Rounding.RTZ)})
     plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
-    if rule.lag and block.whole:
+    if rule.lag and block.is_one_tile:
         rule = _SAFE  # it lags behind an earlier tile, and there is none
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
 
 
-def _told(declaration: Declaration) -> Block:
-    """Its block, but for what its algorithm, or a row that is one tile, makes nothing of."""
+def _effective_block(declaration: Declaration) -> Block:
+    """Return a declaration's block without what its algorithm, or a row of one tile, ignores."""
     algorithm, block = declaration.algorithm, declaration.block
     if not algorithm.tiled:
         return BLOCK
     split, order, one_tile = algorithm is SPLIT_ATTENTION, block.order, block.keys == ONE_TILE.keys
-    dealt, backwards = order in (Order.TILES, Order.TURNS), order is Order.BACKWARDS and one_tile
+    dealt, backwards = order in (TileOrder.TILES, TileOrder.TURNS), order is TileOrder.BACKWARDS and one_tile
     kept = dealt and block.splits if split else not (dealt or backwards)
-    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else Order.FORWARDS)
+    return Block(block.keys, block.keys, block.splits if split else 0, order if kept else TileOrder.FORWARDS)
 
 
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
-    """A plan that casts O once where no step lies between O-bar's cast and O's: what they cast is normalised."""
-    one_tile = _told(declaration).whole
+    """Return a plan that casts O once where no step separates O-bar's cast from O's, and O-bar is normalised."""
+    one_tile = _effective_block(declaration).is_one_tile
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
         return plan
-    if not all(_fits(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
+    if not all(_keeps_values(plan.o_bar, o, inputs) for o in (plan.o, FUSED.o)):
         return plan
     once = one_tile or not declaration.algorithm.tiled
     if once and plan.o_bar.follows is not None and not plan.o_bar.every:
@@ -116,25 +117,25 @@ def _fmt(cast: Cast, inputs: Format) -> Format:
     return inputs if cast.follows is not None else cast.fmt
 
 
-def _fits(first: Cast, then: Cast, inputs: Format) -> bool:
-    """Whether a second cast leaves what the first has cast as it is."""
+def _keeps_values(first: Cast, then: Cast, inputs: Format) -> bool:
+    """Return whether a second cast leaves what the first has cast as it is."""
     before, after = _fmt(first, inputs), _fmt(then, inputs)
     return before.exponent_bits <= after.exponent_bits and before.mantissa_bits <= after.mantissa_bits
 
 
 def text(declaration: Declaration) -> str:
-    """As --plan takes it."""
+    """Return a declaration as --plan takes it."""
     return named(declaration).label
 
 
 def named(declaration: Declaration) -> Declaration:
-    """With the shortest name, and the shift rule that it had before it lost its own."""
-    known = (replace(declaration, shift_rule=rule) for rule in RULES)
-    return shortest(next(each for each in known if nameless(each).shift_rule == nameless(declaration).shift_rule))
+    """Return a declaration with its shortest name, and the shift rule that it had before it was made nameless."""
+    candidates = (replace(declaration, shift_rule=rule) for rule in RULES)
+    return shortest(next(each for each in candidates if nameless(each).shift_rule == nameless(declaration).shift_rule))
 
 
 def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
-    """Of two that nothing tells apart, the plainer one has the smaller."""
+    """Return a key by which the plainer of two declarations sorts first."""
     label, usual = text(declaration), (FLASH_ATTENTION, STANDARD_ATTENTION)
     fixed = declaration.shift_rule != nameless(replace(declaration, shift_rule=_SAFE)).shift_rule
     return label.count(",") + label.count(":"), fixed, declaration.algorithm not in usual, len(label)
@@ -142,20 +143,20 @@ def plainness(declaration: Declaration) -> tuple[int, bool, bool, int]:
 
 def changes(
     declaration: Declaration, inputs: Format, keys: Collection[str] = KEYS
-) -> Iterator[tuple[Change, Declaration]]:
-    """Every declaration that differs, in one point of these keys, from one that `forward_alone` gives, each once."""
+) -> Iterator[tuple[PlanChange, Declaration]]:
+    """Yield every declaration that differs from a `forward_alone` one in one point of these keys, each once."""
     seen = {forward_alone(declaration, inputs)}
     for key in KEYS:
-        for value, other in _with_another(key, declaration, inputs) if key in keys else ():
+        for value, other in _alternatives(key, declaration, inputs) if key in keys else ():
             plain = forward_alone(other, inputs)
             if plain not in seen and (not plain.plan.exponential.correction or _has_text(plain)):
                 seen.add(plain)
-                yield Change(key, value), plain
+                yield PlanChange(key, value), plain
 
 
 @cache
 def _has_text(declaration: Declaration) -> bool:
-    """Whether --plan can say it: a fast exponential goes by the names of plans that have one."""
+    """Return whether --plan can express a declaration: a fast exponential needs a plan that has a name."""
     try:
         text(declaration)
     except ValueError:
@@ -163,11 +164,11 @@ def _has_text(declaration: Declaration) -> bool:
     return True
 
 
-def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
-    """A declaration with every value at one point."""
+def _alternatives(key: str, declaration: Declaration, inputs: Format) -> Iterator[tuple[str, Declaration]]:
+    """Yield the declaration with every value at one point."""
     plan, algorithm = declaration.plan, declaration.algorithm
     if key == ALGORITHM:
-        yield from _with_another_algorithm(declaration)
+        yield from _other_algorithms(declaration)
     elif key in _OF_BLOCKS:
         for value in _OF_BLOCKS[key]:
             with suppress(ValueError):  # its algorithm makes nothing of it
@@ -188,8 +189,8 @@ def _with_another(key: str, declaration: Declaration, inputs: Format) -> Iterato
                 yield value, changed(declaration, key, value)
 
 
-def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
-    """With every algorithm, in every tile where it had none; a rule that lags is seen together with its own alone."""
+def _other_algorithms(declaration: Declaration) -> Iterator[tuple[str, Declaration]]:
+    """Yield every algorithm, in every tile where there was none; a rule that lags only together with its algorithm."""
     others = [(each.name, each, declaration.shift_rule) for each in _ALGORITHMS]
     if declaration.algorithm is not FLASH_ATTENTION:
         others += [(rule.name, FLASH_ATTENTION, rule) for rule in SHIFT_RULES.values() if rule.lag]
@@ -203,9 +204,9 @@ def _with_another_algorithm(declaration: Declaration) -> Iterator[tuple[str, Dec
 def combined(
     declarations: Iterable[Declaration], inputs: Format, *stages: Collection[str], usual: bool = False
 ) -> Iterator[Declaration]:
-    """Plans with up to one change of each stage, keys of points that show together alone.
+    """Yield plans with up to one change of each stage, whose keys are points that show only together.
 
-    Usual ones have no new cast to other formats than fp32 and the inputs'.
+    With `usual`, no new cast to a format other than fp32 and the inputs'.
     """
     if not stages:
         yield from (forward_alone(declaration, inputs) for declaration in declarations)
@@ -219,13 +220,13 @@ def combined(
 
 
 def without(declaration: Declaration, inputs: Format, *keys: str) -> Declaration:
-    """A declaration that is in fp32, or as `fp32_inside` has it, at some points."""
+    """Return a declaration with some points in fp32, or as `fp32_inside` has them."""
     plain = {FORWARD[key]: getattr(PLANS["fp32_inside"], FORWARD[key]) for key in keys}
     return forward_alone(replace(declaration, plan=replace(declaration.plan, **plain)), inputs)
 
 
 def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaration]:
-    """It in fp32 at one of the points at which it is not, or without a shift rule, contraction or base of its own."""
+    """Yield the declaration with one narrow point in fp32, or without its shift rule, contraction or base."""
     for key in sorted(FORWARD):
         with suppress(ValueError):  # two points exclude one another
             if key != SLOW and (other := without(declaration, inputs, key)) != declaration:
@@ -233,9 +234,9 @@ def without_one(declaration: Declaration, inputs: Format) -> Iterator[Declaratio
     yield forward_alone(replace(declaration, shift_rule=_SAFE), inputs)
 
 
-def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, Declaration]]:
-    """As `changes`, at two points at once, where one alone leads nowhere, or both may look like the plan."""
-    for casts in _moved(declaration, inputs):
+def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[PlanChange, Declaration]]:
+    """Yield changes of two points at once, where one alone leads nowhere, or both may look like the plan."""
+    for casts in _joint_changes(declaration, inputs):
         if declaration.algorithm.unused & casts.keys():
             continue
         with suppress(ValueError):  # two points exclude one another
@@ -243,11 +244,11 @@ def moves(declaration: Declaration, inputs: Format) -> Iterator[tuple[Change, De
             points = values_apart(declaration.plan, other.plan).items()
             if len(points) > 1:  # else what is put in its place does the same
                 first, *others = points
-                yield Change(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
+                yield PlanChange(first[0], ",".join([first[1], *(f"{key}={value}" for key, value in others)])), other
 
 
-def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
-    """What goes together, by field."""
+def _joint_changes(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]:
+    """Yield changes that go together, as new values by field."""
     plan, rounded = declaration.plan, SumOf.ROUNDED
     if not plan.exponential.base_two:
         yield {"exponential": replace(plan.exponential, base_two=True), "contracted": True}
@@ -258,7 +259,7 @@ def _moved(declaration: Declaration, inputs: Format) -> Iterator[dict[str, Any]]
         yield {"exp": plan.p_bar, "p_bar": _FP32, "row_sum_of": SumOf.UNROUNDED}
     # Q K^T's own factor, or its root in both.
     yield {"q": FUSED.p_bar, "k": _FP32 if plan.k.narrows else FUSED.p_bar}
-    # That of O, before or after it is returned.
+    # The cast of O, before or after it is returned.
     if plan.o.rounding in _MODES and plan.o.rounding is not OUTPUT.rounding:
         yield {"o_bar": replace(plan.o, follows=Follows.OPERANDS), "o": OUTPUT}
     if plan.o_bar.follows is not None and not plan.o_bar.every:

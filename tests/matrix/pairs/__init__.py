@@ -10,6 +10,8 @@ DECLARED = "declared"  # what a plan rests on that its author names
 
 @dataclass(frozen=True)
 class Side:
+    """One of two kernels that are compared."""
+
     name: str  # as it was asked for
     backend: Backend
     kernel: Kernel  # one that declares nothing declares nothing here either

@@ -12,8 +12,8 @@ from tiebreak.cases.verdicts import (
     LIMIT,
     LOOKS,
     ROUNDED_ONCE,
+    BiasVerdict,
     Interval,
-    Verdict,
     batches_of,
     heads_to_tell,
     interval,
@@ -21,9 +21,9 @@ from tiebreak.cases.verdicts import (
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.asking import Asked
+from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.attribution import slip_bits
-from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
+from tiebreak.matrix.candidates import accepted, is_random, on_device, tilings
 from tiebreak.matrix.measures import ratio_of_means
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
@@ -36,54 +36,54 @@ _GRADIENTS = {"dQ": "dq", "dK": "dk", "dV": "dv"}
 
 
 class _LeftOutError(Exception):
-    """A side has no answer: the severity of that, if it says anything of a kernel, and why."""
+    """A side has no answer: the severity, if it is the kernel's fault, and why."""
 
 
 def _bound(side: Side) -> Declaration:
-    """Whose rounding-error bounds it is held to, in the smallest tiles that it may work in."""
+    """Return the plan whose error bounds a side is held to, in the smallest tiles that it may work in."""
     return tilings(side.plan)[-1] if side.plan and side.known else UNDECLARED
 
 
 @dataclass
 class PairedCall:
-    """One case through both, on as many heads as have been drawn."""
+    """One case through both sides, on all heads drawn so far."""
 
     bench: CaseBench
     sides: tuple[Side, Side]
     outputs: list[list[Tensor]] = field(default_factory=list)  # O of A and of B, fp32, a batch
 
     def record(self) -> CallRecord:
-        """Draw ever more heads until all is told; what a kernel refuses or raises is in the record."""
+        """Draw more heads until all is settled; a refusal or an error of a kernel is in the record."""
         try:
             for look in range(LOOKS):
                 for index in batches_of(look):
-                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has(index) else []
+                    self.outputs += [[*map(self._o, SIDES, self.sides)]] if self.bench.has_batch(index) else []
                 if self._verdict()[0] != UNDECIDED:
                     break
-            return self._told()
+            return self._settled()
         except _LeftOutError as left:
             severity, why = left.args
             return CallRecord(self.bench.case.name, severity, why)
 
     def _o(self, letter: str, side: Side) -> Tensor:
-        asked, name = Asked(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
+        probed, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
-            answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
+            answer = probed.answer(name, self.bench.batch(len(self.outputs)).inputs)
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
             raise _LeftOutError(UNDECIDED, f"{letter} raised {raised(error, side.kernel)}") from error
         if answer is None:
-            raise _LeftOutError(None, f"{letter}: {asked.refused[name]}")
+            raise _LeftOutError(None, f"{letter}: {probed.refused[name]}")
         return answer.o
 
     def _heads(self, of: Callable[[int], Tensor]) -> Tensor:
-        """Means by key head, of all batches."""
+        """Return means by key head, of all batches."""
         groups = self.bench.batch(0).inputs.groups
         return torch.cat([by_key_head(of(index), groups) for index in range(len(self.outputs))])
 
     def _apart(self, index: int) -> Tensor:
-        """B less A of one batch, in ulps away from zero."""
+        """Return B less A of one batch, in ulps away from zero."""
         a, b = self.outputs[index]
         return in_units(b.double() - a.double(), self.bench.batch(index).units)
 
@@ -92,15 +92,15 @@ class PairedCall:
         return in_units(b - a, self.bench.batch(index).units)
 
     def _emulated(self, side: Side) -> Errors | None:
-        """Errors of a side's plan; None where it has none, or the bits of no plan can be told."""
+        """Return errors of a side's plan; None where it has none, or no plan's bits can be compared."""
         if side.plan is None or not self.bench.case.bits_tell:
             return None
         return merge([self.bench.emulated(index, side.plan)[1] for index in range(len(self.outputs))])
 
     def _ratio(self) -> Interval | None:
-        """Mean square of the difference over what both plans' errors add up to, as where they are independent.
+        """Return the mean square of the difference over the sum of both plans' errors, as if they were independent.
 
-        A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums: so is that of both.
+        A sound side's mean square is at most `LIMIT` times its plan's, whatever its tiles and sums; so is that of both.
         """
         a, b = map(self._emulated, self.sides)
         if a is None or b is None:
@@ -113,20 +113,21 @@ class PairedCall:
         return interval(samples[samples.isfinite()])
 
     def _verdict(self) -> tuple[str, str]:
-        """The severity of what all heads say of O alone, and why."""
+        """Return the severity that all heads of O show, and why."""
         if all(equal_bits(a, b) == 1.0 for a, b in self.outputs):
             return SAME, ""
         return self._of_difference(self._difference(), self._ratio())
 
     def _of_difference(self, apart: Interval, ratio: Interval | None) -> tuple[str, str]:
-        if self.bench.case.bits_tell and (verdict := judge(apart)) is Verdict.BIASED:
+        """Return the severity and reason that the difference of both sides, and its ratio to the plans', give."""
+        if self.bench.case.bits_tell and (verdict := judge(apart)) is BiasVerdict.BIASED:
             return APART, f"B - A is biased, {apart.mean:+.3f} +- {apart.half_width:.3f} ulp"
         if ratio is None:
             return UNDECIDED, "of no two plans is known how far they differ here"
         if ratio.low > LIMIT:
             least = f"at least {ratio.low:.3g}, {LIMIT} is allowed"
             return APART, f"mean square {ratio.mean:.3g} times what both plans' errors add up to ({least})"
-        if verdict is Verdict.UNBIASED and ratio.high <= LIMIT:
+        if verdict is BiasVerdict.UNBIASED and ratio.high <= LIMIT:
             return ROUNDINGS, ""
         heads = self._drawn
         return UNDECIDED, f"{heads} heads do not settle it: --heads {heads_to_tell(apart, heads)} would, about"
@@ -135,8 +136,9 @@ class PairedCall:
     def _drawn(self) -> int:
         return sum(a.shape[0] * a.shape[1] for a, _ in self.outputs)
 
-    def _told(self) -> CallRecord:
-        batches, known = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
+    def _settled(self) -> CallRecord:
+        """Return the record of all heads drawn so far."""
+        batches, all_emulated = list(enumerate(self.outputs)), None not in map(self._emulated, self.sides)
         errors = [
             merge([self.bench.measure(index, AttentionOutput(o[at]), _bound(side)) for index, o in batches])
             for at, side in enumerate(self.sides)
@@ -162,7 +164,7 @@ class PairedCall:
             difference=Estimate.of(apart.mean, apart.half_width),
             verdict=None if self.bench.case.cancels else judge(apart).value,
             rms=_rms(self._heads(lambda index: self._apart(index).square())),
-            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if known else None,
+            predicted=_rms(self._heads(lambda index: self._plans_apart(index).square())) if all_emulated else None,
             errors=(finite(errors[0].rms_ulps), finite(errors[1].rms_ulps)),
             biases=(finite(errors[0].bias.mean), finite(errors[1].bias.mean)),
             nearer=A if nearer.low > 0.0 else B if nearer.high < 0.0 else None,
@@ -171,22 +173,22 @@ class PairedCall:
         )
 
     def _slips(self, side: Side, o: Tensor, errors: Errors) -> Sequence[str]:
-        """The usual mistakes that explain what is outside of its bounds; several may have the bits of one input."""
-        if _over_bound(errors) <= 1.0:
+        """Return the usual mistakes that explain errors beyond the bounds; several may have the bits of one input."""
+        if _share_of_bounds(errors) <= 1.0:
             return ()
         batch = self.bench.batch(0)
-        found = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
-        return sorted(found, key=found.__getitem__, reverse=True)
+        mistakes = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        return sorted(mistakes, key=mistakes.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:
-        """Share of bits of O that a side's plan has; None where bits tell nothing."""
+        """Return the share of bits of O that a side's plan has; None where bits tell nothing."""
         plan = self.sides[at].plan
-        if plan is None or drawn(plan) or not self.bench.case.bits_tell:
+        if plan is None or is_random(plan) or not self.bench.case.bits_tell:
             return None
         return equal_bits(self.outputs[0][at], self.bench.emulated(0, plan)[0].o)
 
     def _gradients(self) -> tuple[dict[str, GradientRecord], list[str]]:
-        """What both make of gradients of the first batch, and what is wrong with them."""
+        """Return both sides' gradients of the first batch compared, and what is wrong with them."""
         batch, made, faults = self.bench.batch(0), list[Gradients](), list[str]()
         if not self.bench.case.gradients or not all(side.kernel.has_backward for side in self.sides):
             return {}, []
@@ -197,9 +199,9 @@ class PairedCall:
                 return {}, [*faults, *why]
             made.append(output.gradients)
             bounds = batch.gradient_bounds.of(batch.clipped(_bound(side)))
-            found = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
-            if found.nonfinite or found.over_bound > 1.0:
-                faults.append(f"gradients of {letter} are wrong, by {found.over_bound:.3g} times their bound")
+            faults_of_side = batch.gradients.errors(output.gradients, bounds, batch.inputs.groups).faults
+            if faults_of_side.nonfinite or faults_of_side.over_bound > 1.0:
+                faults.append(f"gradients of {letter} are wrong, by {faults_of_side.over_bound:.3g} times their bound")
         records = {}
         for (name, key), exact in zip(_GRADIENTS.items(), batch.gradients.gradients, strict=True):
             a, b = (getattr(each, key) for each in made)
@@ -208,13 +210,13 @@ class PairedCall:
         return records, faults
 
 
-def _over_bound(errors: Errors) -> float:
+def _share_of_bounds(errors: Errors) -> float:
     return max(errors.error_over_bound, errors.outside_values)
 
 
 def _fault(letter: str, errors: Errors, slips: Sequence[str]) -> str | None:
-    """Why a side is another function; None: it is none."""
-    if (share := _over_bound(errors)) > 1.0:
+    """Return why a side is another function; None: it is none."""
+    if (share := _share_of_bounds(errors)) > 1.0:
         named = " or ".join(slips) or f"its largest error is {share:.3g} times its bound"
         return f"{letter} is another function: {named}"
     lost = errors.nonfinite + errors.missed

@@ -1,4 +1,4 @@
-"""The verdict on a pair: its calls, what separates its plans, what one alone withstands, and a model."""
+"""The verdict on a pair: its calls, what separates its plans, what changes no bits of either, and a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell, Experiment
-from tiebreak.matrix.experiments.call import Call
+from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.questions import INVARIANCE
 from tiebreak.matrix.identification.identity import FAILING
 from tiebreak.matrix.pairs import DECLARED, Side
@@ -30,7 +30,7 @@ from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
 QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
-KNOWN: Mapping[str, Experiment] = {case.name: Call(case) for case in SCRIPTED} | QUESTIONS
+KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in SCRIPTED} | QUESTIONS
 #: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
 #: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
 CASES = (
@@ -50,14 +50,14 @@ def judged(
     tell: Tell,
     through: Callable[[Side, Side], ModelRecord] | None,
 ) -> PairVerdict:
-    """Hold two kernels against each other, perhaps through a model; a `UsageError` where no case can be compared."""
+    """Compare two kernels, perhaps through a model; a `UsageError` where no case can be compared."""
     a, b = (side.plan for side in sides)
     alike = a is not None and b is not None and a.plan.accumulator is b.plan.accumulator  # what both do tells nothing
     light = (summed_exactly(sides[0]), summed_exactly(sides[1])) if alike else sides
     calls, normal, others = list[CallRecord](), list[SharedBatch](), dict[str, SharedBatch]()
-    asked = [KNOWN[name] for name in cases]
+    chosen = [KNOWN[name] for name in cases]
     with threads(1), own_randomness(settings.seed):
-        for call in (each for each in asked if isinstance(each, Call)):
+        for call in (each for each in chosen if isinstance(each, OneCall)):
             tell(f"calling both on {call.name}")
             bench = CaseBench(call.case, fmt, settings)
             calls.append(PairedCall(bench, light).record())
@@ -75,7 +75,7 @@ def judged(
         first = verdicts.headlined(calls).case
         inputs = {first: [others[first]]} if first in others else {}
         points = () if a is None or b is None else separation(a, b, fmt, inputs | {verdicts.NORMAL: normal})
-    invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in asked if each.name in QUESTIONS}
+    invariant = {each.name: _invariant(sides, each, fmt, settings, tell) for each in chosen if each.name in QUESTIONS}
     model = None if through is None else through(*map(summed_exactly, sides))
     severity, sentence = verdicts.statement(calls, model)
     names = [s.name if sides[0].name != sides[1].name else f"{s.name} on {s.backend.name}" for s in sides]
@@ -95,14 +95,14 @@ def judged(
 
 
 def summed_exactly(side: Side) -> Side:
-    """A side whose plan is emulated in a tenth of the time; sums of 8 bits, which lose more than fp32's, stay."""
+    """Return a side whose plan is emulated in a tenth of the time; sums of 8 bits, which lose more, stay."""
     if side.plan is None or side.plan.plan.quantizes:
         return side
     return replace(side, plan=replace(side.plan, plan=replace(side.plan.plan, accumulator=Accumulator.EXACT)))
 
 
 def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
-    """A verdict that fails where log-probabilities are farther apart than allowed, or there are none."""
+    """Return a verdict that fails where log-probabilities differ by more than allowed, or there are none."""
     numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
     beyond = [
         f"{name} is {'not known' if number is None else f'{number:.3g}'}, {limits[name]:g} is allowed"
@@ -118,7 +118,7 @@ def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
 def _invariant(
     sides: tuple[Side, Side], question: Experiment, fmt: Format, settings: Settings, tell: Tell
 ) -> tuple[bool | None, bool | None]:
-    """Whether a change of a call leaves each side's bits as they are; None: it can't be asked, or is undecided."""
+    """Return whether a change of a call leaves each side's bits as they are; None: unknown."""
     tell(f"asking both {question.name}")
     cells = (Cell(side.backend, side.kernel, question, fmt) for side in sides)
     a, b = (_TOLD.get(run_cell(cell, Workbench(settings)).outcome) for cell in cells)
@@ -126,11 +126,11 @@ def _invariant(
 
 
 def _record(side: Side, at: int, calls: Sequence[CallRecord]) -> SideRecord:
-    """A side with what its plan rests on: one that is declared is held to its bits here."""
-    known, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
+    """Return a side with the evidence for its plan: a declared one is checked by its bits here."""
+    sure, rests_on, shares = side.known, side.rests_on, [x for call in calls if (x := call.plan_bits[at]) is not None]
     if rests_on == DECLARED and shares and not side.backend.predicts:
-        known = min(shares) >= FOLLOWED
+        sure = min(shares) >= FOLLOWED
         share, inputs = percent(sum(shares) / len(shares)), counted(len(shares), "input")
         rests_on = f"{DECLARED}, {share} of {side.backend.evidence} on {inputs}"
-        rests_on += "" if known else ", which is not followed"
-    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, known, rests_on)
+        rests_on += "" if sure else ", which is not followed"
+    return SideRecord(side.name, side.backend.name, side.plan.label if side.plan else None, sure, rests_on)

@@ -1,4 +1,4 @@
-"""What separates two plans: the fewest changes that make the one the other, and each one's share of the difference."""
+"""The fewest changes that make one plan another, and each one's share of the difference."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,11 +22,11 @@ _BASE = "base"  # the key of the exponential, which is more than its base
 def separation(
     a: Declaration, b: Declaration, fmt: Format, inputs: Mapping[str, Sequence[SharedBatch]]
 ) -> tuple[PointRecord, ...]:
-    """The points in which two plans differ, without those that change no bit on any of these inputs, on each of them.
+    """Return the points in which two plans differ, without those that change no bit, with their shares.
 
-    On the way from A's plan to B's the point comes next that takes most of what is left of the difference. Its share is
-    how much less ms(O of the plan on the way, less O of B) / ms(O of A less O of B) then is, in ulps, emulated. So the
-    first has what it does alone, and all of them add up to 1.
+    The points are ordered greedily on the way from A's plan to B's: each is the one that removes most of the remaining
+    difference. The share of a point is the decrease of ms(O of the plan so far - O of B) / ms(O of A - O of B), in
+    ulps, emulated. The shares add up to 1.
     """
     one, other = space.forward_alone(a, fmt), space.forward_alone(b, fmt)
     between = _Between(_filled(one, other), _filled(other, one))
@@ -40,7 +40,7 @@ def separation(
 
 
 def _filled(declaration: Declaration, other: Declaration) -> Declaration:
-    """A declaration with the other's values where it makes nothing of them."""
+    """Return a declaration with the other's values where it ignores them."""
     unused = {field: getattr(other.plan, field) for field in declaration.algorithm.unused}
     block = declaration.block if declaration.algorithm.tiled else other.block
     return replace(declaration, plan=replace(declaration.plan, **unused), block=block)
@@ -54,13 +54,13 @@ def _parts(declaration: Declaration) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Between:
-    """Plans on the way from one to another."""
+    """The plans between two plans."""
 
     a: Declaration
     b: Declaration
 
     def made(self, points: Sequence[str]) -> Declaration | None:
-        """A with these points as in B; None where one excludes what another is in A."""
+        """Return A with these points as in B; None where one excludes what another is in A."""
         theirs = _parts(self.b)
         parts = _parts(self.a) | {point: theirs[point] for point in points}
         block = Block(parts[space.TILE], parts[space.TILE], parts[space.SPLITS], parts[space.ORDER])
@@ -70,7 +70,7 @@ class _Between:
         return None
 
     def way(self, points: Sequence[str], where: str, batches: Sequence[SharedBatch]) -> Iterator[PointRecord]:
-        """The points in turn, each with what it takes of the difference on these inputs; none where there is none."""
+        """Yield the points in turn, each with its share of the difference on these inputs; none if there is none."""
         whole = left = self.left(self.a, batches)
         taken = list[str]()
         while left and len(taken) < len(points):
@@ -84,7 +84,7 @@ class _Between:
             taken, left = [*taken, *gone], now
 
     def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
-        """Mean square of what is left of the difference from B, in ulps."""
+        """Return the mean square of the remaining difference from B, in ulps."""
         squares = []
         for batch in batches:
             ours, theirs = (batch.predicted(each).double() for each in (way, self.b))
@@ -92,7 +92,7 @@ class _Between:
         return torch.stack(squares).mean().item() if squares else 0.0
 
     def text(self, point: str, of: Declaration) -> str:
-        """What a point is in one of them, as --plan has it."""
+        """Return the value of a point in one of them, as --plan has it."""
         part = _parts(of)[point]
         if point == space.RULE:
             value = space.named(of).shift_rule.name

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.capture.watch import AttentionCall, NotHeldError, Place, Watch
+from tiebreak.cases.capture.watch import AttentionCall, ModelWatch, NotHeldError, Place
 from tiebreak.cases.gpt2 import fixture
 from tiebreak.cases.gpt2.attention import HeadKernel
 from tiebreak.cases.gpt2.fixture import Read, Way
@@ -27,7 +27,7 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.pairs import log_probabilities as records
 from tiebreak.reports.records.record import Estimate, finite
 
-_EXACT, _PLAN_OF = "exact", "plan of "  # what stands beside A and B: exact attention, and a side's plan, emulated
+_EXACT, _PLAN_OF = "exact", "plan of "  # in addition to A and B: exact attention, and a side's plan, emulated
 _SEED = 1  # of what a kernel draws
 
 
@@ -39,12 +39,12 @@ class SuiteModel:
 
     @property
     def name(self) -> str:
-        """With what tells its bits from those of any other."""
+        """The name, with a digest that identifies its bits."""
         with threads(1):
             return f"the suite's GPT-2 (version {fixture.VERSION}, {fixture.fixture().digest})"
 
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-        """What a side in the place of attention makes of the tokens, raising what it raises; None: exact attention."""
+        """Return the log-probabilities with a side as attention, None for exact attention; its errors are raised."""
         with threads(1):  # its tensors are small
             if side is None:
                 return fixture.exact()
@@ -55,6 +55,8 @@ class SuiteModel:
 
 @dataclass(frozen=True)
 class OwnModel:
+    """A user's language model."""
+
     name: str  # as it was asked for
     module: nn.Module  # of the tokens it returns logits, (batch, tokens, vocabulary), or what has them as `.logits`
     tokens: Tensor  # (batch, tokens), whole numbers: those whose log-probabilities are compared
@@ -63,7 +65,7 @@ class OwnModel:
 
     @torch.no_grad()
     def read(self, side: Side | None, fmt: Format, way: Way = Way.PREFILL, draw: int = 0) -> Read:
-        """See `SuiteModel`; the streams are O of every call that is seen, exact attention takes q, k, v unrounded."""
+        """Do as `SuiteModel`; the streams are O of every call seen, and exact attention takes q, k, v unrounded."""
         del way
         outputs, fmt = list[Tensor](), fmt if side else FP32
 
@@ -77,7 +79,7 @@ class OwnModel:
             o.copy_(_attention(side, inputs))
             outputs.append(o.cpu().double())
 
-        watch = Watch(self.module, {}, put)
+        watch = ModelWatch(self.module, {}, put)
         try:
             with watch.installed():
                 watch.look(True)
@@ -101,7 +103,7 @@ def _attention(side: Side | None, inputs: AttentionInputs) -> Tensor:
 
 
 def own_model(target: str) -> OwnModel:
-    """The model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
+    """Return the model that `--model FILE.py:FUNCTION` names: the function takes nothing and returns (module, tokens).
 
     Raises:
         UsageError: it can't be found, called or used; one line that names the flag.
@@ -122,11 +124,11 @@ def through_model(
     b: Side,
     formats: Sequence[Format] = (BF16, FP16),
     model: SuiteModel | OwnModel | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> records.ModelRecord:
-    """Each of two kernels in the place of all attention of a model: the suite's, or a user's (`own_model`).
+    """Read a model with each of two kernels as all its attention: the suite's model, or a user's (`own_model`).
 
-    `told` hears what is read. A model in 16 bits is read in its own format alone.
+    `tell` is called with a line of progress. A model in 16 bits is read in its own format only.
 
     Raises:
         UsageError: a user's model makes no call that is seen, or one that no kernel takes, or returns no logits.
@@ -136,7 +138,7 @@ def through_model(
         if side.plan is not None and side.known:
             sides[_PLAN_OF + letter] = replace(side, backend=EMULATION, kernel=composed(side.plan.label, side.plan))
     with own_randomness(_SEED):
-        read = tuple(_Readings(sides, model, fmt, told).record() for fmt in model.formats or formats)
+        read = tuple(_Readings(sides, model, fmt, tell).record() for fmt in model.formats or formats)
     return records.ModelRecord(a.name, b.name, model.name, read)
 
 
@@ -155,7 +157,7 @@ class _Readings:
     sides: dict[str, Side | None]  # by letter; None: exact attention
     model: SuiteModel | OwnModel
     fmt: Format
-    told: Callable[[str], None]
+    tell: Callable[[str], None]
     made: dict[_Reading, Read | str] = field(default_factory=dict)  # or why not
 
     def record(self) -> records.FormatRecord:
@@ -166,41 +168,43 @@ class _Readings:
         rows += [self._compared(records.WAYS, a, _Reading(records.B, other)) for other in others]
         for one in (a, b):
             rows += [self._compared(records.FLOOR, one, one._replace(way=other)) for other in others]
-            drawn = self._compared(records.FLOOR, one, one._replace(draw=1))
-            rows += [drawn] if drawn.difference and drawn.difference.equal < 1.0 else []  # else it has no random bits
+            again = self._compared(records.FLOOR, one, one._replace(draw=1))
+            rows += [again] if again.difference and again.difference.equal < 1.0 else []  # else it has no random bits
         logs = [read.log_probabilities for one in (exact, a, b) if isinstance(read := self._read(one), Read)]
         squares = [(each - logs[0]).square().mean(1) for each in logs[1:]]
         more = interval(squares[-1] - squares[0]) if len(squares) == 2 else None  # of B's mean square than of A's
-        nearer = None if more is None or not more.beyond(0.0) else records.A if more.mean > 0 else records.B
+        nearer = None if more is None or not more.is_beyond(0.0) else records.A if more.mean > 0 else records.B
         return records.FormatRecord(self.fmt.name, tuple(rows), nearer)
 
-    def _compared(self, role: str, first: _Reading, second: _Reading, *, plans: bool = False) -> records.Compared:
-        found = self._apart(first, second)
-        if isinstance(found, str):
-            return records.Compared(str(first), str(second), role, skipped=found)
+    def _compared(
+        self, role: str, first: _Reading, second: _Reading, *, plans: bool = False
+    ) -> records.ReadingComparison:
+        apart = self._apart(first, second)
+        if isinstance(apart, str):
+            return records.ReadingComparison(str(first), str(second), role, skipped=apart)
         of_plans = self._apart(self._plan(first), self._plan(second)) if plans else None
-        predicted = of_plans.rms if isinstance(of_plans, records.Difference) else None
-        return records.Compared(str(first), str(second), role, found, predicted=predicted)
+        predicted = of_plans.rms if isinstance(of_plans, records.LogProbabilityDifference) else None
+        return records.ReadingComparison(str(first), str(second), role, apart, predicted=predicted)
 
     def _plan(self, reading: _Reading) -> _Reading:
-        """Of its plan. Random bits of two kernels are as good as independent, unless they are the suite's own."""
+        """Return the same reading of a side's plan, with independent random bits unless they are the suite's own."""
         side = self.sides[reading.whose]
         apart = reading.whose == records.B and side is not None and not side.kernel.composed
         return reading._replace(whose=_PLAN_OF + reading.whose, draw=int(apart))
 
-    def _apart(self, first: _Reading, second: _Reading) -> records.Difference | str:
+    def _apart(self, first: _Reading, second: _Reading) -> records.LogProbabilityDifference | str:
         before, after = self._read(first), self._read(second)
         if isinstance(before, str):
             return before
         return after if isinstance(after, str) else difference(before, after)
 
     def _read(self, reading: _Reading) -> Read | str:
-        """What is read; or in one line what is not known, or what the kernel refuses or raises."""
+        """Return a reading, or in one line what is unknown, or what the kernel refuses or raises."""
         if reading.whose not in self.sides:
             return f"no {reading.whose} is known"
         if reading not in self.made:
             side = self.sides[reading.whose]
-            self.told(f"{self.fmt.name}: {reading}")
+            self.tell(f"{self.fmt.name}: {reading}")
             try:
                 self.made[reading] = self.model.read(side, self.fmt, reading.way, reading.draw)
             except Exception as error:  # the kernel is not ours, nor a model: whatever they raise
@@ -213,11 +217,11 @@ class _Readings:
         return self.made[reading]
 
 
-def difference(first: Read, second: Read) -> records.Difference:
-    """What the second reading has more than the first."""
+def difference(first: Read, second: Read) -> records.LogProbabilityDifference:
+    """Return the second reading less the first."""
     d = second.log_probabilities - first.log_probabilities
     off, streams = d.expm1(), list(zip(first.streams, second.streams, strict=True))  # off: what ratios are more than 1
-    return records.Difference(
+    return records.LogProbabilityDifference(
         tokens=d.numel(),
         equal=_share(d == 0),
         mean=Estimate.of(*vars(interval(d.mean(1))).values()),

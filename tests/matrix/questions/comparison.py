@@ -4,7 +4,7 @@ Answers that must be one are equal to the bit, or have errors of the same size: 
 a view of, a sound kernel may take another path and add up in another order. Its bits differ then, and its errors
 against fp64 hardly do. What is compared is the mean squared error of the worst head, as a share of the reference's mean
 square: on normal numbers heads are alike, so that one wrong head shows. Over that of the plain call it came, where two
-sound kernels stand for the two paths, to at most 1.33 if both round alike (FlashAttention in tiles of 32 and 64, split,
+sound kernels represent the two paths, to at most 1.33 if both round alike (FlashAttention in tiles of 32 and 64, split,
 PyTorch's fused kernel), and to 3.7 if the plain one computes in fp32 all through and the other casts P (seeds 1 to 40,
 bf16 and fp16). `WORSE` lies above both. A limit of 2 blamed none of nine sound kernels in 18,000 cells; what reads
 wrong numbers comes to a hundred and more.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiebreak.cases.errors import by_key_head, in_units
 from tiebreak.cases.gradients import row_units
-from tiebreak.cases.verdicts import WORSE, Interval, Verdict, interval, judge
+from tiebreak.cases.verdicts import WORSE, BiasVerdict, Interval, interval, judge
 from tiebreak.kernels.formats import Format, ulp
 from tiebreak.kernels.inputs import AttentionInputs, sum_groups
 from tiebreak.kernels.reference import reference, reference_gradients
@@ -67,24 +67,26 @@ WITHOUT_BIAS = {
 
 
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
-    """Return the answer of a call that was cut along a dimension, in the parts that its pieces have a share of."""
+    """Return the answer of a call that was cut along a dimension, in the parts that all its pieces have."""
     pieces = list(answers)
     return {part: torch.cat([each[part] for each in pieces], dimension) for part in parts if part in pieces[0]}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What of an answer is compared; the same cut of an answer that has no more is all of it."""
+    """The part of an answer that is compared; the same cut of an answer that has no more is all of it."""
 
     batch: slice | None = None  # None: all
     rows: slice | None = None  # of O and dQ
     keys: slice | None = None  # of dK and dV
 
     def of(self, part: str, x: Tensor) -> Tensor:
+        """Return the elements of one part of an answer, (batch, heads, rows or keys, d), that the cut leaves."""
         rows, every = self.rows if part in OF_QUERIES else self.keys, slice(None)
         return x[self.batch or every, :, rows or every]
 
     def pairs(self, plain: Answers, other: Answers) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each part that both answers have, and what the cut leaves of either."""
         for part in plain:
             if part in other:
                 yield part, self.of(part, plain[part]), self.of(part, other[part])
@@ -106,10 +108,10 @@ def exact(inputs: AttentionInputs, part: str) -> Tensor:
 
 @lru_cache(maxsize=len(PARTS))
 def units(inputs: AttentionInputs, part: str) -> Tensor:
-    """Return what an error is to be multiplied by to be in ulps, + away from zero; NaN or 0 where the answer is 0.
+    """Return the factor that turns an error into ulps, + away from zero; NaN or 0 where the answer is 0.
 
-    An ulp of O is its own. The elements of a gradient cancel: theirs are of what they are the sum of, added up without
-    signs, dP and delta apart, since these cancel too.
+    For O the unit is the ulp of the element. The elements of a gradient cancel, so the unit there is an ulp of the sum
+    of the terms' magnitudes, with dP and delta counted separately, since these cancel too.
     """
     ref, fmt, truth = _reference(inputs), inputs.formats.output, exact(inputs, part)
     if part == O:
@@ -126,8 +128,8 @@ def units(inputs: AttentionInputs, part: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """What O, or a gradient, of two answers differs in."""
+class OutputDifference:
+    """The differences between the O, or one gradient, of two answers."""
 
     share: float  # of elements with other bits
     ulps: float  # largest difference, in ulps of the plain call's, or of its head's root mean square if that is larger
@@ -135,10 +137,12 @@ class Difference:
     worse: float  # mean squared error of the worst head over that of the plain call
 
     @classmethod
-    def between(cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0) -> "Difference":
-        """Measure it; the exact answer is in fp64. Of the plain call's mean squared error so much counts.
+    def between(
+        cls, plain: Tensor, other: Tensor, exact: Tensor, fmt: Format, level: float = 1.0
+    ) -> "OutputDifference":
+        """Measure the differences; `exact` is in fp64, `level` how much of the plain call's mean squared error counts.
 
-        No side is held to less than what one rounding may err by.
+        Neither side's error counts as less than that of one rounding.
         """
         wide = plain.double()
         size = torch.maximum(wide.abs(), wide.square().nanmean((-1, -2), keepdim=True).sqrt())
@@ -151,6 +155,7 @@ class Difference:
 
     @property
     def text(self) -> str:
+        """The differences as the end of a sentence."""
         if self.lost:
             return f"is NaN or Inf in {self.lost} elements"
         return f"differs in {100 * self.share:.3g} % of its elements, by up to {self.ulps:.3g} ulp"
@@ -162,17 +167,17 @@ def worst_head(x: Tensor, exact: Tensor) -> float:
 
 
 def _largest_finite(x: Tensor) -> float:
-    known = x[torch.isfinite(x)].abs()
-    return known.max().item() if len(known) else 0.0
+    finite = x[torch.isfinite(x)].abs()
+    return finite.max().item() if len(finite) else 0.0
 
 
 @dataclass
 class WithinError:
-    """What came of the calls of a cell whose answers must be one."""
+    """The comparisons of a cell whose answers must agree but for rounding."""
 
     fmt: Format  # of O and the gradients
-    asked: dict[str, str] = field(default_factory=dict)  # what must be so, and what is so instead, empty if it is
-    differences: list[Difference] = field(default_factory=list)
+    requirements: dict[str, str] = field(default_factory=dict)  # and what is so instead; empty where one passed
+    differences: list[OutputDifference] = field(default_factory=list)
     measures: dict[str, float] = field(default_factory=dict)  # that a question takes itself, in place of differences
     unit: str = ""  # behind the first of them in tables
     settled: bool = True  # a few heads always tell
@@ -187,46 +192,49 @@ class WithinError:
         same: bool = False,
         levels: Mapping[str, float] = _ALL,
     ) -> None:
-        """Take down what the other answer differs in from that of a plain call on these inputs, in words what must be.
+        """Add a comparison with a plain call on these inputs; `words` name the change that must not matter.
 
-        Where plain calls have the `same` O, `other` must have its bits. Gradients need not: where they are added up by
-        atomics, two calls agree by chance. `levels`: how much of the plain call's mean squared error counts.
+        If plain calls have the `same` O, `other` must have its bits. Gradients need not: atomics add them up in any
+        order, so two calls agree by chance. `levels`: how much of the plain call's mean squared error counts, by part.
         """
         for part, ours, theirs in cut.pairs(plain, other):
-            known = self.asked.setdefault(words, "")
+            failure = self.requirements.setdefault(words, "")
             if equal_bits(theirs, ours) < 1.0:
-                differs = Difference.between(
+                differs = OutputDifference.between(
                     ours, theirs, cut.of(part, exact(inputs, part)), self.fmt, levels.get(part, 1.0)
                 )
                 self.differences.append(differs)
                 if (same and part == O) or differs.lost or differs.worse > WORSE:
-                    self.asked[words] = f"{known}, {part} too" if known else f"{words}: {part} {differs.text}"
+                    why = f"{failure}, {part} too" if failure else f"{words}: {part} {differs.text}"
+                    self.requirements[words] = why
 
     @property
-    def nothing(self) -> bool:
-        return not (self.asked or self.measures)
+    def is_empty(self) -> bool:
+        """True if no comparison was made."""
+        return not (self.requirements or self.measures)
 
     @property
     def result(self) -> Result:
+        """The cell's result: its measures, and the answer of its check."""
         measures = self.measures or {
             "other_bits": max((each.share for each in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
             "error_ratio": max((each.worse for each in self.differences), default=1.0),
         }
-        name, why = next(iter(measures)), [text for text in self.asked.values() if text]
+        name, why = next(iter(measures)), [text for text in self.requirements.values() if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
-        answer = Answer(not why, "; ".join(self.asked), f"{why[0]}{more}" if why else "")
+        answer = Answer(not why, "; ".join(self.requirements), f"{why[0]}{more}" if why else "")
         return Result(
             measures=measures,
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),
-            answers={USAGE: answer} if self.asked else {},
+            answers={USAGE: answer} if self.requirements else {},
             heads=BATCH * HEADS,
         )
 
 
 @dataclass
 class PairedErrors:
-    """One part of both answers on all heads drawn so far."""
+    """The errors of one part of both answers on all heads drawn so far."""
 
     same: list[float] = field(default_factory=list)  # share of elements that have the same bits, batch by batch
     lost: int = 0  # elements that are finite in one answer alone
@@ -242,12 +250,13 @@ class PairedErrors:
         return difference, plain, changed
 
     def record(self) -> ChangeRecord:
+        """Return the mean difference with its verdict, as records have it."""
         share, intervals = 1.0 - sum(self.same) / len(self.same), self.intervals()
         difference, before, after = (Estimate.of(each.mean, each.half_width) for each in intervals)
         verdict = judge(intervals[0])
         squares = torch.cat(self.errors, -1)[:, 1].nanmean(-1).tolist()
         growth = max(squares) / max(min(squares), _ROUNDED_ONCE)
-        grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not Verdict.BIASED
+        grown = share > 0.0 and not self.lost and growth > WORSE and verdict is not BiasVerdict.BIASED
         return ChangeRecord(
             share,
             difference,
@@ -261,39 +270,42 @@ class PairedErrors:
 
 @dataclass
 class WithoutBias:
-    """What came of the calls of a cell whose answers must not differ in a bias."""
+    """The comparisons of a cell whose answers may differ, but not by a bias."""
 
     declared: bool = False  # whether the kernel says that the change alters no bit
     errors: dict[str, PairedErrors] = field(default_factory=dict)  # by what was changed, and of what
     controls: dict[str, float] = field(default_factory=dict)  # what must change O, and the share of it that it did
 
     def compare(self, words: str, plain: Answers, other: Answers, inputs: AttentionInputs, cut: Cut = WHOLE) -> None:
-        """Take down the errors of a plain call on these inputs and of a changed one; words say what was changed."""
+        """Add the errors of a plain call on these inputs and of a changed one; `words` name the change."""
         for part, ours, theirs in cut.pairs(plain, other):
             truth, unit = (cut.of(part, of(inputs, part)) for of in (exact, units))
             errors = [in_units(answer.double() - truth, unit) for answer in (ours, theirs)]
             groups = inputs.groups if part in OF_QUERIES else 1
-            found = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
-            found.same.append(equal_bits(ours, theirs))
-            found.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
+            results = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
+            results.same.append(equal_bits(ours, theirs))
+            results.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
             sides = [torch.stack([by_key_head(each, groups), by_key_head(each.square(), groups)]) for each in errors]
-            found.errors.append(torch.stack(sides))
+            results.errors.append(torch.stack(sides))
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
-        """Take down whether what must change an answer has; the first batch tells."""
+        """Add a control: a change that must alter the answer. The first batch decides."""
         self.controls.setdefault(words, 1.0 - equal_bits(before, after))
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
+        """True if no comparison was made."""
         return not self.errors
 
     @property
     def settled(self) -> bool:
+        """True if more heads would change no verdict."""
         changes = self._changes().values()
-        return bool(self._dead) or all(each.verdict in (None, UNBIASED) or _wrong(each) for each in changes)
+        return bool(self._ineffective) or all(each.verdict in (None, UNBIASED) or _is_wrong(each) for each in changes)
 
     @property
     def result(self) -> Result:
+        """The cell's result: its measures, and the answer of its check."""
         # Tables show the farthest mean, or the share, 0, where no bit differs.
         changes = self._changes()
         name = worst(changes)
@@ -319,22 +331,22 @@ class WithoutBias:
         return {name: each.record() for name, each in self.errors.items()}
 
     @property
-    def _dead(self) -> list[str]:
-        """Controls that changed nothing: the change did nothing."""
+    def _ineffective(self) -> list[str]:
+        """The controls that altered nothing: the change had no effect, so the comparison shows nothing."""
         return [control for control, share in self.controls.items() if share == 0.0]
 
     def _answer(self, changes: Mapping[str, ChangeRecord], heads: int) -> Answer | None:
-        """Return whether all is as it must be; None where other bits have no bias: nobody has said there are none."""
+        """Return whether all is as it must be; None where bits differ without a bias and no invariance is declared."""
         asked, differs = _DECLARED if self.declared else _ASKED, any(each.bits for each in changes.values())
-        if any(map(_wrong, changes.values())) or (self.declared and differs):
+        if any(map(_is_wrong, changes.values())) or (self.declared and differs):
             return Answer(False, asked, changes_text(changes))
-        if self._dead:
-            return Answer(None, asked, f"the knob did nothing: no bit changed by {', '.join(self._dead)}")
+        if self._ineffective:
+            return Answer(None, asked, f"the knob did nothing: no bit changed by {', '.join(self._ineffective)}")
         if not self.settled:
             return Answer(None, asked, f"{heads} heads do not settle it: {changes_text(changes)}; raise --heads")
         return None if differs else Answer(True, asked)
 
 
-def _wrong(change: ChangeRecord) -> bool:
-    """Tell a bias, larger errors than another way of rounding explains, NaN and Inf."""
+def _is_wrong(change: ChangeRecord) -> bool:
+    """Return whether a change causes a bias, NaN or Inf, or larger errors than another way of rounding explains."""
     return change.verdict == BIASED or change.lost > 0 or change.growth is not None

@@ -17,13 +17,13 @@ from tiebreak.matrix.questions.comparison import DK, DQ, DV, Answers, WithinErro
 from tiebreak.matrix.questions.session import Session
 
 _UNITS = {NATURAL: 1.0, BINARY: math.log(2.0)}  # of a logarithm in each base
-#: Of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
+#: Errors of the sum: a fast exponential (PyTorch's on a CPU is 2^-14 small at 0), and its rounding in fp32.
 _OF_THE_SUM = 2.0**-13
 _ROUNDINGS = 3  # of a score in the inputs' format: the scale times q, the product, the product times the scale
 
 
-def log_sum_exp(session: Session, found: WithinError) -> None:
-    """A question of `usage`: what the kernel returns beside O."""
+def log_sum_exp(session: Session, results: WithinError) -> None:
+    """Ask, as a question of `usage`, whether the kernel's second output is a log-sum-exp."""
     if len(session.options.layout) < len(FULL):
         raise CannotRunError("is called for every sequence: its log-sum-exp is not looked at")
     inputs = session.inputs()
@@ -31,42 +31,42 @@ def log_sum_exp(session: Session, found: WithinError) -> None:
     with session.calling(gradients=False):
         returned = placed.call.returned(placed.placed)
     second = returned[1] if isinstance(returned, (tuple, list)) and len(returned) > 1 else None
-    base = judge_lse(second, inputs, session.options.lse, found)
+    base = judge_lse(second, inputs, session.options.lse, results)
     if base and isinstance(second, Tensor) and session.has_gradients:
-        _hold_gradients(session, inputs, base, second.dtype, found)
+        _hold_gradients(session, inputs, base, second.dtype, results)
 
 
 def _hold_gradients(
-    session: Session, inputs: AttentionInputs, base: str, stored: torch.dtype, found: WithinError
+    session: Session, inputs: AttentionInputs, base: str, stored: torch.dtype, results: WithinError
 ) -> None:
-    """Take down whether gradients through the log-sum-exp are right, alone and beside those through O.
+    """Record whether gradients through the log-sum-exp are right, alone and together with those through O.
 
-    dS = P (dP - delta + dlse): with dO = 0 dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP shows beside it.
-    P = exp(S - lse) of a log-sum-exp in few bits is off by a factor, in every row by as much as its roundoff at most.
+    dS = P (dP - delta + dlse): with dO = 0, dQ = scale (P dlse) K and dV = 0. A dlse of the size of dP is visible in
+    the sum. With a log-sum-exp in few bits, P = exp(S - lse) is off by a factor, at most its roundoff.
     """
     dlse = session.inputs(1).do.sum(-1, keepdim=True)
     factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
-    for words, asked in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
+    for words, call in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
         try:
-            answer = _gradients(session, asked, _UNITS[base])
+            answer = _gradients(session, call, _UNITS[base])
         except Exception:  # it says that it takes no such gradient, and computes nothing wrong
             if session.cell.backend.poisoned():
                 raise
             return
         if not answer:
             return
-        parts = (DQ, DK) if asked is alone else (DQ, DK, DV)
-        plain = session.emulated(replace(asked, dlse=dlse * factor))
-        found.compare(words, plain, {part: answer[part] for part in parts}, asked, levels=session.levels)
-        if asked is alone and answer[DV].any():
-            found.asked[words] = found.asked[words] or f"{words}: dV is not 0"
-    found.measures["error_ratio"] = max((each.worse for each in found.differences), default=1.0)
+        parts = (DQ, DK) if call is alone else (DQ, DK, DV)
+        plain = session.emulated(replace(call, dlse=dlse * factor))
+        results.compare(words, plain, {part: answer[part] for part in parts}, call, levels=session.levels)
+        if call is alone and answer[DV].any():
+            results.requirements[words] = results.requirements[words] or f"{words}: dV is not 0"
+    results.measures["error_ratio"] = max((each.worse for each in results.differences), default=1.0)
 
 
 def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answers:
-    """Return what autograd gives for dlse and, unless it is 0, dO; nothing of a log-sum-exp without a gradient."""
+    """Return autograd's gradients for dlse and, unless it is 0, dO; none where the log-sum-exp has no gradient."""
     placed = session.place(inputs)
     with session.calling(gradients=True):
         o, lse, *_ = placed.call.returned(placed.placed)
@@ -77,15 +77,15 @@ def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answer
         if inputs.do.any():
             of, upstream = [*of, o], [*upstream, placed.placed.do]
         made = torch.autograd.grad(of, placed.placed.leaves, upstream, allow_unused=True)
-    # What autograd finds unused has a gradient of 0.
+    # An input that autograd finds unused has a gradient of 0.
     leaves = zip(made, placed.placed.leaves, strict=True)
     return placed.collected(o, tuple(torch.zeros_like(leaf) if each is None else each for each, leaf in leaves))
 
 
-def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: WithinError) -> str | None:
-    """Take down whether what a kernel returns beside O is a log-sum-exp, in the base that it declares or in either.
+def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results: WithinError) -> str | None:
+    """Record whether the kernel's second output is a log-sum-exp, in the base that it declares or in either.
 
-    A kernel that declares none, and returns nothing that looks like one, can't be asked.
+    Nothing is recorded for a kernel that declares none, and returns nothing that looks like one.
 
     Returns:
         The base, if it is right.
@@ -99,12 +99,12 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: W
         if not declared:
             raise CannotRunError(f"{received}, no log-sum-exp")
         why = f"{received}, expected a log-sum-exp of shape {tuple(shape)}"
-        found.asked[f"a log-sum-exp in base {declared}"] = why
-        found.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
+        results.requirements[f"a log-sum-exp in base {declared}"] = why
+        results.measures |= {"lse_ulps": math.nan, "lse_error_over_bound": math.nan}
         return None
     q, k, s = inputs.q.double(), inputs.expanded_k().double(), _visible(inputs)
     natural = s.logsumexp(-1)
-    # What rounding may change: of every score in the inputs' format, of P before it is summed, of the result.
+    # Allowed rounding: of every score in the inputs' format, of P before it is summed, of the result.
     eps = torch.finfo(returned.dtype).eps if isinstance(returned, Tensor) else 0.0
     size = (q.abs() @ k.abs().mT).amax(-1) * inputs.scale  # that errors of a row's scores are relative to
     bound = inputs.formats.inputs.unit_roundoff * (_ROUNDINGS * size + 1.0) + _OF_THE_SUM + eps * natural.abs()
@@ -118,9 +118,9 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, found: W
         known = (words for words, wrong in _mistakes(s, inputs.scale).items() if _largest((lse - wrong) / bound) <= 1.0)
         words, off = next(known, "is in neither base"), _largest(lse - natural)
         why = f"log-sum-exp {words}: off by up to {off:.3g}, {shares[base]:.3g} times what rounding allows"
-    found.asked[f"a log-sum-exp in base {base}"] = why
-    found.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
-    found.unit = f"ulp, base {base}"
+    results.requirements[f"a log-sum-exp in base {base}"] = why
+    results.measures |= {"lse_ulps": _largest((lse - exact) / ulp(exact, FP32)), "lse_error_over_bound": shares[base]}
+    results.unit = f"ulp, base {base}"
     return None if why else base
 
 
@@ -131,7 +131,7 @@ def _visible(inputs: AttentionInputs) -> Tensor:
 
 
 def _mistakes(s: Tensor, scale: float) -> Mapping[str, Tensor]:
-    """Return what known mistakes make of these scores, by what is wrong with it."""
+    """Return the outputs of known mistakes on these scores, by a description of the mistake."""
     largest, e, ln2 = s.amax(-1), s.logsumexp(-1), _UNITS[BINARY]
     log = e - largest
     return {
@@ -153,7 +153,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _per_row(returned: object, batch: int, heads: int, queries: int) -> Tensor | None:
-    """Return one number a row, fp64 on the host, (batch, heads, queries); None where it is nothing of the kind."""
+    """Return one number a row, fp64 on the host, (batch, heads, queries); None where the output has another shape."""
     if not isinstance(returned, Tensor) or not returned.is_floating_point():
         return None
     x, rows = returned.cpu().double(), (batch, heads, queries)

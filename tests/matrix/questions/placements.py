@@ -1,7 +1,7 @@
 """Where the numbers of a tensor may lie in memory: as frameworks pass views, and with something behind the end.
 
 A placement takes a contiguous tensor of four dimensions, whose second and third are heads and tokens in either order,
-and returns the same numbers in a storage of their own.
+and returns the same numbers in a separate storage.
 """
 
 import torch
@@ -13,12 +13,12 @@ _PARTS = 3  # of a buffer that holds q, k and v
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Heads and tokens change places in memory: what `x.view(batch, N, heads, d).transpose(1, 2)` is."""
+    """Return `x` with heads and tokens exchanged in memory, as a transposed view of (batch, N, heads, d)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def fused(x: Tensor) -> Tensor:
-    """A slice of the buffer that one product with the weights of q, k and v leaves."""
+    """Return `x` as a slice of the buffer that one product with the weights of q, k and v leaves."""
     batch, first, second, d = x.shape
     buffer = x.new_empty(batch, second, _PARTS, first, d)
     buffer[:] = -x.transpose(1, 2)[:, :, None]
@@ -27,12 +27,12 @@ def fused(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """One number for all elements, with strides of 0: dO as `O.sum().backward()` has it. All of x must be equal."""
+    """Return one number with strides of 0, as `O.sum().backward()` makes dO. All of `x` must be equal."""
     return x.flatten()[:1].expand(x.shape)
 
 
 def within_nan(x: Tensor) -> Tensor:
-    """A slice of a storage that goes on with NaN behind the last head, token and column."""
+    """Return `x` as a slice of a storage that has NaN after the last head, token and column."""
     buffer = x.new_full((x.shape[0], *(size + _BEHIND for size in x.shape[1:])), torch.nan)
     view = buffer[:, : x.shape[1], : x.shape[2], : x.shape[3]]
     view.copy_(x)
@@ -40,14 +40,14 @@ def within_nan(x: Tensor) -> Tensor:
 
 
 def before_nan(x: Tensor) -> Tensor:
-    """Contiguous, with NaN behind the last element."""
+    """Return `x` contiguous, with NaN after the last element."""
     buffer = x.new_full((x.numel() + _FLAT,), torch.nan)
     buffer[: x.numel()] = x.flatten()
     return buffer[: x.numel()].view(x.shape)
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """Contiguous, one element behind an address that a wide load can start at."""
+    """Return `x` contiguous, one element after an address that a wide load can start at."""
     buffer = x.new_empty(x.numel() + 1)
     view = buffer[1:].view(x.shape)
     view.copy_(x)
@@ -55,5 +55,5 @@ def misaligned(x: Tensor) -> Tensor:
 
 
 def read_as_contiguous(x: Tensor) -> Tensor:
-    """What is read of a view by who does not look at its strides: other numbers."""
+    """Return the numbers that a kernel reads from a view if it ignores strides: wrong ones."""
     return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())

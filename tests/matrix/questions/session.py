@@ -31,6 +31,8 @@ Material = Callable[[Draw, Shape], AttentionInputs]  # what is put into large ca
 
 @dataclass(frozen=True)
 class Question:
+    """A question: two calls whose answers should agree."""
+
     name: str  # of its cells
     about: str  # one line
     ask: Callable[["Session", Any], None]  # makes the calls of one batch, and has its table's rule compare them
@@ -40,6 +42,8 @@ class Question:
 
 @dataclass(frozen=True)
 class CallShape(Shape):
+    """The shape of a small call."""
+
     causal: bool = False
 
 
@@ -55,7 +59,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """A call whose arguments lie where they do in memory, to be made step by step."""
+    """A call whose arguments have a given placement in memory, to be made step by step."""
 
     session: "Session"
     call: Call
@@ -63,27 +67,29 @@ class PlacedCall:
     gradients: bool  # whether they are wanted
 
     def forward(self) -> Tensor:
+        """Return O, in the kernel's own layout."""
         with self.session.calling(gradients=self.gradients):
             return self.call.forward(self.placed)
 
     def backward(self, o: Tensor) -> Made:
-        """Return the gradients as the kernel does; none where there are none to be had, which is told elsewhere."""
+        """Return the gradients in the kernel's layout; none if it has none, which the check `gradients` reports."""
         if not (self.gradients and self.session.has_gradients):
             return ()
         with self.session.calling(gradients=self.gradients):
             return self.call.backward(self.placed, o) or ()
 
     def collected(self, o: Tensor, gradients: Made) -> Answers:
-        """Return what the steps have returned as answers are compared."""
+        """Return the results of the steps by part, in the form in which answers are compared."""
         return dict(zip(PARTS, (self.call.restored(x).cpu() for x in (o, *gradients[:3])), strict=False))
 
     def answers(self) -> Answers:
+        """Make both steps and return what they give, by part."""
         o = self.forward()
         return self.collected(o, self.backward(o))
 
 
 def _call_of_device(backend: Backend, kernel: Kernel, inputs: AttentionInputs) -> Call:
-    """Return a call of a device's own kernel in the steps of a user's; a composed one computes on numbers in fp32."""
+    """Return a call of a device's own kernel in the steps of a user's; a composed one is computed on fp32 numbers."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         output = backend.run(kernel, replace(inputs, q=q, k=k, v=v), gradients=False)
@@ -105,6 +111,8 @@ def _drawn(entropy: tuple[int, ...], material: Material, shape: Shape, heads: in
 
 @dataclass
 class Session:
+    """The calls of one cell: inputs are drawn, placed in memory and given to the kernel."""
+
     cell: Cell
     seed: int
     heads: int  # of a batch of large calls
@@ -117,17 +125,18 @@ class Session:
 
     @property
     def kernel(self) -> Kernel:
+        """The kernel of the cell."""
         return self.cell.kernel
 
     @property
     def options(self) -> KernelOptions:
-        """Of a user's kernel; the defaults of any other."""
+        """The options of a user's kernel; the defaults for any other."""
         return self.kernel.caller.convention.options if isinstance(self.kernel, UserKernel) else KernelOptions()
 
     def takes(self, *calls: AttentionInputs) -> bool:
-        """Whether the kernel can make some calls as they are, without dummies; if not, the reason is kept."""
+        """Return whether the kernel can make some calls as they are, without dummies; if not, keep the reason."""
         for inputs in calls:
-            key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.asks()))
+            key = (inputs.q.shape, inputs.k.shape, tuple(feature.name for feature in inputs.required_features()))
             if key not in self._taken:
                 reason = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
                 if reason is None and self.arranged(inputs) is not inputs:
@@ -142,7 +151,7 @@ class Session:
     # Large calls, of which a batch has as many heads as a run says.
 
     def draw(self, name: str, material: Material, shape: Shape, share: int = SHARE) -> AttentionInputs:
-        """Return heads of a material, 1 in `share` of a run's batch: others for every name and every index."""
+        """Return heads of a material, 1 in `share` of a run's batch; every name and every index has its own."""
         entropy = (self.seed, *map(zlib.crc32, (self.cell.experiment.name.encode(), name.encode())), self.index)
         return _drawn(entropy, material, shape, max(2 * HEADS_PER_BATCH, self.heads // share), self.cell.fmt)
 
@@ -158,10 +167,12 @@ class Session:
     # Small calls on normal numbers.
 
     def small_draw(self, index: int = 0) -> Draw:
+        """Return the source of random numbers for a small call."""
         stream = SeedSequence([self.seed, zlib.crc32(self.cell.experiment.name.encode()), index])
         return Draw(Generator(Philox(stream)), Formats.of(self.cell.fmt), BATCH * HEADS, index)
 
     def draw_small(self, shape: CallShape, index: int = 0, batch: int = BATCH, heads: int = HEADS) -> AttentionInputs:
+        """Return normal numbers in this shape."""
         draw = self.small_draw(index)
         rows, keys = (batch, heads, shape.queries, shape.d), (batch, heads, shape.keys, shape.d)
         q, k, v, do = (draw.rounded(draw.normal(*size)) for size in (rows, keys, keys, rows))
@@ -169,7 +180,7 @@ class Session:
 
     @cached_property
     def _first(self) -> tuple[CallShape, Answers]:
-        """The first shape in which the kernel can be called, and the answer of that call; else what it raised last."""
+        """The first shape in which the kernel can be called, and that call's answer; without one its last error."""
         failure: Exception | None = None
         for shape in SHAPES:
             inputs = self.draw_small(shape)
@@ -196,6 +207,7 @@ class Session:
 
     @property
     def shape(self) -> CallShape:
+        """The first shape that the kernel takes."""
         return self._first[0]
 
     @property
@@ -213,7 +225,7 @@ class Session:
 
     @contextmanager
     def calling(self, *, gradients: bool) -> Iterator[None]:
-        """Make a step of a user's kernel within; a call of a device's own kernel sees to that itself."""
+        """Prepare the process for a step of a user's kernel; a call of a device's own kernel does that itself."""
         if isinstance(self.kernel, UserKernel):
             with self.cell.backend.in_use(), self.kernel.caller.calling(gradients=gradients):
                 yield
@@ -221,6 +233,7 @@ class Session:
             yield
 
     def call(self, inputs: AttentionInputs) -> Call:
+        """Return a call of the kernel on these inputs, which are moved to its device."""
         on_device, kernel = to_device(inputs, self.cell.backend.device), self.kernel
         if isinstance(kernel, UserKernel):
             return kernel.caller.call(on_device)
@@ -229,17 +242,18 @@ class Session:
     def place(
         self, given: AttentionInputs | Call, places: Places = CONTIGUOUS, *, gradients: bool = True
     ) -> PlacedCall:
-        """Return a call whose arguments lie where `places` say, at addresses that no other call of the session has."""
+        """Return a call with its arguments placed as `places` say, at addresses that no other call has."""
         call, gradients = given if isinstance(given, Call) else self.call(given), gradients and self.kernel.has_backward
         with self.calling(gradients=gradients):
             self.held.append(call.placed(places, gradients=gradients))
         return PlacedCall(self, call, self.held[-1], gradients)
 
     def answers(self, inputs: AttentionInputs) -> Answers:
+        """Return the answer of a call on these inputs, by part."""
         return self.place(inputs).answers()
 
     def emulated(self, inputs: AttentionInputs, *, gradients: bool = True) -> Answers:
-        """Return what an emulation of the plan that the kernel declares answers, else of the loosest."""
+        """Return the answer of an emulation of the kernel's declared plan; without one, of the least accurate plan."""
         plan = self.kernel.declaration or UNDECLARED
         arithmetic, wanted = EMULATION.arithmetic, gradients and self.has_gradients
         output = run_forward(plan, inputs, arithmetic)
@@ -248,10 +262,10 @@ class Session:
 
     @cached_property
     def levels(self) -> Mapping[str, float]:
-        """Return how much of an emulation's mean squared error counts: what the kernel had of it in its first call.
+        """How much of an emulation's mean squared error counts, by part: what the kernel had of it in its first call.
 
-        By part. O is held to no more than all of it. Gradients are held to `WAYS` times as much, or more: autograd's,
-        with P in 16 bits, had 5.3 times what FlashAttention-2's have where scores are large, another parameter's 1,000.
+        For O it is at most 1. For gradients it is at least `WAYS`: autograd's, with P in 16 bits, had 5.3 times the
+        error of FlashAttention-2's where scores are large, those for another parameter 1,000 times.
         """
         inputs, ours = self.inputs(), self.plain
         theirs, levels = self.emulated(inputs, gradients=len(ours) > 1), {}
@@ -262,11 +276,11 @@ class Session:
         return levels
 
     def multiple(self, size: int) -> int:
-        """Return the least number of rows or keys that the kernel takes, and that is as large."""
+        """Return the least number of rows or keys that is at least `size` and that the kernel takes."""
         return -(-size // self.options.multiple_of) * self.options.multiple_of
 
-    def lying(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
-        """Return what a call gives whose arguments lie elsewhere; nothing where the kernel refuses them."""
+    def answers_with_placement(self, inputs: AttentionInputs, places: Places, *, gradients: bool = True) -> Answers:
+        """Return the answer of a call with its arguments placed elsewhere; none where the kernel refuses that."""
         try:
             return self.place(inputs, places, gradients=gradients).answers()
         except Exception as error:  # it says that it takes no such view, and computes nothing wrong

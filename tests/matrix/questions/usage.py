@@ -15,7 +15,7 @@ from tiebreak.kernels.external.call import Call, Places
 from tiebreak.kernels.external.options import AUTOGRAD, split_words
 from tiebreak.kernels.features import CAUSAL, GROUPED, HIDDEN_NAN, OWN_ENDS, OWN_SCALE, VALUE_DIM, WINDOW
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Whose
+from tiebreak.kernels.kernel import Blame, CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, DQ, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.log_sum_exp import log_sum_exp
 from tiebreak.matrix.questions.placements import before_nan, expanded, fused, transposed, within_nan
@@ -36,7 +36,8 @@ _PLAIN = 2  # the index of numbers that have no parameter, behind those of the t
 UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
 
 
-def strided_views(session: Session, found: WithinError) -> None:
+def strided_views(session: Session, results: WithinError) -> None:
+    """Compare with arguments that are views: transposed, slices of one buffer, and dO of stride 0."""
     if session.options.contiguous:
         raise CannotRunError("declares contiguous=true: it is given no views")
     views = {
@@ -44,42 +45,43 @@ def strided_views(session: Session, found: WithinError) -> None:
         "slices of a fused qkv buffer": Places.all(fused),
         "k alone transposed": Places(k=transposed),
     }
-    _compare_views(session, found, views)
-    if session.has_gradients and not found.nothing:
+    _compare_views(session, results, views)
+    if session.has_gradients and not results.is_empty:
         inputs = session.inputs()
         ones = replace(inputs, do=torch.ones_like(inputs.do))
-        plain, answer = session.answers(ones), session.lying(ones, Places(do=expanded))
-        found.compare("dO of stride 0", plain, answer, ones)
+        plain, answer = session.answers(ones), session.answers_with_placement(ones, Places(do=expanded))
+        results.compare("dO of stride 0", plain, answer, ones)
 
 
-def past_the_end(session: Session, found: WithinError) -> None:
+def past_the_end(session: Session, results: WithinError) -> None:
+    """Compare with NaN in memory after the arguments, where no kernel should read."""
     views = {"NaN behind the last element": Places.all(before_nan)}
     if not session.options.contiguous:
         views["NaN behind every head's last key, and behind d"] = Places.all(within_nan)
-    _compare_views(session, found, views)
+    _compare_views(session, results, views)
 
 
-def _compare_views(session: Session, found: WithinError, views: dict[str, Places]) -> None:
-    """Compare where the arguments lie elsewhere; of what the kernel refuses there is no answer."""
+def _compare_views(session: Session, results: WithinError, views: dict[str, Places]) -> None:
+    """Compare with arguments that are placed elsewhere; a placement that the kernel refuses has no answer."""
     inputs, plain = session.inputs(), session.plain
     for words, places in views.items():
-        found.compare(words, plain, session.lying(inputs, places), inputs)
+        results.compare(words, plain, session.answers_with_placement(inputs, places), inputs)
 
 
-def many_heads(session: Session, found: WithinError) -> None:
-    """More heads than 7 or 8 bits count, each compared with itself in a small call."""
+def many_heads(session: Session, results: WithinError) -> None:
+    """Compare more heads than 7 or 8 bits count with each of them in a small call."""
     shape = session.shape
     if session.options.multiple_of == 1:
         shape = replace(shape, queries=min(shape.queries, _FEW), keys=_FEW)
     whole = session.draw_small(shape, 0, _BATCHES, _HEADS)
-    # With dummies a row may be an entry of the batch of its own.
+    # With dummies a row may be a separate entry of the batch.
     whole, some = session.arranged(whole), session.arranged(whole.part(slice(-BATCH, None)))
     answers, last = session.answers(whole), Cut(batch=slice(-len(some.q), None))
-    found.compare("the last of 300 heads", session.answers(some), answers, some, last)
+    results.compare("the last of 300 heads", session.answers(some), answers, some, last)
 
 
 def _square(session: Session, least: int = _SQUARE) -> CallShape:
-    """Return a shape of as many queries as keys, and as many as the kernel needs."""
+    """Return a shape with as many queries as keys, at least as many as the kernel needs."""
     size = session.multiple(least)
     return CallShape(size, size, session.shape.d)
 
@@ -91,10 +93,10 @@ def _padded(session: Session, hidden: int = _HIDDEN) -> AttentionInputs:
 
 
 def _masked(session: Session) -> Iterator[tuple[str, AttentionInputs, slice, Cut]]:
-    """Yield calls that the kernel takes, with keys that a mask hides: in words, where, and what they must not change.
+    """Yield calls with keys hidden by a mask that the kernel takes: in words, where, and what they must not change.
 
-    The last key of a causal mask is seen by the last row alone, whose dO is 0: it adds 0 to all gradients. Windows of
-    half as many rows as keys leave the first keys out.
+    Under a causal mask only the last row sees the last key, and its dO is 0, so the key adds 0 to all gradients.
+    Windows of half as many rows as keys hide the first keys.
     """
     shape = _square(session)
     keys, unseen, before = shape.keys, shape.keys // 4, slice(0, shape.keys - 1)
@@ -118,21 +120,21 @@ def _with_keys(inputs: AttentionInputs, at: slice, k: Tensor, v: Tensor) -> Atte
     return replace(inputs, k=all_k, v=all_v)
 
 
-def hidden_keys(session: Session, found: WithinError) -> None:
-    """Other K and V where a mask hides them: large ones where no row sees them, else the same negated.
+def hidden_keys(session: Session, results: WithinError) -> None:
+    """Change K and V where a mask hides them: to large numbers where no row sees them, else to their negatives.
 
-    A key ahead of a causal row is another row's own: a kernel in 8 bits may share a scale with it.
+    A key that is hidden from one causal row is visible to another, and a kernel in 8 bits may share a scale with it.
     """
     large = torch.tensor(_LARGE if session.cell.fmt.largest > _LARGE**2 else _LARGE_FP16)
     for words, inputs, at, cut in _masked(session):
         k, v = (-inputs.k[:, :, at], -inputs.v[:, :, at]) if inputs.causal else (large, large)
         plain, answer = session.answers(inputs), session.answers(_with_keys(inputs, at, k, v))
         number = "other numbers" if inputs.causal else f"{large:.0f}"
-        found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+        results.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
-def hidden_nan(session: Session, found: WithinError) -> None:
-    """NaN and Inf there, asked of kernels that say that they take it: 0 times NaN is NaN, and most compute it."""
+def hidden_nan(session: Session, results: WithinError) -> None:
+    """Put NaN and Inf where a mask hides keys, for kernels that declare it: 0 times NaN is NaN, and most compute it."""
     for words, inputs, at, cut in _masked(session):
         plain = session.answers(inputs)
         # The row that sees a NaN has NaN gradients, and so have all keys that it sees: of a causal mask O alone tells,
@@ -142,25 +144,25 @@ def hidden_nan(session: Session, found: WithinError) -> None:
             answer = session.answers(_with_keys(inputs, at, full, inputs.v[:, :, at] if inputs.causal else full))
             answer = {O: answer[O]} if inputs.causal else answer
             lost = [(~torch.isfinite(cut.of(part, x))).double().mean().item() for part, x in answer.items()]
-            found.measures["nan_let_in"] = max(found.measures.get("nan_let_in", 0.0), *lost)
+            results.measures["nan_let_in"] = max(results.measures.get("nan_let_in", 0.0), *lost)
             if HIDDEN_NAN in session.kernel.takes:
-                found.compare(f"{number} in {words}", plain, answer, inputs, cut)
+                results.compare(f"{number} in {words}", plain, answer, inputs, cut)
 
 
 @dataclass(frozen=True)
 class _MaskInPlace(Call):
-    """A call whose mask lies where that of the calls before it lay."""
+    """A call whose mask has the address of the mask of the calls before it."""
 
     masks: dict[int, Tensor]  # by where the part of K that they are of begins
 
     def keywords(self, inputs: AttentionInputs) -> dict[str, Any]:
         keywords, name = super().keywords(inputs), str(self.convention.mask)
-        there = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
-        return keywords | {name: there.copy_(keywords[name])}
+        mask = self.masks.setdefault(int(inputs.k.storage_offset()), keywords[name].clone())
+        return keywords | {name: mask.copy_(keywords[name])}
 
 
-def other_mask(session: Session, found: WithinError) -> None:
-    """After a call with another mask of the same shape, against one that has as many keys again, all hidden."""
+def other_mask(session: Session, results: WithinError) -> None:
+    """Compare after a call with another mask of the same shape with a call that has more keys, all of them hidden."""
     shape, first, inputs = _square(session), _padded(session), _padded(session, 2 * _HIDDEN)
     if not session.takes(first):
         return
@@ -173,15 +175,16 @@ def other_mask(session: Session, found: WithinError) -> None:
     plain = session.answers(replace(more, key_padding=pad(takes_part, (0, keys))))
     session.answers(first)
     cut = Cut(rows=slice(0, keys), keys=slice(0, keys - 2 * _HIDDEN))
-    found.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
+    results.compare("another mask of the same shape", plain, session.answers(inputs), inputs, cut)
     if session.call(first).convention.mask is not None:  # else, as a device's own kernel, it is given none
         masks: dict[int, Tensor] = {}
         calls = (_MaskInPlace(**vars(session.call(each)), masks=masks) for each in (first, inputs))
         _, answers = [session.place(each).answers() for each in calls]
-        found.compare("a mask rewritten in place", plain, answers, inputs, cut)
+        results.compare("a mask rewritten in place", plain, answers, inputs, cut)
 
 
-def interleaved(session: Session, found: WithinError) -> None:
+def interleaved(session: Session, results: WithinError) -> None:
+    """Compare two calls made step by step in turn with the same calls one after the other."""
     both = [session.inputs(index) for index in range(2)]
     plain, again = ([session.answers(inputs) for inputs in both] for _ in range(2))
     for order in list(permutations(range(2)))[: 2 if session.has_gradients else 1]:
@@ -192,10 +195,11 @@ def interleaved(session: Session, found: WithinError) -> None:
             turn = f", backward {'first' if order[0] == i else 'last'}" if session.has_gradients else ""
             answers = calls[i].collected(outputs[i], gradients[i])
             same = torch.equal(again[i][O], plain[i][O])
-            found.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], same=same)
+            results.compare(f"{words} of two calls in turn{turn}", plain[i], answers, both[i], same=same)
 
 
-def rewritten_in_place(session: Session, found: WithinError) -> None:
+def rewritten_in_place(session: Session, results: WithinError) -> None:
+    """Compare a call whose arguments were overwritten in place with the same call at new addresses."""
     both = [session.inputs(index) for index in range(2)]
     first, second = map(session.place, both)
     plain, again = (session.answers(both[1]) for _ in range(2))
@@ -206,32 +210,33 @@ def rewritten_in_place(session: Session, found: WithinError) -> None:
             x.copy_(other)
     answers = replace(second, placed=first.placed).answers()
     same = torch.equal(again[O], plain[O])
-    found.compare("q, k, v and dO rewritten in place", plain, answers, both[1], same=same)
+    results.compare("q, k, v and dO rewritten in place", plain, answers, both[1], same=same)
 
 
-def third_call(session: Session, found: WithinError) -> None:
-    """The first call of a shape against the third: either may be the wrong one."""
+def third_call(session: Session, results: WithinError) -> None:
+    """Compare the first call of a shape with the third: either may be the wrong one."""
     inputs, first = session.inputs(), session.plain
     _, third = (session.answers(inputs) for _ in range(2))
-    found.compare("the third call against the first", first, third, inputs)
-    found.compare("the first call against the third", third, first, inputs)
+    results.compare("the third call against the first", first, third, inputs)
+    results.compare("the first call against the third", third, first, inputs)
 
 
-def scaled_do(session: Session, found: WithinError) -> None:
-    """dO times a power of two: gradients are finite, and as much larger."""
+def scaled_do(session: Session, results: WithinError) -> None:
+    """Multiply dO by a power of two: gradients must be finite, and larger by that factor."""
     inputs, plain = session.inputs(), session.plain
     if not session.has_gradients:
         raise CannotRunError("has no backward pass")
-    # Of fp16 dP would overflow, and dS underflow, in a sound kernel too.
+    # In fp16 dP would overflow, and dS underflow, in a sound kernel too.
     power = 10 if session.cell.fmt.largest > _LARGE else 4
     for exponent in (power, -power):
         factor = 2.0**exponent
         answers = session.answers(replace(inputs, do=inputs.do * factor))
         ours = {part: x if part == O else x / factor for part, x in answers.items()}
-        found.compare(f"dO times 2^{exponent}", plain, ours, inputs)
+        results.compare(f"dO times 2^{exponent}", plain, ours, inputs)
 
 
-def sizes(session: Session, found: WithinError) -> None:
+def sizes(session: Session, results: WithinError) -> None:
+    """Compare with the emulation at sizes at which kernels take another path."""
     causal = CAUSAL in session.kernel.takes
     for size in dict.fromkeys(map(session.multiple, _SIZES)):
         shapes = {
@@ -240,31 +245,32 @@ def sizes(session: Session, found: WithinError) -> None:
         }
         for words, shape in shapes.items():  # few numbers have chance in their errors
             inputs = session.draw_small(shape, batch=1, heads=max(2, _SIZES[-1] // (2 * size)))
-            _hold(session, found, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
+            _hold(session, results, words, inputs, gradients=size > 2)  # of one or two keys dQ and dK cancel
 
 
-def long_keys(session: Session, found: WithinError) -> None:
+def long_keys(session: Session, results: WithinError) -> None:
+    """Compare with the emulation at more keys than 2^13 and 2^15."""
     for size in map(session.multiple, _LONG):
         inputs = session.draw_small(CallShape(session.multiple(_FEW_ROWS), size, session.shape.d), batch=1, heads=2)
-        _hold(session, found, f"{size} keys", inputs, gradients=False)
+        _hold(session, results, f"{size} keys", inputs, gradients=False)
 
 
-def _hold(session: Session, found: WithinError, words: str, inputs: AttentionInputs, gradients: bool = True) -> None:
+def _hold(session: Session, results: WithinError, words: str, inputs: AttentionInputs, gradients: bool = True) -> None:
     if session.takes(inputs):
-        _emulate(session, found, words, inputs, session.place(inputs, gradients=gradients).answers())
+        _emulate(session, results, words, inputs, session.place(inputs, gradients=gradients).answers())
 
 
-def _emulate(session: Session, found: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
-    """Compare an answer with an emulation of the plan that the kernel declares, else of the loosest there is.
+def _emulate(session: Session, results: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
+    """Compare an answer with an emulation of the kernel's declared plan; of the least accurate plan if there is none.
 
-    It says how errors grow with the size, and the kernel's first call how large they are (`Session.levels`).
+    The emulation shows how errors grow with the size, the kernel's first call how large they are (`Session.levels`).
     """
     emulated = session.emulated(inputs, gradients=DQ in answer)
-    found.compare(words, emulated, answer, inputs, levels=session.levels)
+    results.compare(words, emulated, answer, inputs, levels=session.levels)
 
 
-def other_parameters(session: Session, found: WithinError) -> None:
-    """A call, another of the same tensors' shapes with another parameter, and the first again."""
+def other_parameters(session: Session, results: WithinError) -> None:
+    """Compare a call before and after a call on tensors of the same shapes with another parameter."""
     plain = session.draw_small(_square(session, _SEQUENCE), _PLAIN)
     for feature, vary in VARIED.items():
         if feature not in session.kernel.takes - UNSAID:
@@ -275,15 +281,16 @@ def other_parameters(session: Session, found: WithinError) -> None:
         words = f"a call after one with another {feature.name}"
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):
-                _emulate(session, found, words, inputs, session.answers(inputs))
+                _emulate(session, results, words, inputs, session.answers(inputs))
 
 
-def after_a_larger_call(session: Session, found: WithinError) -> None:
+def after_a_larger_call(session: Session, results: WithinError) -> None:
+    """Compare a call after a larger one with the same call before it."""
     shape, inputs = _square(session, _SEQUENCE), session.inputs()
     larger = session.draw_small(replace(shape, keys=2 * shape.keys), heads=8)
     if session.takes(larger):
         session.answers(larger)
-        _emulate(session, found, "a call after a larger one", inputs, session.answers(inputs))
+        _emulate(session, results, "a call after a larger one", inputs, session.answers(inputs))
 
 
 @dataclass(frozen=True)
@@ -297,20 +304,20 @@ class _LeavingOut(Call):
 
 
 def _answers(session: Session, call: Call, gradients: bool) -> Answers:
-    """Return what a call gives; nothing, but for the reason, where the kernel says that it takes no such call."""
+    """Return the answer of a call; none, but the reason kept, where the kernel raises that it takes no such call."""
     try:
         return session.place(call, gradients=gradients).answers()
     except CannotRunError as error:
-        if error.whose is Whose.KERNEL:
+        if error.blame is Blame.KERNEL:
             raise
         session.refused[str(error)] = None
         return {}
 
 
-def defaults(session: Session, found: WithinError) -> None:
-    """Leave out what every call is given, one argument more each time, but for those whose defaults mean another thing.
+def defaults(session: Session, results: WithinError) -> None:
+    """Leave out the arguments of a call, one more each time, except those whose defaults mean something else.
 
-    At two head dimensions, if the kernel takes two: a number may be 1/sqrt(d) of one.
+    Two head dimensions are used if the kernel takes two: a default may be 1/sqrt(d) of one.
     """
     plain_call, options = session.call(session.draw_small(SHAPES[0])), session.options
     given, has = plain_call.keywords(plain_call.inputs), plain_call.convention.parameters
@@ -318,7 +325,7 @@ def defaults(session: Session, found: WithinError) -> None:
     asked = [name for name in given if name in has and name not in meant]
     if not asked:
         raise CannotRunError("has no parameter with a default that every call is given")
-    gradients = options.backward == AUTOGRAD  # a function's parameters have defaults of their own
+    gradients = options.backward == AUTOGRAD  # a function's parameters have their own defaults
     shapes = [replace(_square(session), d=d) for d in dict.fromkeys(shape.d for shape in (session.shape, *SHAPES))]
     taken = filter(session.takes, map(session.draw_small, shapes))
     answered = ((inputs, _answers(session, session.call(inputs), gradients)) for inputs in taken)
@@ -334,9 +341,9 @@ def defaults(session: Session, found: WithinError) -> None:
                 error.add_note(words)
                 raise
             if answers:
-                found.compare(words, plain, answers, inputs)
-            if found.asked.get(words):
-                found.asked[words] += f" (meant so: --declare own_defaults={name})"
+                results.compare(words, plain, answers, inputs)
+            if results.requirements.get(words):
+                results.requirements[words] += f" (meant so: --declare own_defaults={name})"
             elif answers:
                 left_out |= {name}
 
@@ -344,7 +351,7 @@ def defaults(session: Session, found: WithinError) -> None:
 QUESTIONS = (
     Question("strided_views", "q, k, v and dO are views with other strides, as frameworks pass them", strided_views),
     Question("past_the_end", "what lies in memory behind q, k, v and dO is NaN", past_the_end),
-    Question("many_heads", "300 heads in one call, against the last of them in a call of their own", many_heads),
+    Question("many_heads", "300 heads in one call, against the last of them in a separate call", many_heads),
     Question("hidden_keys", "K and V hold other numbers where a mask hides them", hidden_keys),
     Question("hidden_nan", "K and V hold NaN and Inf where a mask hides them", hidden_nan),
     Question("other_mask", "another mask of the same shape hides other keys", other_mask),
@@ -352,12 +359,10 @@ QUESTIONS = (
     Question("rewritten_in_place", "a second call with other numbers at the same addresses", rewritten_in_place),
     Question("other_parameters", "calls of one shape with another window, table or sink", other_parameters, version=2),
     Question("after_a_larger_call", "a call after one of more rows, keys and heads", after_a_larger_call),
-    Question("sizes", "1 to 257 rows and keys, beside what tiles have", sizes),
+    Question("sizes", "1 to 257 rows and keys, around the sizes of tiles", sizes),
     Question("long_keys", "9,001 and 40,009 keys", long_keys),
     Question("third_call", "the third call on the same numbers against the first", third_call),
-    Question(
-        "log_sum_exp", "the log-sum-exp that a kernel returns beside O, and its gradients", log_sum_exp, version=2
-    ),
+    Question("log_sum_exp", "the log-sum-exp that a kernel returns with O, and its gradients", log_sum_exp, version=2),
     Question("scaled_do", "dO times a power of two", scaled_do),
     Question("defaults", "without scale, causal flag and mask, as far as there are defaults", defaults),
 )

@@ -1,1 +1,1 @@
-"""Kernels compiled for GPUs that nobody here owns: which instructions round, read from their assembly."""
+"""Kernels compiled for absent GPUs: which instructions round, read from their assembly."""

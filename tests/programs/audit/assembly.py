@@ -34,7 +34,7 @@ _WRITES_NONE = re.compile(
 
 
 @dataclass(frozen=True)
-class Instruction:
+class CompiledInstruction:
     """One instruction of a kernel."""
 
     opcode: str  # without the suffix that names an AMDGCN encoding
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is an operation on fp32 numbers."""
+        """True if it is an operation on fp32 numbers."""
         return _FLOAT.match(self.opcode) is not None
 
     @property
@@ -58,7 +58,7 @@ class Code:
 
     def __init__(self, text: str, dialect: str) -> None:
         self.text, self.dialect = text, dialect
-        self.instructions: list[Instruction] = []
+        self.instructions: list[CompiledInstruction] = []
         written: dict[str, int] = {}
         for line, place in _placed(text, dialect):
             opcode, _, rest = line.partition(" ")
@@ -69,7 +69,7 @@ class Code:
             sources = tuple(dict.fromkeys(written[name] for name in reads if name in written))
             for operand in operands[:outputs]:
                 written.update(dict.fromkeys(_registers(operand, dialect), len(self.instructions)))
-            self.instructions.append(Instruction(opcode, operands, sources, place))
+            self.instructions.append(CompiledInstruction(opcode, operands, sources, place))
         self.matrix = list(self.matching(_MATRIX.match))
         self.library = {at.place for at in self.matching(_LIBRARY.match)}
         self._last: Place = max((at.place for at in self.matrix), default=())
@@ -77,19 +77,19 @@ class Code:
         for at in self.matching(_LOAD.match):
             self._constants.setdefault(at.operands[0], set()).update(at.loaded)
 
-    def matching(self, matches: Callable[[str], object]) -> Iterator[Instruction]:
-        """Instructions whose opcode matches."""
+    def matching(self, matches: Callable[[str], object]) -> Iterator[CompiledInstruction]:
+        """Yield the instructions whose opcode matches."""
         return (at for at in self.instructions if matches(at.opcode))
 
-    def after_products(self, at: Instruction) -> bool:
-        """Whether the source asks for it below its last product; so it does where there is none."""
+    def after_products(self, at: CompiledInstruction) -> bool:
+        """Return whether the source asks for it below its last product; so it does where there is none."""
         for (line, column), (last_line, last_column) in zip(at.place, self._last, strict=False):
             if (line, column) != (last_line, last_column):
                 return line > last_line  # two calls on one line: the cast is of what the product takes
         return not self.matrix  # or else it is a product itself
 
-    def roots(self, at: Instruction) -> list[Instruction]:
-        """What computed an instruction's operands, seen through moves, selections and the sign's return."""
+    def roots(self, at: CompiledInstruction) -> list[CompiledInstruction]:
+        """Return the instructions that computed an operand, seen through moves, selections and the sign's return."""
         origins, queue, seen = [], list(at.sources), set(at.sources)
         while queue:
             source = self.instructions[queue.pop()]
@@ -100,8 +100,8 @@ class Code:
                 origins.append(source)
         return origins
 
-    def literals(self, at: Instruction) -> set[int]:
-        """Numbers among an instruction's operands, also through a register that holds one."""
+    def literals(self, at: CompiledInstruction) -> set[int]:
+        """Return the numbers among an instruction's operands, also those that a register holds."""
         sources = [self.instructions[number] for number in at.sources]
         nearest = {source.operands[0]: source.loaded for source in sources if _LOAD.match(source.opcode)}
         numbers: set[int] = set()
@@ -112,17 +112,17 @@ class Code:
         return numbers
 
     def constants(self, register: str) -> set[int]:
-        """The numbers that a register is ever loaded with."""
+        """Return the numbers that a register is ever loaded with."""
         return self._constants.get(register, set())
 
 
 def _literal(operand: str) -> set[int]:
-    """An operand's number, as 32 bits, if it is one."""
+    """Return an operand's number, as 32 bits, if it is one."""
     return {int(operand.rstrip("U"), 0) & 0xFFFFFFFF} if _LITERAL.match(operand) else set()
 
 
 def _placed(text: str, dialect: str) -> Iterator[tuple[str, Place]]:
-    """Instructions, without comments and guards, and their places."""
+    """Yield instructions, without comments and guards, and their places."""
     places: dict[tuple[str, ...], Place] = {}
     place: Place = ()
     for line in text.splitlines():
@@ -140,7 +140,7 @@ def _placed(text: str, dialect: str) -> Iterator[tuple[str, Place]]:
 
 
 def _ptx_place(match: re.Match[str], places: dict[tuple[str, ...], Place]) -> Place:
-    """A `.loc` that was inlined names where; that line's own `.loc` came before it."""
+    """Return the place that a `.loc` names; an inlined one follows the `.loc` of the line that it is inlined in."""
     location, outer = match.groups()[:3], match.groups()[3:]
     around: Place = () if outer[0] is None else places.get(outer, ((int(outer[1]), int(outer[2])),))
     places[location] = (*around, (int(location[1]), int(location[2])))
@@ -148,7 +148,7 @@ def _ptx_place(match: re.Match[str], places: dict[tuple[str, ...], Place]) -> Pl
 
 
 def _split(operands: str) -> list[str]:
-    """Operands at the commas outside brackets."""
+    """Return operands, split at the commas outside brackets."""
     parts: list[str] = []
     for part in operands.split(","):
         if parts and sum(map(parts[-1].count, "{[(")) > sum(map(parts[-1].count, "}])")):

@@ -22,7 +22,7 @@ from tiebreak.reports.tables.run import counted
 
 
 def audited(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterator[Audit]:
-    """Compile each kernel for each target and read it, or skip it with the reason; tell progress on stderr."""
+    """Compile each kernel for each target and yield its audit, or why it is skipped; report progress on stderr."""
     total = len(targets) * len(kernels)
     pairs = ((target, kernel) for target in targets for kernel in kernels)
     for number, (target, kernel) in enumerate(pairs, 1):
@@ -36,7 +36,7 @@ def audited(targets: Sequence[Target], kernels: Sequence[Compilation]) -> Iterat
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `audit`; see `tiebreak.reports.cli.main`."""
+    """Run the verb `audit`; see `tiebreak.reports.cli.main`."""
     options = _parser().parse_args(arguments)
     if options.update and options.expect is None:
         raise UsageError("--update: name the file to write with --expect FILE")
@@ -78,7 +78,7 @@ def _picked(flag: str, names: str, available: Sequence[str]) -> list[str]:
 
 
 def _judge(expected: Audits, audits: Audits, options: argparse.Namespace) -> bool:
-    """Print what differs; True where nothing does."""
+    """Print the differences; return whether there are none."""
     path, inside = options.expect, list(expected.audits)
     for field, names in (("target", options.targets), ("kernel", options.kernels)):
         inside = [each for each in inside if any(matching(name, [getattr(each, field)]) for name in split(names))]

@@ -52,7 +52,7 @@ class NotCompiledError(Exception):
 
 
 def unavailable() -> str | None:
-    """None, or why nothing can be compiled here, in one line."""
+    """Return None, or why nothing can be compiled here, in one line."""
     if (reason := missing()) is not None:
         return reason
     version = installed()
@@ -68,7 +68,7 @@ def unavailable() -> str | None:
 
 
 def sources() -> list[Compilation]:
-    """Kernels to audit, each kind of rounding once; ValueError: triton is not installed."""
+    """Return the kernels to audit, each kind of rounding once; ValueError: triton is not installed."""
     return [compilation for compilation in compilations() if compilation.name in _AUDITED]
 
 
@@ -93,7 +93,7 @@ def compile_for(target: Target, source: Compilation) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The last line, which has the error, those above it the place; without the repr around it."""
+    """Return the last line, which has the error, those above it the place; without the repr around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
     wrapped = re.fullmatch(r"\w+\((['\"])(.*)\1\)", last)

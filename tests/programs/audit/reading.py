@@ -13,7 +13,7 @@ instruction set architecture, "Vector ALU Operations", "Matrix Arithmetic Instru
 import re
 from collections.abc import Iterable, Iterator
 
-from tiebreak.programs.audit.assembly import FUSED, Code, Instruction
+from tiebreak.programs.audit.assembly import FUSED, Code, CompiledInstruction
 from tiebreak.reports.audit import Audit
 
 _EXPONENTIAL = re.compile(r"^(?:ex2\.|v_exp_f)")
@@ -47,12 +47,12 @@ _BELOW_HALF = (0x7FFF, 0xFFF, 0x7FFFF, 0xFFFFF)  # half - 1 of the last bit kept
 _UPPER_HALF = 0xFFFF0000
 # Masks of fp32's bits.
 _CUTS = {_UPPER_HALF: "bf16", 0xFFFFE000: "fp16", 0xFFF00000: "fp8_e4m3", 0xFFE00000: "fp8_e5m2"}
-# What takes upper halves, by the number that makes it do so: the bytes of two numbers, or how far to shift.
+# Instructions that take upper halves, with the operand that does so: the bytes of two numbers, or a shift.
 _TAKES_UPPER = {"v_perm_b32": 0x07060302, "prmt.b32": 0x7632, "v_lshrrev_b32": 16, "shr.u32": 16}
 
 
 def read(target: str, kernel: str, text: str, dialect: str) -> Audit:
-    """Return what rounds in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
+    """Return the roundings in a kernel's assembly, `ptx` or `amdgcn`; ValueError: AMDGCN without its mode."""
     code = Code(text, dialect)
     casts = [(code.after_products(at), how) for at, how in _casts(code)]
     exponentials = list(code.matching(_EXPONENTIAL.match))
@@ -85,8 +85,8 @@ def _operation(opcode: str) -> str:
     return next((name for name, pattern in names.items() if pattern.match(opcode)), opcode)
 
 
-def _product(code: Code, at: Instruction) -> str:
-    """K and types of a matrix product."""
+def _product(code: Code, at: CompiledInstruction) -> str:
+    """Return K and the types of a matrix product."""
     if at.opcode.startswith("tcgen05"):
         return _tcgen05(code, at)
     if match := _AMD_PRODUCT.match(at.opcode):
@@ -102,8 +102,8 @@ def _product(code: Code, at: Instruction) -> str:
     return f"{name} k{shape.rpartition('k')[2]} {a}*{b} -> {result}"
 
 
-def _tcgen05(code: Code, at: Instruction) -> str:
-    """Its types stand in a number, the descriptor: of D at bit 4, of A at bit 7, of B at bit 10."""
+def _tcgen05(code: Code, at: CompiledInstruction) -> str:
+    """Return the product that the descriptor, a number, names: the type of D at bit 4, of A at 7, of B at 10."""
     kind = at.opcode.rpartition("kind::")[2].split(".")[0]
     descriptors = code.constants(at.operands[3])  # after D, A and B
     if len(descriptors) != 1:
@@ -115,7 +115,7 @@ def _tcgen05(code: Code, at: Instruction) -> str:
 
 
 def _divisions(code: Code) -> Iterator[str]:
-    """Divisions and reciprocals. AMDGCN's correctly rounded division is a sequence with one reciprocal in it."""
+    """Yield divisions and reciprocals. AMDGCN's correctly rounded division is a sequence with one reciprocal."""
     yield from (at.opcode for at in code.matching(_PTX_DIVISION.match))
     sequences = sum(1 for _ in code.matching("v_div_fixup_f32".__eq__))
     if sequences:
@@ -124,14 +124,14 @@ def _divisions(code: Code) -> Iterator[str]:
         yield "v_rcp_f32"
 
 
-def _softmax(code: Code, pattern: re.Pattern[str]) -> list[Instruction]:
-    """Arithmetic down to the last product, without divisions and logarithms."""
+def _softmax(code: Code, pattern: re.Pattern[str]) -> list[CompiledInstruction]:
+    """Return arithmetic down to the last product, without divisions and logarithms."""
     operations = (at for at in code.matching(pattern.match) if at.place not in code.library)
     return [at for at in operations if not code.matrix or not code.after_products(at)]
 
 
 def _flushes(code: Code) -> Iterator[str]:
-    """What takes subnormals for zero: PTX marks instructions, AMDGCN the kernel, but for what always does."""
+    """Yield instructions that flush subnormals: PTX marks them, AMDGCN the kernel, except those that always flush."""
     if code.dialect == "ptx":
         yield from (at.opcode.split(".")[0] for at in code.instructions if ".ftz" in at.opcode)
         return
@@ -141,7 +141,7 @@ def _flushes(code: Code) -> Iterator[str]:
 
 
 def _mode(code: Code) -> str:
-    """How operations round: PTX marks what is not to even; AMDGCN has a register, for fp32 and for fp64 and fp16."""
+    """Return the rounding modes: PTX marks all but RNE; AMDGCN has a register, for fp32 and for fp64 and fp16."""
     if code.dialect == "ptx":
         modes = (_DIRECTED.intersection(at.opcode.split(".")) for at in code.instructions if at.is_float)
         return ", ".join(["RNE", *sorted(frozenset().union(*modes))])
@@ -158,10 +158,10 @@ def _setting(code: Code, name: str) -> int:
     return int(match.group(1))
 
 
-def _casts(code: Code) -> Iterator[tuple[Instruction, str]]:
-    """Every cast of a kernel: its last instruction, and how it rounds, which what made the number that is cut tells."""
+def _casts(code: Code) -> Iterator[tuple[CompiledInstruction, str]]:
+    """Yield every cast of a kernel: its last instruction, and its rounding, shown by the origin of the number."""
     cut: set[int] = set()
-    alone: list[tuple[Instruction, str]] = []
+    alone: list[tuple[CompiledInstruction, str]] = []
     for at in code.instructions:
         rounding = _rounds(code, at)
         if rounding is not None:
@@ -177,16 +177,16 @@ def _casts(code: Code) -> Iterator[tuple[Instruction, str]]:
     yield from (pair for pair in alone if id(pair[0]) not in cut)
 
 
-def _rounds(code: Code, at: Instruction) -> str | None:
-    """How it rounds to a narrower format, to even or as it is called; None if it does not."""
+def _rounds(code: Code, at: CompiledInstruction) -> str | None:
+    """Return how it rounds to a narrower format, to even or as it is called; None if it does not."""
     if _CAST.match(at.opcode):
         return at.opcode
     added = code.literals(at).intersection(_BELOW_HALF) if at.opcode == "v_add3_u32" else set()
     return f"v_add3_u32 {min(added):#x} + last bit" if added else None
 
 
-def _masks(code: Code, at: Instruction) -> str | None:
-    """How it cuts off a number's lower bits; None if it does not, or they are those of a number already rounded."""
+def _masks(code: Code, at: CompiledInstruction) -> str | None:
+    """Return how it truncates a number's lower bits; None if it does not, or the number is already rounded."""
     masks = _CUTS.keys() & code.literals(at) if _MASK.match(at.opcode) else set()
     roots = code.roots(at) if masks else []
     if not roots or any(_rounds(code, root) for root in roots):

@@ -1,6 +1,6 @@
 """`tiebreak levels`: the matrix once on each instruction-set level of this CPU, or of an emulated one, compared.
 
-A process has one level (see `tiebreak.backends.levels`), so every run is a process of its own.
+A process has one level (see `tiebreak.backends.levels`), so every run is a separate process.
 """
 
 import os
@@ -49,6 +49,7 @@ def run(levels: Sequence[Level], pytest_arguments: Sequence[str], python: str | 
 
 
 def environment(level: Level) -> dict[str, str]:
+    """Return the environment of a process at a level."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES} | dict(level.environment)
 
 
@@ -65,8 +66,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="tiebreak levels",
         usage="%(prog)s [--arch ARCH] [--level NAMES] [--sysroot DIR] [--out DIR] [--list] [PYTEST_ARGUMENT ...]",
-        description="The matrix once per instruction-set level of this CPU, or of an emulated one, each in a process "
-        "of its own that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
+        description="The matrix once per instruction-set level of this CPU or an emulated one, each in its own process "
+        "that keeps its records as OUT/LEVEL.json, then the comparison. All else goes to pytest: --cases, "
         "--kernels, --heads, -n. Example: tiebreak levels --arch aarch64 --cases 'tied*' --heads 64",
         epilog="--arch takes QEMU's user mode, Debian's packages and PyPI's wheels: 600 MB in the user's cache, once. "
         "Exit codes: 0 all passed, 1 a level failed, 2 bad usage or an interrupted run of pytest, 130 Ctrl-C.",
@@ -81,17 +82,18 @@ def _parser() -> Parser:
 
 
 def _chosen(arch: str | None, names: str | None) -> list[Level]:
-    """The levels that a command line names, the highest first."""
+    """Return the levels that a command line names, the highest first."""
     levels = EMULATED[arch] if arch else supported(cpu_features())
     if names is None:
         return list(levels)
-    # Of an emulated processor the name alone is enough.
-    known = {name: level.name for level in levels for name in (level.name, level.name.removeprefix(f"{arch}-"))}
-    chosen = {known[name] for name in pick("level", names, known, "`tiebreak levels --list` names")}
+    # For an emulated processor the name is enough.
+    names_of = {name: level.name for level in levels for name in (level.name, level.name.removeprefix(f"{arch}-"))}
+    chosen = {names_of[name] for name in pick("level", names, names_of, "`tiebreak levels --list` names")}
     return [level for level in levels if level.name in chosen]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the verb `levels`; see `tiebreak.reports.cli.main`."""
     parser = _parser()
     options, for_pytest = parser.parse_known_args(arguments)
     if options.sysroot and not options.arch:

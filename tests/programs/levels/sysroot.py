@@ -29,13 +29,15 @@ _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _PYTHON = "usr/bin/python3.11"
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 _ROOMS = ("backends", "cases", "kernels", "laboratory", "matrix", "programs", "reports")  # those of a wheel
-# What tools write of causes, before what they conclude from them: pip finds no version where the registry is silent.
+# The lines in which tools name causes, before their conclusions: pip finds no version where the registry is silent.
 _CAUSES = ("No space left", "connection broken by", "^E:", "^ERROR:")
 _GET_QEMU = "apt-get install qemu-user-static (Debian, Ubuntu), dnf install qemu-user-static-aarch64 (Fedora)"
 
 
 @dataclass(frozen=True)
 class Pin:
+    """A file to download, and its digest."""
+
     kind: str  # deb or wheel
     name: str  # of the package
     version: str  # of it
@@ -44,16 +46,17 @@ class Pin:
 
 
 def pins(architecture: str) -> list[Pin]:
+    """Return the pinned files of an architecture."""
     text = Path(__file__).with_name(f"{architecture}.txt").read_text(encoding="utf-8")
     lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Pin(kind, name, version, digest, int(size)) for kind, name, version, digest, size in lines]
 
 
 def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str], object] = print) -> Path:
-    """A script that runs Python of another architecture under QEMU, with PyTorch and this suite, as `python` would.
+    """Return a script that runs Python of another architecture under QEMU, with PyTorch and this suite, like `python`.
 
-    What it lacks is downloaded first, and `tell` told. `sysroot`: an installed system of that architecture with Python
-    3.11, instead of Debian's packages. QEMU_CPU names the processor.
+    Missing files are downloaded first, with a line of progress through `tell`. `sysroot`: an installed system of that
+    architecture with Python 3.11, instead of Debian's packages. QEMU_CPU names the processor.
 
     Raises:
         UsageError: QEMU or a tool is missing, no room, a registry does not answer, a broken download.
@@ -76,7 +79,7 @@ def python(architecture: str, sysroot: Path | None = None, tell: Callable[[str],
 
 
 def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callable[[str], object]) -> Path:
-    """The folder with all these unpacked. It gets its name when it is whole: a stop leaves none that is half there."""
+    """Return the folder with all these unpacked. It gets its name when complete, so a stop leaves no partial one."""
     kind = pinned[0].kind
     folder = home / f"{kind}s-{hashlib.sha256(''.join(pin.sha256 for pin in pinned).encode()).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -91,9 +94,9 @@ def _prepared(home: Path, architecture: str, pinned: Sequence[Pin], tell: Callab
 
 
 def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
-    """By an apt-get with lists and a cache of its own, which know nothing of this machine's packages.
+    """Unpack by an apt-get with separate lists and cache, which know nothing of this machine's packages.
 
-    Debian signs its index, and apt-get holds index and package to it.
+    Debian signs its index, and apt-get checks index and package against it.
     """
     if shutil.which("apt-get") is None or not _KEYS.exists():
         raise UsageError(f"no apt-get with {_KEYS} here: give --sysroot, the root of a system that has Python 3.11")
@@ -127,7 +130,7 @@ def _unpack_debs(architecture: str, pinned: Sequence[Pin], work: Path, root: Pat
 
 
 def _unpack_wheels(architecture: str, pinned: Sequence[Pin], work: Path, root: Path) -> None:
-    """By pip, which holds each to its digest, and keeps downloads in a cache of its own."""
+    """Unpack by pip, which checks each digest, with downloads in a separate cache."""
     requirements = work / "requirements.txt"
     lines = (f"{pin.name}=={pin.version} --hash=sha256:{pin.sha256}\n" for pin in pinned)
     requirements.write_text("".join(lines), encoding="utf-8")
@@ -138,26 +141,26 @@ def _unpack_wheels(architecture: str, pinned: Sequence[Pin], work: Path, root: P
 
 
 def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
-    """Write what runs Python, and links to this tiebreak, whatever it is installed as, for that Python to import."""
+    """Write a script that runs Python, and links to this tiebreak, however installed, for that Python to import."""
     spec = importlib.util.find_spec("tiebreak")
     assert spec is not None
     assert spec.origin is not None
-    init, told = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
-    version = told[1] if told else "of unknown version"
-    own = sorted(init.parent.glob("*.py"))  # the package itself, beside its rooms
-    folder = home / f"suite-{hashlib.sha256(f'{own} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
+    init, release = Path(spec.origin).resolve(), re.search(r"version (\d+(?:\.\d+)*)", _output([qemu, "--version"]))
+    version = release[1] if release else "of unknown version"
+    modules = sorted(init.parent.glob("*.py"))  # the package itself, without its rooms
+    folder = home / f"suite-{hashlib.sha256(f'{modules} {root} {qemu} {version}'.encode()).hexdigest()[:12]}"
     script = folder / "python"
     if script.exists():
         return script
     with tempfile.TemporaryDirectory(prefix="partial-", dir=home) as partial:
         whole = Path(partial, "whole")
         (whole / "tiebreak").mkdir(parents=True)
-        for file in own:
+        for file in modules:
             (whole / "tiebreak" / file.name).symlink_to(file)
         for room in _ROOMS:
-            found = importlib.util.find_spec(f"tiebreak.{room}")
-            if found is not None and found.submodule_search_locations:
-                (whole / "tiebreak" / room).symlink_to(Path(found.submodule_search_locations[0]).resolve())
+            spec_of_room = importlib.util.find_spec(f"tiebreak.{room}")
+            if spec_of_room is not None and spec_of_room.submodule_search_locations:
+                (whole / "tiebreak" / room).symlink_to(Path(spec_of_room.submodule_search_locations[0]).resolve())
         distribution = importlib.metadata.distribution("tiebreak")
         metadata = f"tiebreak-{distribution.version}.dist-info"
         (whole / metadata).symlink_to(Path(str(distribution.locate_file(metadata))).resolve())
@@ -177,7 +180,7 @@ def _launcher(home: Path, qemu: str, root: Path, site: Path) -> Path:
 
 
 def _output(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command prints; UsageError: it fails, with the line that names the cause, or the last that it wrote."""
+    """Return the output of a command; UsageError: it fails, with the line that names the cause, or its last."""
     done = finished(command, folder=folder)
     if done.returncode:
         lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]

@@ -26,7 +26,7 @@ from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
-from tiebreak.programs.shrink.search import BOUND, FINITE, Finding, Seen, Shrinker
+from tiebreak.programs.shrink.search import BOUND, FINITE, Seen, Shrinker, Symptom
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, Parser, count, positive
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown
@@ -35,12 +35,12 @@ from tiebreak.reports.records import store
 _ANYWHERE = {"finite": FINITE, "bound": BOUND}  # checks that one element can fail
 _SECONDS = 600  # that the written script may take
 _LINE = 120  # of the script
-#: What inputs may ask for that a script can write.
+#: Features of inputs that a script can write.
 _WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, the best so far written."""
+    """Run the verb `shrink`; see `tiebreak.reports.cli.main`. 130 after Ctrl-C, with the best so far written."""
     options = _parser().parse_args(arguments)
     if options.output.exists():
         raise UsageError(f"-o {options.output}: there is such a file; remove it or name another")
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kernel(spec: str) -> UserKernel:
-    """The kernel, which is refused what a script can't write."""
+    """Return the kernel; one that a script can't write is refused."""
     try:
         kernel = external_kernel(spec)
     except ValueError as error:
@@ -109,7 +109,7 @@ def _kernel(spec: str) -> UserKernel:
 
 
 def _unwritten(caller: Caller, inputs: AttentionInputs) -> str | None:
-    """None, or why a script can't write the call of these inputs, in one line."""
+    """Return None, or why a script can't write the call of these inputs, in one line."""
     if caller.arranged(inputs).inputs is not inputs:
         return "the script has no words for dummy rows or keys"
     if len(caller.convention.options.layout) < len(FULL):
@@ -123,37 +123,37 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
     fmt = FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
-        known = {case.name: case for case in (*captured, *SCRIPTED)}
-        if options.case not in known:
-            raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
-        case = known[options.case]
+        cases = {case.name: case for case in (*captured, *SCRIPTED)}
+        if options.case not in cases:
+            raise UsageError(f"--case: {unknown('case', options.case, cases, '`tiebreak list cases` names')}")
+        case = cases[options.case]
         if case.fixed_heads is not None and fmt not in case.fixed_heads.formats:
             raise UsageError(f"--dtype {options.dtype}: {case.name} is in {case.fixed_heads.formats[0].name}")
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
-    if unwritten := [feature.words for feature in inputs.asks() if feature not in _WRITTEN]:
+    if unwritten := [feature.words for feature in inputs.required_features() if feature not in _WRITTEN]:
         raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
     return inputs
 
 
 def _chosen(options: argparse.Namespace, whole: Seen) -> tuple[str, float, str]:
-    """The check to keep, the sign of the bias, and one line of what was found."""
+    """Return the check to keep, the sign of the bias, and one line about what was found."""
     mean, biased = whole.mean_error
     bias = f"mean error of O {mean:+.3f} ulp"
-    found = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
-    found |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
-    for name, about in found.items():
+    symptoms = {name: finding.about for name, finding in _ANYWHERE.items() if finding.holds(whole)}
+    symptoms |= {"bias": f"biased at 99.9 %, {bias}"} if biased else {}
+    for name, about in symptoms.items():
         if options.check in (None, name):
             return name, 1.0 if mean > 0 else -1.0, about
     what = "nothing is wrong" if options.check is None else f"--check {options.check}: nothing of that kind"
     measured = f"{bias}; {'biased' if biased else 'unbiased or not settled'}"
-    measured += f", finite {'finite' not in found}, within the bound {'bound' not in found}"
+    measured += f", finite {'finite' not in symptoms}, within the bound {'bound' not in symptoms}"
     raise UsageError(f"{what} on {options.case} ({measured}); nothing to shrink")
 
 
 def _rechecked(path: Path) -> bool:
-    """Run the script that was written; whether it says that something is wrong."""
+    """Run the script that was written; return whether it reports an error."""
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = finished([sys.executable, str(path)], os.environ | paths, seconds=_SECONDS)
     print(done.stdout.rstrip() or done.stderr.rstrip())
@@ -163,8 +163,8 @@ def _rechecked(path: Path) -> bool:
     return shown
 
 
-def script(seen: Seen, finding: Finding, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
-    """The text of a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
+def script(seen: Seen, finding: Symptom, sign: float, kernel: UserKernel, device: str, origin: str) -> str:
+    """Return a script that prints O, the fp64 reference and the signed error, and ends with 1 if it is wrong."""
     inputs, fmt = seen.inputs, seen.inputs.formats.inputs
     dtype = TORCH_DTYPES[fmt]
     wrong, message = _verdict(seen, finding, sign)
@@ -197,7 +197,7 @@ def script(seen: Seen, finding: Finding, sign: float, kernel: UserKernel, device
 
 
 def _place(kernel: UserKernel) -> tuple[str, str, str]:
-    """The folder that a kernel's module is found in, the module, and its function there, with dots."""
+    """Return the folder that a kernel's module is found in, the module, and its function there, with dots."""
     target, function = kernel.origin[1], kernel.caller.function
     place, _, name = (target, "", "") if target.endswith(".py") else target.rpartition(":")
     if is_adapter(target):
@@ -209,7 +209,7 @@ def _place(kernel: UserKernel) -> tuple[str, str, str]:
 
 
 def _call(caller: Caller, function: str, inputs: AttentionInputs) -> str:
-    """An expression: O, (batch, heads, N, d), from q, k and v of that shape."""
+    """Return an expression of O, (batch, heads, N, d), from q, k and v of that shape."""
     convention, made = caller.convention, caller.call(inputs)
     layout, keywords = convention.options.layout, made.keywords(inputs)
     arguments, restored, q = "q, k, v", "", "q"
@@ -245,8 +245,8 @@ def _bits(tensor: Tensor, dtype: torch.dtype) -> str:
     return f'bits({shape}, """\n{rows}""")'
 
 
-def _verdict(seen: Seen, finding: Finding, sign: float) -> tuple[str, str]:
-    """Two expressions: whether it is wrong, and one line of what."""
+def _verdict(seen: Seen, finding: Symptom, sign: float) -> tuple[str, str]:
+    """Return two expressions: whether it is wrong, and one line of what."""
     if finding.name == FINITE.name:
         bad = "(~o.isfinite() & reference.isfinite())"
         return (

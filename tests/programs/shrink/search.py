@@ -15,7 +15,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.cases.bounds import UNDECLARED, ErrorBounds
 from tiebreak.cases.captured import CANCELLED
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
-from tiebreak.cases.verdicts import Verdict, interval, judge
+from tiebreak.cases.verdicts import BiasVerdict, interval, judge
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import Reference, reference
@@ -30,7 +30,7 @@ _ROWS = 16  # that are tried alone
 
 @dataclass(frozen=True)
 class Part:
-    """What is left of a call: places along every axis of the whole, in order."""
+    """A part of a call: places along every axis of the whole, in order."""
 
     batch: tuple[int, ...]
     heads: tuple[int, ...]  # key heads
@@ -42,6 +42,7 @@ class Part:
 
     @classmethod
     def whole(cls, inputs: AttentionInputs) -> "Part":
+        """Return all of a call."""
         (batch, heads, queries, d), groups = inputs.q.shape, inputs.groups
         sizes = batch, heads // groups, groups, queries, inputs.k.shape[2], d
         places: dict[str, Any] = {axis: tuple(range(size)) for axis, size in zip(AXES, sizes, strict=True)}
@@ -49,28 +50,32 @@ class Part:
 
     @property
     def size(self) -> str:
+        """The number of elements."""
         heads = len(self.batch) * len(self.heads) * len(self.group)
         return f"heads {heads}, queries {len(self.queries)}, keys {len(self.keys)}, d {len(self.columns)}"
 
 
 @dataclass(frozen=True)
 class Seen:
+    """The output of a kernel on a part, and its errors."""
+
     inputs: AttentionInputs
     o: Tensor  # (batch, heads, queries, d)
 
     @cached_property
     def ref(self) -> Reference:
+        """The reference, in fp64."""
         return reference(self.inputs)
 
     @cached_property
     def error(self) -> Tensor:
-        """Signed, in ulps; NaN where O has cancelled, whose error says how much, or the reference is 0."""
+        """The signed error in ulps; NaN where O has cancelled, whose error shows how much, or the reference is 0."""
         ulps = signed_error_ulps(self.o, self.ref.o, self.inputs.formats.output)
         return ulps.masked_fill(self.ref.o.abs() < CANCELLED * self.ref.magnitude, torch.nan)
 
     @cached_property
     def repeated(self) -> Tensor:
-        """Whether a row repeats its maximum, (batch, heads, queries, 1)."""
+        """True if each row repeats its maximum, (batch, heads, queries, 1)."""
         hidden = self.inputs.hidden()
         s = self.ref.s if hidden is None else self.ref.s.masked_fill(hidden, -torch.inf)
         return (s >= s.amax(-1, keepdim=True) - _REPEATED).sum(-1, keepdim=True) > 1
@@ -86,39 +91,42 @@ class Seen:
         """The mean error, and whether it is beyond the margin at 99.9 %; never of fewer than `MANY` key heads."""
         means = by_key_head(self.error, self.inputs.groups)
         bias = interval(means[torch.isfinite(means)])
-        return bias.mean, judge(bias) is Verdict.BIASED and len(means) >= MANY
+        return bias.mean, judge(bias) is BiasVerdict.BIASED and len(means) >= MANY
 
 
 @dataclass(frozen=True)
-class Finding:
+class Symptom:
+    """An error to keep while a call is shrunk."""
+
     name: str  # finite, bound, mean or wrong way
     about: str  # one line
     badness: Callable[[Seen], Tensor]  # of every element, (batch, heads, queries, d); of a mean one number
     limit: float  # beyond which one is wrong
 
     def holds(self, seen: Seen) -> bool:
+        """Return whether an output shows it."""
         return bool((self.badness(seen) > self.limit).any())
 
 
-FINITE = Finding(
+FINITE = Symptom(
     "finite",
     "NaN or Inf where the reference is finite",
     lambda seen: (~torch.isfinite(seen.o) & torch.isfinite(seen.ref.o)).double(),
     0.0,
 )
-BOUND = Finding(
+BOUND = Symptom(
     "bound", "an error beyond the rounding-error bound of the loosest plan", lambda seen: seen.over_bound, 1.0
 )
 
 
-def wrong_way(sign: float, *, tied: bool) -> Finding:
-    """An element that is off by more than half an ulp to one side; of a tie, a little more, in a row that repeats."""
+def wrong_way(sign: float, *, tied: bool) -> Symptom:
+    """Return the symptom of an element more than half an ulp off to one side; a tie, slightly more, if it repeats."""
 
     def badness(seen: Seen) -> Tensor:
         error = (sign * seen.error).nan_to_num(nan=0.0)
         return error.masked_fill((error > _TIE) | ~seen.repeated, 0.0) if tied else error
 
-    return Finding("wrong way", "an element that is rounded the wrong way", badness, _WRONG)
+    return Symptom("wrong way", "an element that is rounded the wrong way", badness, _WRONG)
 
 
 @dataclass
@@ -130,7 +138,7 @@ class Shrinker:
     inputs: AttentionInputs  # the whole call, without a padding mask
     tell: Callable[[str], None]
     part: Part = field(init=False)
-    finding: Finding = field(default=FINITE)  # what holds on `part`
+    finding: Symptom = field(default=FINITE)  # what holds on `part`
     trials: int = 0
 
     def __post_init__(self) -> None:
@@ -141,9 +149,9 @@ class Shrinker:
         inputs = cut(self.inputs, part)
         return Seen(inputs, self.backend.run(self.kernel, inputs, gradients=False).o)
 
-    def keeps(self, part: Part, finding: Finding) -> bool:
-        """Whether a finding holds on a part; a kernel that does not take the part shows nothing on it."""
-        if not _consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
+    def keeps(self, part: Part, finding: Symptom) -> bool:
+        """Return whether a symptom is seen on a part; a kernel that does not take the part shows nothing on it."""
+        if not _is_consistent(self.inputs, part) or self.kernel.refusal(cut(self.inputs, part)) is not None:
             return False
         self.trials += 1
         try:
@@ -151,13 +159,13 @@ class Shrinker:
         except Exception:
             return False
 
-    def shrink(self, finding: Finding) -> None:
-        """Make `part` as small as it gets with a finding that holds on it as it is."""
+    def shrink(self, finding: Symptom) -> None:
+        """Make `part` as small as possible with a symptom that it shows as it is."""
         self.finding = finding
         self._one_row(finding)
         self._along_axes(finding)
 
-    def _along_axes(self, finding: Finding) -> None:
+    def _along_axes(self, finding: Symptom) -> None:
         before = None
         while before != self.part:
             before = self.part
@@ -165,16 +173,16 @@ class Shrinker:
                 fewest(getattr(self.part, axis), partial(self._take, finding, axis))
 
     def bias(self, sign: float) -> None:
-        """Shrink a bias: its mean while heads are many, then one element that is rounded the wrong way, a tie at best.
+        """Shrink a bias: its mean while heads are many, then one element rounded the wrong way, if possible a tie.
 
-        Where no element is, as where exact ties are all broken one way, the mean of the fewest heads is kept.
+        If there is no such element, as where all exact ties are rounded one way, the mean of the fewest heads is kept.
         """
 
         def badness(seen: Seen) -> Tensor:
             mean, biased = seen.mean_error
             return torch.tensor(sign * mean if biased else 0.0)
 
-        mean = self.finding = Finding("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
+        mean = self.finding = Symptom("mean", "a mean signed error beyond 0.05 ulp", badness, 0.0)
         while len(self.part.batch) * len(self.part.heads) >= 2 * MANY:
             axis = "batch" if len(self.part.batch) > 1 else "heads"
             kept = getattr(self.part, axis)
@@ -189,8 +197,8 @@ class Shrinker:
         self._sort(mean)
         self._along_axes(mean)
 
-    def _sort(self, finding: Finding) -> None:
-        """Put every head's keys in the order of their scores: heads that differ in where they tie then share keys."""
+    def _sort(self, finding: Symptom) -> None:
+        """Sort every head's keys by their scores: heads that differ in where they tie then share keys."""
         whole = self.inputs
         if not whole.causal:
             scores = (whole.q.double() @ whole.expanded_k().double().mT).mean(2)
@@ -201,8 +209,8 @@ class Shrinker:
             if not self.keeps(self.part, finding):
                 self.inputs = whole
 
-    def _one_row(self, finding: Finding) -> bool:
-        """Go down to the worst row on which a finding holds alone."""
+    def _one_row(self, finding: Symptom) -> bool:
+        """Go down to the worst row on which a symptom is seen alone; return whether there is one."""
         badness = finding.badness(self.seen(self.part)).mean(-1)
         later = self.inputs.k.shape[2] - self.inputs.q.shape[2]
         part, groups = self.part, len(self.part.group)
@@ -217,11 +225,11 @@ class Shrinker:
                 return True
         return False
 
-    def _take(self, finding: Finding, axis: str, items: tuple[int, ...]) -> bool:
+    def _take(self, finding: Symptom, axis: str, items: tuple[int, ...]) -> bool:
         changed: dict[str, Any] = {axis: items}
         return self._try(replace(self.part, **changed), finding)
 
-    def _try(self, part: Part, finding: Finding) -> bool:
+    def _try(self, part: Part, finding: Symptom) -> bool:
         if not self.keeps(part, finding):
             return False
         self.part, self.finding = part, finding
@@ -230,6 +238,7 @@ class Shrinker:
 
 
 def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
+    """Return the inputs of a part."""
     batch, heads, group, queries, keys, columns = (torch.tensor(getattr(part, axis)) for axis in AXES)
     rows = (heads[:, None] * inputs.groups + group).flatten()
     q, do = (x[batch][:, rows][:, :, queries][..., columns].contiguous() for x in (inputs.q, inputs.do))
@@ -237,8 +246,8 @@ def cut(inputs: AttentionInputs, part: Part) -> AttentionInputs:
     return replace(inputs, q=q, k=k, v=v, do=do, causal=part.causal, softmax_scale=inputs.scale)
 
 
-def _consistent(inputs: AttentionInputs, part: Part) -> bool:
-    """Whether a causal mask lets every query of a part see what it saw in the whole."""
+def _is_consistent(inputs: AttentionInputs, part: Part) -> bool:
+    """Return whether a causal mask lets every query of a part see what it saw in the whole."""
     if not part.causal:
         return True
     later, fewer = inputs.k.shape[2] - inputs.q.shape[2], len(part.keys) - len(part.queries)
@@ -249,7 +258,7 @@ def _consistent(inputs: AttentionInputs, part: Part) -> bool:
 
 
 def fewest(items: Sequence[int], keeps: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """Return a part of the items, in order, that `keeps` accepts, as it does all, but not without any one of it."""
+    """Return a minimal part of the items, in order, that `keeps` accepts; it must accept all of them."""
     left, parts = tuple(items), 2
     while len(left) > 1:
         step = -(-len(left) // parts)

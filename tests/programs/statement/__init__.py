@@ -1,1 +1,1 @@
-"""What a lab hands in, held to a profile, and verified without its device."""
+"""A statement that a lab hands in, compared with a profile, and verified without its device."""

@@ -29,12 +29,13 @@ _NAMED = 4  # kernels that a line names
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the verb `statement`; see `tiebreak.reports.cli.main`."""
     rest = [word for word in arguments if word != "--verify"]
     return state(rest) if len(rest) == len(arguments) else verify(rest)
 
 
 def state(arguments: Sequence[str]) -> int:
-    """Write a statement; the exit code is 1 if the statement says that it failed."""
+    """Write a statement; the exit code is 1 if its result is a failure."""
     about = "A folder to hand in: records, digests, waivers, a summary."
     more = "tiebreak statement --verify DIR: whether one holds; --verify --help says more"
     parser = Parser(prog="tiebreak statement", description=about, epilog=more)
@@ -45,17 +46,17 @@ def state(arguments: Sequence[str]) -> int:
     waivers_help = "TOML file of expected failures, each with a last day"
     parser.add_argument("--waivers", type=Path, metavar="FILE", help=waivers_help)
     options = parser.parse_args(arguments)
-    asked = _profile(options.profile)
+    profile = _profile(options.profile)
     waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
-    runs = _write(options.files, options.output, asked, waivers)
+    runs = _write(options.files, options.output, profile, waivers)
     records = statements.waived(runs, waivers)
     result = statements.result(records)
-    print(f"statement: {options.output}: profile {asked.name}, {counts(records, WAIVED)}: {result}")
+    print(f"statement: {options.output}: profile {profile.name}, {counts(records, WAIVED)}: {result}")
     return PASSED if result == "passed" else FAILED
 
 
 def verify(arguments: Sequence[str]) -> int:
-    """Say whether a statement holds; the exit code is 1 if something is wrong with it."""
+    """Check a statement; the exit code is 1 if something is wrong with it."""
     parser = Parser(prog="tiebreak statement --verify", description="Whether a statement holds. No device is needed.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `tiebreak statement` has written")
     parser.add_argument("--profile", metavar="NAME", help="that it has to be of (default: that which it names)")
@@ -68,10 +69,10 @@ def verify(arguments: Sequence[str]) -> int:
     if (options.folder / FILE).is_symlink():
         raise UsageError(f"{options.folder / FILE}: a link; a statement has its files in its folder")
     statement = store.load(options.folder / FILE, Statement)
-    asked = wanted or _profile(statement.profile, FILE)
-    found, told = _problems(options.folder, statement, asked, options.sample, options.seed)
-    print("\n".join(map(store.one_line, [f"refused: {text}" for text in found] or told)))
-    return FAILED if found else PASSED
+    profile = wanted or _profile(statement.profile, FILE)
+    faults, told = _problems(options.folder, statement, profile, options.sample, options.seed)
+    print("\n".join(map(store.one_line, [f"refused: {text}" for text in faults] or told)))
+    return FAILED if faults else PASSED
 
 
 def _profile(name: str, where: str = "--profile") -> Profile:
@@ -80,7 +81,7 @@ def _profile(name: str, where: str = "--profile") -> Profile:
     return profile(name)
 
 
-def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequence[Expected]) -> list[Run]:
+def _write(files: Sequence[Path], folder: Path, profile: Profile, waivers: Sequence[Expected]) -> list[Run]:
     """Write a statement, its own file last, and return its runs; UsageError where they are no statement."""
     older = list(folder.iterdir()) if folder.is_dir() else []
     if (folder.exists() and not folder.is_dir()) or not all(
@@ -91,13 +92,13 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     read = [(path, store.decoded(content, path, Run)) for path, content in zip(files, contents, strict=True)]
     store.refuse_repeated(read)
     runs = {str(path): run for path, run in read}
-    known, found = _judged(runs, asked, waivers)
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise UsageError(store.one_line(f"{found[0]}{more}; {_complete(known, list(runs.values()), asked)}"))
+    records, faults = _judged(runs, profile, waivers)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UsageError(store.one_line(f"{faults[0]}{more}; {_complete(records, list(runs.values()), profile)}"))
     copies = {f"records-{number}.json": content for number, content in enumerate(contents, 1)}
-    statement = statements.statement_of(copies, asked, waivers)
-    summary = statements.summary(statement, list(runs.values()), asked)
+    statement = statements.statement_of(copies, profile, waivers)
+    summary = statements.summary(statement, list(runs.values()), profile)
     for path in older:
         path.unlink()
     for name, content in {**copies, SUMMARY: summary.encode(), FILE: store.as_text(statement).encode()}.items():
@@ -105,53 +106,53 @@ def _write(files: Sequence[Path], folder: Path, asked: Profile, waivers: Sequenc
     return list(runs.values())
 
 
-def _judged(runs: Mapping[str, Run], asked: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
-    """Records, by the names of their files, with their cells, and what is wrong that needs no kernel to be run."""
-    by_file = {name: judged(run, asked) for name, run in runs.items()}
-    found = list(statements.faults_of_runs(runs, asked))
-    found += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
-    found += statements.faults_of_waivers(runs.values(), waivers, checks())
-    return [each for own, _ in by_file.values() for each in own], found
+def _judged(runs: Mapping[str, Run], profile: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
+    """Return records, by their files' names, with their cells, and what is wrong that no kernel has to be run for."""
+    by_file = {name: judged(run, profile) for name, run in runs.items()}
+    faults = list(statements.faults_of_runs(runs, profile))
+    faults += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
+    faults += statements.faults_of_waivers(runs.values(), waivers, checks())
+    return [each for own, _ in by_file.values() for each in own], faults
 
 
-def _complete(known: Sequence[Judged], runs: Sequence[Run], asked: Profile) -> str:
-    """The command that makes a complete record of what some runs were pointed at."""
-    where = known[0].settings.matrix if known else ("tests/matrix",)
+def _complete(records: Sequence[Judged], runs: Sequence[Run], profile: Profile) -> str:
+    """Return the command that makes a complete record of what some runs were given."""
+    where = records[0].settings.matrix if records else ("tests/matrix",)
     backends = ",".join(sorted({record.backend for run in runs for record in run.records}))
     words = ["--backend", backends] if backends else []
     for name in ("kernel", "declare", "plan"):
         given = dict.fromkeys(value for run in runs for value in str(run.options.get(name) or "").split())
         words += [word for value in given for word in (f"--{name}", value)]
-    words += ["--seed", str(asked.seed), "--heads", str(asked.heads), "--budget", NO_BUDGET]
+    words += ["--seed", str(profile.seed), "--heads", str(profile.heads), "--budget", NO_BUDGET]
     words += ["--save", "run"]
     return f"a complete record: {shlex.join(['pytest', '-n', 'auto', *where, *words])}"
 
 
 def _problems(
-    folder: Path, statement: Statement, asked: Profile, size: int | None, seed: int
+    folder: Path, statement: Statement, profile: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with a statement; if nothing is, what was checked and what nobody can check."""
-    if statement.profile != asked.name:
-        return [f"{FILE}: of profile {statement.profile}, not of {asked.name}"], []
-    if statement.profile_hash != asked.hash:
-        told = f"of this tiebreak is {asked.hash[:16]}: verify with the release that it was made with"
-        return [f"{FILE}: of profile {asked.name}, {statement.profile_hash[:16]}; profile {asked.name} {told}"], []
+    """Return the faults of a statement; if there is none, what was checked and what can't be."""
+    if statement.profile != profile.name:
+        return [f"{FILE}: of profile {statement.profile}, not of {profile.name}"], []
+    if statement.profile_hash != profile.hash:
+        told = f"of this tiebreak is {profile.hash[:16]}: verify with the release that it was made with"
+        return [f"{FILE}: of profile {profile.name}, {statement.profile_hash[:16]}; profile {profile.name} {told}"], []
     here = {path.name: path for path in folder.iterdir()}
     there = {name: path.read_bytes() for name, path in here.items() if path.is_file() and not path.is_symlink()}
-    found = [f"{name}: a link, or no regular file" for name in sorted(here.keys() - there.keys())]
-    found += _file_faults(statement, there)
+    faults = [f"{name}: a link, or no regular file" for name in sorted(here.keys() - there.keys())]
+    faults += _file_faults(statement, there)
     runs: dict[str, Run] = {}
     for name in [file.name for file in statement.files if _RECORDS.fullmatch(file.name) and file.name in there]:
         try:
             runs[name] = store.decoded(there[name], folder / name, Run)
         except store.UnreadableRecordsError as error:
-            found.append(str(error))
+            faults.append(str(error))
     if len(runs) < len(statement.files) or not runs:
-        return found or [f"{FILE}: files: none"], []
-    summary = statements.summary(statement, list(runs.values()), asked).encode()
-    found += [f"{SUMMARY}: not what the records come to"] if there.get(SUMMARY, summary) != summary else []
-    in_records, checked = problems_of_records(runs, statement.waivers, asked, size, seed)
-    return found + in_records, checked
+        return faults or [f"{FILE}: files: none"], []
+    summary = statements.summary(statement, list(runs.values()), profile).encode()
+    faults += [f"{SUMMARY}: not what the records come to"] if there.get(SUMMARY, summary) != summary else []
+    in_records, checked = problems_of_records(runs, statement.waivers, profile, size, seed)
+    return faults + in_records, checked
 
 
 def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[str]:
@@ -172,37 +173,37 @@ def _file_faults(statement: Statement, there: Mapping[str, bytes]) -> Iterator[s
 
 
 def problems_of_records(
-    runs: Mapping[str, Run], waivers: Sequence[Expected], asked: Profile, size: int | None, seed: int
+    runs: Mapping[str, Run], waivers: Sequence[Expected], profile: Profile, size: int | None, seed: int
 ) -> tuple[list[str], list[str]]:
-    """Say what is wrong with the records of a statement; if nothing is, what was checked and what nobody can check.
+    """Return the faults of a statement's records; if there is none, what was checked and what can't be.
 
-    Of `size` records, or as many as the profile asks for, the emulation recomputes the numbers; which, the seed says.
+    The emulation recomputes the numbers of `size` records, or of as many as the profile asks for, chosen by `seed`.
     """
-    known, found = _judged(runs, asked, waivers)
+    records, faults = _judged(runs, profile, waivers)
     failed = [record for record in statements.waived(runs.values(), waivers) if record.fails]
-    found += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in failed]
-    needed = asked.recomputed if statements.asked_of_suite(runs.values(), asked) else 0
-    chosen = sample(known, asked.recomputed if size is None else size, seed)
+    faults += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in failed]
+    needed = profile.recomputed if statements.asked_of_suite(runs.values(), profile) else 0
+    chosen = sample(records, profile.recomputed if size is None else size, seed)
     if len(chosen) < needed:
-        found.append(f"{counted(len(chosen), 'cell')} recomputed; profile {asked.name} asks for {needed}")
-    if not found:  # what contradicts itself is not worth the time
-        bench = Workbench(Settings(asked.seed, asked.heads))
-        found = [f"{each.record.id}: {text}" for each in chosen for text in recomputed(each, bench)]
-    return found, [] if found else list(_checked_lines(known, chosen, asked))
+        faults.append(f"{counted(len(chosen), 'cell')} recomputed; profile {profile.name} asks for {needed}")
+    if not faults:  # what contradicts itself is not worth the time
+        bench = Workbench(Settings(profile.seed, profile.heads))
+        faults = [f"{each.record.id}: {text}" for each in chosen for text in recomputed(each, bench)]
+    return faults, [] if faults else list(_checked_lines(records, chosen, profile))
 
 
-def _checked_lines(known: Sequence[Judged], chosen: Sequence[Judged], asked: Profile) -> Iterator[str]:
-    """What was checked of a statement that holds, and what nobody can check without its device."""
-    able, own = sum(each.recomputable for each in known), sum(each.cell.backend.predicts for each in chosen)
+def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile: Profile) -> Iterator[str]:
+    """Yield the checks of a correct statement, and those that need its device."""
+    able, own = sum(each.is_recomputable for each in records), sum(each.cell.backend.predicts for each in chosen)
     yield (
-        f"verified: profile {asked.name}, {counted(len(known), 'cell')}: digests, cells, commands, verdicts, answers,"
-        f" outcomes, waivers; of {able} cells that the emulation can tell of {len(chosen)} recomputed ({own} its own,"
-        f" {len(chosen) - own} predictions of a device's)"
+        f"verified: profile {profile.name}, {counted(len(records), 'cell')}: digests, cells, commands, verdicts,"
+        f" answers, outcomes, waivers; of {able} cells that the emulation can tell of {len(chosen)} recomputed"
+        f" ({own} its own, {len(chosen) - own} predictions of a device's)"
     )
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
     yield f"NOT checked, as it is stated: {_STATED}"
-    skipped = [each for each in known if each.record.outcome == SKIPPED]
-    unknown = [each for each in known if not each.recomputable and each.record.outcome != SKIPPED]
+    skipped = [each for each in records if each.record.outcome == SKIPPED]
+    unknown = [each for each in records if not each.is_recomputable and each.record.outcome != SKIPPED]
     for cells, what in (
         (unknown, "the numbers of {}, which no emulation computes: training runs, and the kernels {}"),
         (skipped, "why {} skipped: of the kernels {}"),

@@ -24,12 +24,12 @@ def _absent(*_: object) -> NoReturn:
     raise NotImplementedError("a kernel that is not here")
 
 
-ABSENT = Kernel("", _absent, None)  # stands in for a user's, or another machine's
+ABSENT = Kernel("", _absent, None)  # replaces a user's, or another machine's
 
 
 @dataclass(frozen=True)
 class Selector:
-    """What a profile asks for. An experiment is in it by a tag that both name: a new kind is in none."""
+    """The cells that a profile requires. An experiment is in it by a tag that both name: a new kind is in none."""
 
     about: str  # one line
     tags: frozenset[str]  # of the experiments that are in it: one of these is enough
@@ -50,14 +50,14 @@ PROFILES: Mapping[str, Selector] = {
 
 @cache
 def profile(name: str) -> Profile:
-    """The profile of that name: of kernels that are not the suite's, the cases of one with a backward pass."""
+    """Return the profile of that name: for users' kernels, the cases of one with a backward pass."""
     asks, settings = PROFILES[name], Settings()
     offered = [experiment for kind in kinds().values() for experiment in kind.offered(None, cases_named=False)]
     experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
     users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
-    own = (name for name in BACKENDS if BACKENDS.origin(name) == "tiebreak")
-    suites = {name: BACKENDS[name] for name in own}  # the same wherever it is asked for
+    cases = (name for name in BACKENDS if BACKENDS.origin(name) == "tiebreak")
+    suites = {name: BACKENDS[name] for name in cases}  # the same wherever it is asked for
     suites[PREFIX[:-1]] = torch_device(PREFIX)  # each torch:DEVICE has the same
     return Profile(
         name,
@@ -67,7 +67,7 @@ def profile(name: str) -> Profile:
         settings.heads,
         {experiment.name: experiment.version for experiment in experiments},
         {name: _suite_cases(backend, experiments, asks.kernels) for name, backend in suites.items()},
-        {kind: tuple(each.name for _, each in own) for kind, own in grouped(inputs, lambda pair: pair[0]).items()},
+        {kind: tuple(each.name for _, each in cases) for kind, cases in grouped(inputs, lambda pair: pair[0]).items()},
         tuple(each.name for _, each in inputs if each.pairs(users)),
         asks.ran,
         asks.recomputed,
@@ -77,9 +77,9 @@ def profile(name: str) -> Profile:
 def _suite_cases(
     backend: Backend, experiments: Sequence[Experiment], kernels: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """The suite's own kernels of a default run, each with its cases; none where a backend runs its own alone."""
+    """Return the suite's kernels of a default run, each with its cases; none where a backend runs only its own."""
     bare = replace(backend, vendor_kernels=lambda: ())  # which the device alone can list
-    asked = SelectionContext([(bare, kernel) for kernel in bare.kernels()], [bare], BF16)
-    chosen = (cell for cell in cells_of(experiments, asked) if kernels is None or cell.kernel.name in kernels)
+    context = SelectionContext([(bare, kernel) for kernel in bare.kernels()], [bare], BF16)
+    chosen = (cell for cell in cells_of(experiments, context) if kernels is None or cell.kernel.name in kernels)
     cells = grouped(chosen, lambda cell: cell.kernel.name)
-    return {kernel: tuple(cell.experiment.name for cell in own) for kernel, own in cells.items()}
+    return {kernel: tuple(cell.experiment.name for cell in group) for kernel, group in cells.items()}

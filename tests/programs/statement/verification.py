@@ -19,7 +19,7 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, JOINED, Case
 from tiebreak.cases.claims import ROWS_ERR_APART, ROWS_ERR_TOGETHER, predicted
 from tiebreak.cases.errors import Errors, merge
-from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
+from tiebreak.cases.verdicts import LOOKS, BiasVerdict, Interval, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
@@ -28,7 +28,7 @@ from tiebreak.matrix.candidates import tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, Call, shown, where_bias_is
+from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, OneCall, shown, where_bias_is
 from tiebreak.matrix.experiments.training import MEASURED, TrainingRun, training_result
 from tiebreak.matrix.measures import MORE_OF_O, OF_GRADIENTS, OF_O
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
@@ -56,58 +56,58 @@ _WORDS = {True: "passed", False: "failed", None: "undecided"}
 
 @dataclass(frozen=True)
 class Judged:
-    """A record beside the cell that it says it is of."""
+    """A record with the cell that it says it is of."""
 
     record: Record
     cell: Cell
     settings: Settings  # of its run
 
     @property
-    def predicted(self) -> bool:
-        """Whether it is of a call on a device, held to what its plan predicts."""
+    def is_predicted(self) -> bool:
+        """True if it is of a call on a device that is compared with its plan's prediction."""
         call, declared = self.cell.experiment, self.cell.kernel.declaration
-        if not isinstance(call, Call) or declared is None:
+        if not isinstance(call, OneCall) or declared is None:
             return False
         return not (self.cell.backend.predicts or call.case.cancels or call.case.chaotic)
 
     @property
-    def recomputable(self) -> bool:
-        """Whether the emulation can tell of its numbers: it is of a call of a kernel of the suite, with a result."""
-        emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, Call)
-        return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.predicted)
+    def is_recomputable(self) -> bool:
+        """True if the emulation can check its numbers: a call of a kernel of the suite, with a result."""
+        emulated = self.cell.backend.predicts and isinstance(self.cell.experiment, OneCall)
+        return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.is_predicted)
 
 
-def judged(run: Run, asked: Profile) -> tuple[list[Judged], list[str]]:
+def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
-    settings, kernels = _settings(run, asked), dict[tuple[str, str], Kernel]()
-    known, found = list[Judged](), list[str]()
+    settings, kernels = _settings(run, profile), dict[tuple[str, str], Kernel]()
+    cells, faults = list[Judged](), list[str]()
     for record in run.records:
         try:
-            known.append(Judged(record, _cell(record, run, kernels), settings))
+            cells.append(Judged(record, _cell(record, run, kernels), settings))
         except ValueError as error:
-            found.append(f"{record.id}: {error}")
-    found += _run_faults(run, known)
-    return known, found + [f"{each.record.id}: {text}" for each in known for text in _record_faults(each, run)]
+            faults.append(f"{record.id}: {error}")
+    faults += _run_faults(run, cells)
+    return cells, faults + [f"{each.record.id}: {text}" for each in cells for text in _record_faults(each, run)]
 
 
-def _settings(run: Run, asked: Profile) -> Settings:
-    """What the command line of a run said of every cell."""
+def _settings(run: Run, profile: Profile) -> Settings:
+    """Return the command-line settings that all cells of a run share."""
     words = run.records[0].command.split() if run.records else []
     where = words[1 : words.index("--backend")] if "--backend" in words else []
     fair, rounded = bool(run.options.get("fair")), run.options.get("no-worse-than") == "rounded"
     timeout = str(run.options.get("cell-timeout") or "")
     seconds = float(timeout) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", timeout) else None
-    return Settings(asked.seed, asked.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
+    return Settings(profile.seed, profile.heads, fair, rounded, "--rules" in words, seconds, tuple(where))
 
 
 def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> Cell:
-    """The cell of a record, or ValueError; `kernels` are those of the run so far, as their first records declare."""
+    """Return the cell of a record, or ValueError; `kernels` are those of the run so far, as first declared."""
     formats = {fmt.name: fmt for fmt in TORCH_DTYPES}
     of_torch = {record.backend: torch_device(record.backend)} if record.backend.startswith(PREFIX) else {}
     backends = {**BACKENDS, **of_torch}
-    for field, known in (("backend", backends), ("experiment", kinds()), ("format", formats)):
-        if (said := getattr(record, field)) not in known:
-            raise ValueError(f"{field}: {said}: the suite has no such {field}")
+    for field, cells in (("backend", backends), ("experiment", kinds()), ("format", formats)):
+        if (value := getattr(record, field)) not in cells:
+            raise ValueError(f"{field}: {value}: the suite has no such {field}")
     name, *features = record.case.split(JOINED)
     experiment = _offered(record.experiment).get(name)
     if experiment is not None and features:
@@ -127,8 +127,8 @@ def _offered(kind: str) -> Mapping[str, Experiment]:
 
 
 def _kernel(record: Record, backend: Backend) -> Kernel:
-    """Return the kernel of a record; a user's, or another machine's, is stood in for by what it declares."""
-    words, own = record.command.split(), ABSENT
+    """Return the kernel of a record; a user's, or another machine's, is replaced by its declaration."""
+    words, stand_in = record.command.split(), ABSENT
     origin: Sequence[str] = ()
     if is_users(record):
         begins = words.index("--kernel")
@@ -136,51 +136,51 @@ def _kernel(record: Record, backend: Backend) -> Kernel:
         origin = words[begins:ends]
     else:
         with suppress(ValueError):
-            own = kinds()[record.experiment].kernels(backend).get(record.kernel) or backend.kernel(record.kernel)
-    if own.composed:
-        return own
-    declared = own.declaration
+            stand_in = kinds()[record.experiment].kernels(backend).get(record.kernel) or backend.kernel(record.kernel)
+    if stand_in.composed:
+        return stand_in
+    declared = stand_in.declaration
     if record.plan != (declared and declared.label):  # as a vendor's may on another processor
         declared = None if record.plan is None else parse_declaration(record.plan)
-    return replace(own, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
+    return replace(stand_in, name=record.kernel, declaration=declared, external=bool(origin), origin=tuple(origin))
 
 
-def _run_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
-    """Yield what a run says of itself, and neither its records nor the suite do."""
-    where = known[0].settings.matrix if known else _INSTALLED
+def _run_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
+    """Yield statements of a run that neither its records nor the suite support."""
+    where = cells[0].settings.matrix if cells else _INSTALLED
     if where != _INSTALLED and (len(where) != 1 or {*where[0].split("/")} - _CLONE):
         yield f"command: pytest {' '.join(where)}: not where the cells are"
     named, brought = run.options.get("kernel"), any(map(is_users, run.records))
     if bool(named) is not brought:
         yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
-    for backend in {each.cell.backend.name: each.cell.backend for each in known}.values():
+    for backend in {each.cell.backend.name: each.cell.backend for each in cells}.values():
         either = {BITS_OF_INSTRUCTIONS: backend.bits}  # which of them, the processor tells
-        said, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
-        if said != ours:
-            yield f"platform.evidence.{backend.name}: {said}, and the suite says {ours}"
+        in_record, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
+        if in_record != ours:
+            yield f"platform.evidence.{backend.name}: {in_record}, and the suite says {ours}"
     try:
         refuse_wrong(stated(run.options))
     except UsageError as error:
         yield f"options: {error}"
-    if len(known) == len(run.records):  # else it can't be described
-        own = described(run, {each.record.id: each.cell for each in known})
+    if len(cells) == len(run.records):  # else it can't be described
+        expected = described(run, {each.record.id: each.cell for each in cells})
         for table in ("measures", "checks", "cases", "experiments", "explanations", "plans"):
-            ours, theirs = getattr(own, table), getattr(run, table)
+            ours, theirs = getattr(expected, table), getattr(run, table)
             for name in sorted(ours.keys() | theirs.keys()):
                 if ours.get(name) != theirs.get(name):
                     yield f"{table}.{name}: not as the suite describes it"
-        yield from _narrowing_faults(run, known)
+        yield from _narrowing_faults(run, cells)
 
 
-def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
-    """Yield what a run was narrowed by, and neither its options nor, where pytest's own left cells out, its cells."""
+def _narrowing_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
+    """Yield narrowings of a run that its options, or the cells that pytest's own leave, do not explain."""
     of_pytest = [frozenset(each.names) for each in run.narrowing if each.field == "id"]
     if of_pytest not in ([], [frozenset(record.id for record in run.records)]):
         yield "narrowing: its cells are not those of the records"
-    own = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in known], ())}
-    said = {each.field: each for each in run.narrowing if each.field != "id"}
-    for field in sorted(own.keys() | said.keys()):
-        ours, theirs = own.get(field), said.get(field)
+    implied = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in cells], ())}
+    in_file = {each.field: each for each in run.narrowing if each.field != "id"}
+    for field in sorted(implied.keys() | in_file.keys()):
+        ours, theirs = implied.get(field), in_file.get(field)
         if ours is None or theirs is None or ours.given != theirs.given:
             yield f"narrowing: {field}: not what the options come to"
         elif extra := {*theirs.names} - {*ours.names} if not of_pytest else {*ours.names} - {*theirs.names}:
@@ -188,7 +188,7 @@ def _narrowing_faults(run: Run, known: Sequence[Judged]) -> Iterator[str]:
 
 
 def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
-    """Yield what a record says, and neither its cell nor its own numbers do."""
+    """Yield statements of a record that neither its cell nor its own numbers support."""
     record, cell, settings = judged.record, judged.cell, judged.settings
     blank = blank_record(cell, settings, record.outcome)
     for name in _IDENTITY:
@@ -197,7 +197,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
     yield from contradictions(record, run)
     if record.excused is not None and all(answer.passed for answer in record.answers.values()):
         yield "excused: and nothing failed"
-    answered = isinstance(cell.experiment, Call | TrainingRun)  # of other kinds running it alone tells
+    answered = isinstance(cell.experiment, OneCall | TrainingRun)  # of other kinds running it alone tells
     if record.outcome == SKIPPED and cell.kernel.composed and answered:
         here = replace(cell, backend=replace(cell.backend, device="cpu"))
         if cell.experiment.refusal(here, Workbench(Settings(settings.seed, HEADS_PER_BATCH))) != record.skipped:
@@ -206,7 +206,7 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
         return
     if record.digest is None and answered:
         yield "digest: missing"
-    if isinstance(cell.experiment, Call):
+    if isinstance(cell.experiment, OneCall):
         yield from _number_faults(judged, cell.experiment.case)
         yield from _answer_faults(record, _call_result(judged, cell.experiment.case))
     elif isinstance(cell.experiment, TrainingRun):
@@ -216,60 +216,60 @@ def _record_faults(judged: Judged, run: Run) -> Iterator[str]:
 
 
 def _number_faults(judged: Judged, case: Case) -> Iterator[str]:
-    """Yield where the numbers of a call do not go together."""
+    """Yield where the numbers of a call contradict each other."""
     record, fmt = judged.record, judged.cell.fmt
-    needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.predicted else frozenset())
+    needed = _OF_EVERY_CALL | (_OF_PREDICTION if judged.is_predicted else frozenset())
     yield from (f"measures.{name}: missing" for name in sorted(needed - record.measures.keys()))
-    drawn = [_at_once(case, judged.settings) << look for look in range(LOOKS)]
+    drawn = [_heads_at_once(case, judged.settings) << look for look in range(LOOKS)]
     if record.heads not in drawn:
         yield f"heads: {record.heads}, and a cell draws {', '.join(map(str, drawn))}"
     elif record.number("elements") != record.heads * _elements(case, fmt):
         yield f"measures.elements: {record.number('elements')}, and {record.heads} heads have others"
     bias, foretold, apart = (_number(record, name) for name in ("bias", "predicted_bias", "prediction_difference"))
-    if judged.predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
+    if judged.is_predicted and not record.number(NONFINITE) and abs(bias - foretold - apart) > _NOISE:
         yield "measures: bias less predicted_bias is not prediction_difference"
 
 
-def _at_once(case: Case, settings: Settings) -> int:
-    """How many heads a cell draws at once."""
+def _heads_at_once(case: Case, settings: Settings) -> int:
+    """Return how many heads a cell draws at once."""
     return settings.heads if case.most_heads is None else min(settings.heads, case.most_heads)
 
 
 @cache
 def _elements(case: Case, fmt: Format) -> int:
-    """How many elements of O a head has."""
+    """Return how many elements of O a head has."""
     return math.prod(case.make(1, 0, HEADS_PER_BATCH, fmt).do.shape[2:])
 
 
 def _answer_faults(record: Record, result: Result) -> Iterator[str]:
-    """Yield where a record is not what its own numbers come to."""
+    """Yield where a record is not what its numbers imply."""
     for name in ("verdict", "tied", "in_training", "shown", "heads"):
         if getattr(record, name) != getattr(result, name):
             yield f"{name}: {getattr(record, name)}, and its measures come to {getattr(result, name)}"
     answers = ask_all(result)
     yield from (f"answers.{name}: asked, and such a cell is not" for name in record.answers if name not in answers)
     for name, answer in answers.items():
-        told = record.answers.get(name)
-        if told is None:
+        given = record.answers.get(name)
+        if given is None:
             yield f"answers.{name}: not asked, and such a cell is: {answer.why or answer.asked}"
-        elif told.passed is not answer.passed:
-            yield f"answers.{name}: {_WORDS[told.passed]}, and its measures say {_WORDS[answer.passed]}"
-        elif (told.asked, told.source) != (answer.asked, answer.source) and name != ACCURACY:
-            yield f"answers.{name}: asks for {told.asked}, and such a cell for {answer.asked}"
+        elif given.passed is not answer.passed:
+            yield f"answers.{name}: {_WORDS[given.passed]}, and its measures say {_WORDS[answer.passed]}"
+        elif (given.asked, given.source) != (answer.asked, answer.source) and name != ACCURACY:
+            yield f"answers.{name}: asks for {given.asked}, and such a cell for {answer.asked}"
 
 
 def _call_result(judged: Judged, case: Case) -> Result:
-    """What the measures of a call come to; what its device alone can tell is as the record has it."""
+    """Return the result that a call's measures imply; what only its device shows is as in the record."""
     record, cell, declared = judged.record, judged.cell, judged.cell.kernel.declaration
     measures = {name: _interval(it) if isinstance(it, Estimate) else _number(record, name)
                 for name, it in record.measures.items()}  # fmt: skip
     nonfinite, bias = record.number(NONFINITE) or 0.0, _interval(record.measures.get("bias"))
-    verdict = None if case.cancels else (Verdict.NONFINITE if nonfinite else judge(bias)).value
+    verdict = None if case.cancels else (BiasVerdict.NONFINITE if nonfinite else judge(bias)).value
     tied, in_training = where_bias_is(verdict, measures, case.formats(cell.fmt).output)
     backward = record.answers.get(GRADIENTS)
     raised = backward is not None and backward.passed is False and "gradients_nonfinite" not in measures
     prediction = None
-    if judged.predicted and declared is not None:  # how many elements of it are lost is not recorded
+    if judged.is_predicted and declared is not None:  # how many elements of it are lost is not recorded
         apart = _interval(record.measures.get("prediction_difference"))
         prediction = Predicted(declared.label, record.passed(PREDICTION) if nonfinite else predicted(apart), "")
     return Result(
@@ -289,19 +289,19 @@ def _call_result(judged: Judged, case: Case) -> Result:
 
 
 def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
-    """What a case claims of a kernel. Which tiles a user's works in, which may decide that, a record does not tell."""
-    record, kernel, told = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
+    """Yield a case's claims about a kernel. A record does not tell a user's tiles, which may decide them."""
+    record, kernel, answer = judged.record, judged.cell.kernel, judged.record.answers.get(CLAIM)
     tiled = tilings(kernel.declaration) if kernel.declaration is not None and kernel.external else [kernel.declaration]
     claims = [claim for each in tiled if (claim := case.claim_about(each, judged.cell.fmt)) is not None]
     of_users = kernel.external and case.failure
     if of_users and judged.settings.fair:
         claims = [FAIR_CLAIM]
     elif kernel.external and kernel.declaration is not None:
-        asked = told.asked.removesuffix(f", {NO_WORSE[0]}") if told is not None else ""
-        claims = [claim for claim in claims if claim.expectation.name == asked]
+        wording = answer.asked.removesuffix(f", {NO_WORSE[0]}") if answer is not None else ""
+        claims = [claim for claim in claims if claim.expectation.name == wording]
     for claim in claims[:1]:
         expectation = claim.expectation
-        # Of rows a record has the means alone, without their interval.
+        # A record has only the means of rows, without their interval.
         rows = expectation in (ROWS_ERR_TOGETHER, ROWS_ERR_APART)
         passed = record.passed(CLAIM) if rows else expectation.passed(_errors(record))
         yield Claimed(expectation.name, claim.source, passed, "", expectation.waives)
@@ -312,9 +312,9 @@ def _claims(judged: Judged, case: Case) -> Iterator[Claimed]:
 
 
 def _errors(record: Record) -> Errors:
-    """What claims ask of errors, from the numbers of a record; NaN where it has none."""
+    """Return the errors that claims need, from the numbers of a record; NaN where it has none."""
     numbers = {each.name: _number(record, each.name) for each in fields(Errors)}
-    # Of the sizes claims ask for their ratio, and whether that of O is 0.
+    # Claims need the ratio of the sizes, and whether that of O is 0.
     numbers |= dict.fromkeys(("gain", "output_size"), _number(record, "gain"))
     return cast(Errors, SimpleNamespace(**numbers, bias=_interval(record.measures.get("bias"))))
 
@@ -329,17 +329,17 @@ def _interval(value: Value) -> Interval:
     return Interval(math.nan if mean is None else mean, math.inf if width is None else width)
 
 
-def sample(known: Iterable[Judged], size: int, seed: int) -> list[Judged]:
-    """Draw so many of the records that the emulation can tell of, or all, case by case; another seed draws others."""
-    able = sorted((each for each in known if each.recomputable), key=lambda each: each.record.id)
+def sample(cells: Iterable[Judged], size: int, seed: int) -> list[Judged]:
+    """Draw as many records that the emulation can check, or all, case by case; another seed draws others."""
+    able = sorted((each for each in cells if each.is_recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
 
 
 def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
-    """Run the cell of a record that is `recomputable` again on the emulation; yield where that comes to something else.
+    """Run the cell of a recomputable record again on the emulation; yield where the result differs.
 
-    Of a device's cell it comes to what the plan predicts; where all bits are equal, to all that was measured of O.
+    For a device's cell this gives the plan's prediction; where all bits are equal, all measures of O.
     """
     record, cell = judged.record, replace(judged.cell, backend=EMULATION)
     if judged.cell.backend.predicts:
@@ -348,25 +348,25 @@ def recomputed(judged: Judged, bench: Workbench) -> Iterator[str]:
             more = getattr(record, part).keys() - getattr(again, part).keys() - _SAID[judged.settings.rules]
             yield from (f"{part}.{name}: recomputed, there is none" for name in sorted(more))
     else:
-        told: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
+        measures: dict[str, Value] = {"predicted_bias": _predicted_bias(judged, bench)}
         again = record
         if record.number("equal_bits") == 1.0:
             again = run_cell(cell, bench)
-            told |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
+            measures |= {name: value for name, value in again.measures.items() if name not in _OF_GRADIENTS}
         of_o = {name: getattr(again, name) for name in ("digest", "heads", "verdict", "shown")}
         drawn = {name: again.evidence.get(name, value) for name, value in record.evidence.items()}
-        again = structs.replace(record, measures=told, evidence=drawn, **of_o)
-        record = structs.replace(record, measures={name: record.measures.get(name) for name in told})
+        again = structs.replace(record, measures=measures, evidence=drawn, **of_o)
+        record = structs.replace(record, measures={name: record.measures.get(name) for name in measures})
     for at, ours, theirs in differing(again, record):
         yield f"{at[1:]}: {theirs}, recomputed {ours}"
 
 
 def _predicted_bias(judged: Judged, bench: Workbench) -> Estimate:
-    """The bias of the plan that a kernel declares, on the heads that its cell has drawn."""
+    """Return the bias of the plan that a kernel declares, on the heads that its cell has drawn."""
     call, declared = judged.cell.experiment, judged.cell.kernel.declaration
-    assert isinstance(call, Call)
+    assert isinstance(call, OneCall)
     assert declared is not None
-    batches = judged.record.heads // _at_once(call.case, bench.settings)
+    batches = judged.record.heads // _heads_at_once(call.case, bench.settings)
     case = bench.case(call.case, judged.cell.fmt)
     bias = merge([case.emulated(index, declared)[1] for index in range(batches)]).bias
     return Estimate.of(bias.mean, bias.half_width)
