@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, Backend
+from tiebreak.cases.case import OWN
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -92,7 +93,7 @@ def _row(
 ) -> Defect:
     """A defect of a user's kernel: what is put in the place of some steps of its twin, or of its constants."""
     make = partial(users, partial(SOUND[twin], **switches), **(options or {}))
-    return Defect(name, wrong, _GITHUB + bug, twin, make, *caught, heads, slip, fmt=fmt)
+    return Defect(name, wrong, _GITHUB + bug if bug else OWN, twin, make, *caught, heads, slip, fmt=fmt)
 
 
 def _plan_row(
@@ -326,6 +327,64 @@ def _fast_in_vectors(sound: Switch, s: Tensor, m: Tensor) -> Tensor:
     if s.shape[-1] > 1:
         p[..., : s.shape[-1] // _VECTOR * _VECTOR] *= _FAST_AT_0
     return p
+
+
+def _merged_by_another_scale(sound: Switch, parts: list[Sums], request: Request) -> Any:
+    factor = 1.0 / (request.factor * math.sqrt(request.q.shape[-1]))
+    return sound([replace(part, m=part.m * factor) for part in parts], request)
+
+
+def _without(gradients: tuple[Tensor, ...], at: int, columns: int) -> tuple[Tensor, ...]:
+    return tuple(
+        x.clone().index_fill_(-1, torch.arange(x.shape[-1])[columns:], 0.0) if index == at and columns else x
+        for index, x in enumerate(gradients)
+    )
+
+
+def _one_tile_late(sound: Switch, request: Request) -> Any:
+    first = request.keys - request.queries - request.window_size[0] if request.window_size[0] >= 0 else 0
+    tiles = [tile for tile in sound(request) if tile.stop > first]
+    return tiles[1:] if len(tiles) < len(sound(request)) and len(tiles) > 1 else sound(request)
+
+
+def _going_round(sound: Switch, request: Request) -> Tensor | None:
+    hidden: Tensor | None = sound(request)
+    return None if hidden is None else hidden[..., torch.arange(request.keys) % 512]
+
+
+def _bias_of_the_first(request: Request) -> Tensor | None:
+    bias = request.attn_bias
+    return bias if bias is None or bias.shape[1] > 1 else bias[:1]
+
+
+def _without_empty_rows(sound: Switch, request: Request) -> list[tuple[slice, slice]]:
+    pairs: list[tuple[slice, slice]] = sound(request)
+    rows = [rows for rows, _ in pairs if rows.stop > rows.start]
+    return list(zip(rows, (keys for _, keys in pairs), strict=False))
+
+
+def _of_small_pages(request: Request) -> Tensor:
+    if request.block_table is None or request.v.shape[2] <= 128:
+        return request.v
+    return request.v.clone().index_fill_(2, torch.arange(128, request.v.shape[2]), 0.0)
+
+
+def _capped_by_exponentials(s: Tensor, request: Request) -> Tensor:
+    if not request.softcap:
+        return s
+    power = torch.exp(2.0 * s / request.softcap)
+    return request.softcap * (power - 1.0) / (power + 1.0)
+
+
+def _causal_of_all_rows(sound: Switch, request: Request) -> Tensor | None:
+    if request.cu_seqlens_q is None or not request.causal:
+        hidden: Tensor | None = sound(request)
+        return hidden
+    every, own = (
+        sound(replace(request, **change))
+        for change in ({"cu_seqlens_q": None, "cu_seqlens_k": None}, {"causal": False})
+    )
+    return torch.as_tensor(every) | torch.as_tensor(own)
 
 
 def _small_tiles(sound: Switch, request: Request) -> list[slice]:
@@ -574,6 +633,52 @@ _OF_USERS = (
          ("other_parameters", "usage"), prepared=_kept("scale")),
     _row("workspace_left", "what a larger call has left in a workspace is added", "NVIDIA/TensorRT-LLM/pull/18754",
          ("after_a_larger_call", "usage"), sums=_left_over),
+    # Shapes with a path of their own.
+    _row("merged_by_another_scale", "parts are merged by maxima that are scaled by 1 / sqrt(d), whatever the scale",
+         "NVIDIA/TensorRT-LLM/issues/19112", ("shapes", "usage"), twin="split", combined=_merged_by_another_scale),
+    _row("sink_in_each_part", "every part of the keys adds the sink", "ROCm/rocm-libraries/issues/12227",
+         ("shapes", "usage"), twin="split",
+         sums_of=lambda sound, request, tiles: Attention().with_sink(sound(request, tiles), request)),
+    _row("last_part_of_a_batch", "the last part of the keys is left out where a batch has more than one entry",
+         "sgl-project/sglang/issues/22688", ("shapes", "usage"),
+         tiles=lambda sound, request: sound(request)[: None if len(request.q) == 1 or request.keys < 300 else -1]),
+    _row("wide_heads_unscaled", "the scale is that of the head dimension up to 128",
+         "Dao-AILab/flash-attention/issues/2667", ("shapes", "usage"),
+         product=lambda sound, request, keys: sound(request, keys) * max(1.0, request.q.shape[-1] / 128) ** 0.5),
+    _row("columns_of_v_in_fours", "dV has 64 columns at a time, and the rest is left out",
+         "Dao-AILab/flash-attention/issues/2896", ("head_dimensions", "usage"),
+         gradients=lambda sound, request, do, o: _without(sound(request, do, o), 2, request.v.shape[-1] // 64 * 64)),
+    _row("padded_dimension", "the scale is that of the next power of two of d",
+         "Dao-AILab/flash-attention/issues/2552", ("head_dimensions", "usage"),
+         product=lambda sound, request, keys: sound(request, keys) * 2 ** (math.log2(request.q.shape[-1]) % -1 / 2)),
+    _row("late_window", "the first tile that a window reaches is left out where it is not the first of all",
+         "vllm-project/tpu-inference/issues/1954", ("late_windows", "usage"), tiles=_one_tile_late),
+    _row("mask_of_512_keys", "the mask goes round after 512 keys", "vllm-project/vllm-ascend/issues/15503",
+         ("long_tables", "usage"), hidden=_going_round),
+    _row("bias_of_the_first", "a bias of one head is that of the first entry of the batch", "",
+         ("broadcast_shapes", "usage"), prepared=_asking(attn_bias=_bias_of_the_first)),
+    _row("empty_sequence_skipped", "sequences without rows are skipped, and not their keys", "",
+         ("empty_sequences", "usage"), sequences=_without_empty_rows),
+    _row("entries_in_16_bits", "entries of the batch are counted in 16 bits", "flashinfer-ai/flashinfer/issues/3125",
+         ("many_entries", "usage"), stored=lambda sound, o, request: sound(o[torch.arange(len(o)) % 65535], request)),
+    _row("backward_of_128_entries", "the backward pass has 128 entries of the batch",
+         "NVIDIA/TransformerEngine/issues/3216", ("many_entries", "usage"),
+         gradients=lambda sound, request, do, o: tuple(
+             x.index_fill(0, torch.arange(len(x))[128:], 0.0) for x in sound(request, do, o))),
+    _row("offsets_in_32_bits", "offsets wrap beyond 2^31 elements", "thu-ml/SageAttention/issues/386",
+         ("far_apart", "usage"), prepared=_asking(
+             v=lambda request: request.v[:1].expand_as(request.v) if request.v.stride(0) >= 2**31 else request.v)),
+    _row("pages_of_128", "keys beyond 128 in a page are not read", "flashinfer-ai/flashinfer/issues/4347",
+         ("page_sizes", "usage"), prepared=_asking(v=_of_small_pages)),
+    _row("tanh_written_out", "tanh is (exp(2x) - 1) / (exp(2x) + 1)", "chrishayuk/larql/issues/237",
+         ("extremes", "usage"), capped=lambda sound, s, request: _capped_by_exponentials(s, request)),
+    _row("maximum_from_minus_100", "the running maximum begins at -100", "pytorch/pytorch/issues/196678",
+         ("extremes", "usage"), first_maximum=-100.0),
+    _row("causal_of_all_rows", "the causal mask is that of all packed rows", "",
+         ("packed_causal", "usage"), hidden=_causal_of_all_rows),
+    _row("wide_views_read_flat", "strides are not looked at where d is 256", "Dao-AILab/flash-attention/issues/2667",
+         ("strided_views", "usage"), prepared=_asking(
+             v=lambda request: read_as_contiguous(request.v) if request.v.shape[-1] > 128 else request.v)),
     # Right in any one call, and changed by what should not matter.
     _row("tile_of_the_longest", "the tile is chosen by the longest sequence of queries in the batch",
          "vllm-project/vllm/issues/51902", ("invariance[batch]", "invariance"), twin="batch_invariant",

@@ -9,7 +9,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import split_words
 from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
-from tiebreak.matrix.questions import comparison, invariance, usage
+from tiebreak.matrix.questions import comparison, invariance, shapes, usage
 from tiebreak.matrix.questions.comparison import WithinError, WithoutBias
 from tiebreak.matrix.questions.session import Question, Session
 from tiebreak.matrix.result import Result
@@ -80,7 +80,7 @@ USAGE = Kind(
         "of the log-sum-exp its largest error in fp32 ulps, and its base;"
         " of hidden NaN the share of O or a gradient lost.",
     ),
-    experiments=tuple(map(_Usage, usage.QUESTIONS)),
+    experiments=tuple(map(_Usage, (*usage.QUESTIONS, *shapes.QUESTIONS))),
     measured=comparison.WITHIN_ERROR,
     advice=f"{usage.QUESTIONS[0].name} and its like are asked of users' kernels, which --kernel names, and of a"
     " device's own where --cases names the question",

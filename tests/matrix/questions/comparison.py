@@ -181,6 +181,7 @@ class WithinError:
     measures: dict[str, float] = field(default_factory=dict)  # that a question takes itself, in place of differences
     unit: str = ""  # behind the first of them in tables
     settled: bool = True  # a few heads always tell
+    where: str = ""  # what the comparisons that failed have in common; empty: not known
 
     def compare(
         self,
@@ -223,7 +224,8 @@ class WithinError:
         }
         name, why = next(iter(measures)), [text for text in self.requirements.values() if text]
         more = f"; and {len(why) - 1} more" if len(why) > 1 else ""
-        answer = Answer(not why, "; ".join(self.requirements), f"{why[0]}{more}" if why else "")
+        where = f"wrong where {self.where}: " if self.where else ""
+        answer = Answer(not why, "; ".join(self.requirements), f"{where}{why[0]}{more}" if why else "")
         return Result(
             measures=measures,
             shown=Shown.of(name, measures[name], self.unit, spec=".2g"),

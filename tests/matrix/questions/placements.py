@@ -46,6 +46,18 @@ def before_nan(x: Tensor) -> Tensor:
     return buffer[: x.numel()].view(x.shape)
 
 
+def far_apart(x: Tensor) -> Tensor:
+    """Return `x` with its last entry of the batch 2^31 elements behind the one before, in memory that is mapped lazily.
+
+    Raises:
+        RuntimeError: the system promises no such amount of memory.
+    """
+    stride = (2**31, *x[0].contiguous().stride())
+    view = x.new_empty(2**31 * (len(x) - 1) + x[0].numel()).as_strided(x.shape, stride)
+    view.copy_(x)
+    return view
+
+
 def misaligned(x: Tensor) -> Tensor:
     """Return `x` contiguous, one element after an address that a wide load can start at."""
     buffer = x.new_empty(x.numel() + 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from operator import itemgetter
 from typing import Any
 
@@ -31,6 +31,7 @@ _HIDDEN = 12  # keys at the end that padding hides
 _SIZES = (1, 2, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)  # rows and keys, at which kernels take another path
 _LONG = (9_001, 40_009)  # keys: so many beyond 2^13 and 2^15 that their loss shows
 _FEW_ROWS = 3
+_WIDE = 256  # a head dimension that may have a path of its own
 _SEQUENCE = 128  # rows of a call with parameters, or after a larger one
 _PLAIN = 2  # the index of numbers that have no parameter, behind those of the two that do
 UNSAID = frozenset({GROUPED, VALUE_DIM, HIDDEN_NAN, OWN_ENDS})  # what no parameter alone says
@@ -63,9 +64,12 @@ def past_the_end(session: Session, results: WithinError) -> None:
 
 def _compare_views(session: Session, results: WithinError, views: dict[str, Places]) -> None:
     """Compare with arguments that are placed elsewhere; a placement that the kernel refuses has no answer."""
-    inputs, plain = session.inputs(), session.plain
-    for words, places in views.items():
-        results.compare(words, plain, session.answers_with_placement(inputs, places), inputs)
+    inputs = session.draw_small(CallShape(session.multiple(_FEW), session.multiple(_FEW), _WIDE))
+    calls = [("", session.inputs(), session.plain)]
+    if session.takes(inputs):
+        calls.append((f", d = {_WIDE}", inputs, session.answers(inputs)))
+    for (more, inputs, plain), (words, places) in product(calls, views.items()):
+        results.compare(words + more, plain, session.answers_with_placement(inputs, places), inputs)
 
 
 def many_heads(session: Session, results: WithinError) -> None:
@@ -257,10 +261,12 @@ def long_keys(session: Session, results: WithinError) -> None:
 
 def _hold(session: Session, results: WithinError, words: str, inputs: AttentionInputs, gradients: bool = True) -> None:
     if session.takes(inputs):
-        _emulate(session, results, words, inputs, session.place(inputs, gradients=gradients).answers())
+        compare_with_emulation(session, results, words, inputs, session.place(inputs, gradients=gradients).answers())
 
 
-def _emulate(session: Session, results: WithinError, words: str, inputs: AttentionInputs, answer: Answers) -> None:
+def compare_with_emulation(
+    session: Session, results: WithinError, words: str, inputs: AttentionInputs, answer: Answers
+) -> None:
     """Compare an answer with an emulation of the kernel's declared plan; of the least accurate plan if there is none.
 
     The emulation shows how errors grow with the size, the kernel's first call how large they are (`Session.levels`).
@@ -281,7 +287,7 @@ def other_parameters(session: Session, results: WithinError) -> None:
         words = f"a call after one with another {feature.name}"
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):
-                _emulate(session, results, words, inputs, session.answers(inputs))
+                compare_with_emulation(session, results, words, inputs, session.answers(inputs))
 
 
 def after_a_larger_call(session: Session, results: WithinError) -> None:
@@ -290,7 +296,7 @@ def after_a_larger_call(session: Session, results: WithinError) -> None:
     larger = session.draw_small(replace(shape, keys=2 * shape.keys), heads=8)
     if session.takes(larger):
         session.answers(larger)
-        _emulate(session, results, "a call after a larger one", inputs, session.answers(inputs))
+        compare_with_emulation(session, results, "a call after a larger one", inputs, session.answers(inputs))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""The shapes of calls: the smallest inputs of public reports have their right values, and wrong shapes are named."""
+
+from collections.abc import Mapping
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiebreak.backends.backend import EMULATION
+from tiebreak.cases.shapes import ShapedCall, covering, dimensions, reported, separating
+from tiebreak.defects.planted import DEFECTS, on
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import BF16, Formats
+from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.kernel import composed
+from tiebreak.kernels.reference import reference, reference_gradients
+from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.questions.shapes import QUESTIONS
+from tiebreak.matrix.run import run_cell
+from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.studies.power import EXPERIMENTS
+
+pytestmark = pytest.mark.quick
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, **asked: Any) -> AttentionInputs:
+    do = torch.zeros(*q.shape[:3], v.shape[-1])
+    do[:] = torch.arange(v.shape[-1])
+    return AttentionInputs(q, k, v, do, Formats.of(BF16), **asked)
+
+
+def _keys(*values: tuple[int, float]) -> Tensor:
+    """V of one head and one column, of runs of equal numbers."""
+    return torch.cat([torch.full((1, 1, number, 1), value) for number, value in values], 2)
+
+
+def _zeros(keys: int) -> Tensor:
+    return torch.zeros(1, 1, keys, 1)
+
+
+ONE = torch.ones(1, 1, 1, 1)
+PARTS = _call(8 * ONE, 8 * _keys((128, 0.0), (1, 1.0)), _keys((128, -1.0), (1, 1.0)), softmax_scale=0.1)
+MASKED = _call(_zeros(1), _zeros(513), _keys((1, 1.0), (511, 0.0), (1, -1.0)),
+               key_padding=(torch.arange(513) < 1)[None])  # fmt: skip
+PAGED = _call(_zeros(1), _zeros(129), _keys((128, 0.0), (1, 129.0)),
+              block_table=torch.tensor([[0]]), page_size=256, pool_pages=1)  # fmt: skip
+#: The smallest inputs that show a report, and O of the last row.
+SMALLEST: Mapping[str, tuple[AttentionInputs, float]] = {
+    "TensorRT-LLM 19112": (PARTS, 0.6492),
+    "tpu-inference 1954": (
+        _call(_zeros(1), _zeros(513), _keys((512, 5.0), (1, 3.0)), causal=True, window=(0, 0)), 3.0),
+    "vllm-ascend 15503": (MASKED, 1.0),
+    "SageAttention 386": (_call(_zeros(1), _zeros(2), _keys((1, 1.0), (1, 3.0))), 2.0),
+    "flashinfer 4347": (PAGED, 1.0),
+    "larql 237": (_call(8 * ONE, 8 * ONE, ONE, softcap=1.0), 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("report", SMALLEST)
+def test_the_smallest_input_of_a_report_has_its_right_value(report: str) -> None:
+    inputs, right = SMALLEST[report]
+    emulated = EMULATION.run(composed("tiled", parse_declaration("flash@fused,tile=32")), inputs, gradients=False).o
+    for o, within in ((reference(inputs).o, 1e-3), (emulated, 4e-3)):
+        assert o[-1, -1, -1, -1].item() == pytest.approx(right, rel=within)
+
+
+def test_of_one_key_the_gradient_of_v_is_do_though_v_is_narrower() -> None:
+    """flash-attention 2896."""
+    inputs = _call(torch.ones(1, 1, 1, 128), torch.ones(1, 1, 1, 128), torch.ones(1, 1, 1, 96))
+    _, _, dv = reference_gradients(inputs, reference(inputs))[:3]
+    assert torch.equal(dv.float(), inputs.do)
+
+
+def test_every_two_sizes_meet_in_few_calls() -> None:
+    values = {**dimensions(), "parameter": ["", "sink", "window", "softcap"]}
+    calls = list(covering(values))
+    for a, b in combinations(values, 2):
+        assert {(call[a], call[b]) for call in calls} == set(product(values[a], values[b]))
+    assert len(calls) <= 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda call: call["d"] == 256, "d = 256"),
+        (lambda call: call["keys"] > 129, "keys >= 321"),
+        (lambda call: call["parameter"] == "sink", "parameter = sink"),
+        (lambda call: call["batch"] == 3 and call["keys"] > 129, "batch = 3 and keys >= 321"),
+        (lambda _: True, ""),
+        (lambda _: False, ""),
+        (lambda call: (call["d"] + call["keys"]) % 3 == 0, ""),
+    ],
+)
+def test_the_simplest_condition_that_separates_wrong_calls_is_found(wrong: Any, words: str) -> None:
+    calls = list(covering({**dimensions(), "parameter": ["", "sink", "window"]}))
+    assert separating([(call, wrong(call)) for call in calls]) == words
+
+
+def test_every_reported_call_is_asked_and_says_who_reported_it() -> None:
+    assert {call.asks for call in reported()} == {question.name for question in QUESTIONS} - {"shapes", "far_apart"}
+    assert all(call.source for call in reported())
+    words = [(call.asks, call.words) for call in reported()]
+    assert len(set(words)) == len(words)
+
+
+#: What the calls that are wrong have in common, by planted defect.
+WHERE = {
+    "merged_by_another_scale": "parameter = scale",
+    "last_part_of_a_batch": "batch = 3 and keys >= 321",
+    "wide_heads_unscaled": "d = 256",
+    "late_window": "window = 60",
+    "entries_in_16_bits": "batch = 65536",
+    "pages_of_128": "page = 256",
+    "maximum_from_minus_100": "lse <= -300",
+}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_defect_of_some_shapes_is_pointed_at(name: str) -> None:
+    defect = DEFECTS[name]
+    record = run_cell(Cell(on(), defect.kernel, EXPERIMENTS[defect.case], BF16), Workbench(Settings(seed=1, heads=16)))
+    assert record.answers["usage"].why.startswith(f"wrong where {WHERE[name]}: ")
+
+
+def test_words_of_a_call_are_the_fields_that_are_not_as_usual() -> None:
+    assert ShapedCall("asks", "source", d=96, parameter="sink").words == "d=96, parameter=sink"
