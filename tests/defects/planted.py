@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.cases.case import OWN
 from tiebreak.defects.declared import (
     EXACT,
     CastingIn,
@@ -93,7 +92,7 @@ def _row(
 ) -> Defect:
     """A defect of a user's kernel: what is put in the place of some steps of its twin, or of its constants."""
     make = partial(users, partial(SOUND[twin], **switches), **(options or {}))
-    return Defect(name, wrong, _GITHUB + bug if bug else OWN, twin, make, *caught, heads, slip, fmt=fmt)
+    return Defect(name, wrong, _GITHUB + bug if bug else "this suite", twin, make, *caught, heads, slip, fmt=fmt)
 
 
 def _plan_row(

@@ -13,7 +13,7 @@ from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
 from tiebreak.kernels.shift_rules import SHIFT_RULES
 from tiebreak.matrix.experiments import contract
-from tiebreak.matrix.questions import invariance, usage
+from tiebreak.matrix.questions import invariance, shapes, usage
 from tiebreak.reports import cli
 
 ALL = [
@@ -23,7 +23,7 @@ ALL = [
     *(each.name for each in invariance.QUESTIONS),
     "log_probabilities",
     *SNIPPETS,
-    *(each.name for each in usage.QUESTIONS),
+    *(each.name for each in (*usage.QUESTIONS, *shapes.QUESTIONS)),
 ]
 
 

@@ -95,7 +95,8 @@ def test_sound_kernels_are_blamed_for_nothing(function: Callable[..., Tensor], f
     outcomes = {name: run(users(function), name, fmt=fmt, heads=16) for name in NAMES}
     assert all(record.measures.keys() <= USAGE.measured.keys() for record in outcomes.values())
     assert {name: record.reasons for name, record in outcomes.items() if record.outcome != records.MEASURED} == {
-        "log_sum_exp": ("returns O alone, no log-sum-exp",)
+        "log_sum_exp": ("returns O alone, no log-sum-exp",),
+        "page_sizes": ("has no parameter of the kind pages",),
     }
 
 
@@ -320,7 +321,9 @@ def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
     assert {cell.kernel.name for cell in named} == {kernel.name for kernel in CPU.vendor_kernels()}
     outcomes = {cell.id: run_cell(cell, Workbench(Settings(heads=16))).outcome for cell in named}
     assert {name for name, outcome in outcomes.items() if outcome != records.MEASURED} == {
-        f"cpu-{kernel.name}-{name}-bf16" for kernel in CPU.vendor_kernels() for name in ("log_sum_exp", "defaults")
+        f"cpu-{kernel.name}-{name}-bf16"
+        for kernel in CPU.vendor_kernels()
+        for name in ("log_sum_exp", "defaults", "page_sizes")
     }
 
 
