@@ -85,7 +85,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
         raise UsageError(f"--dtype {asked.dtype}: expected {' or '.join(FORMATS)}")
     if wrong := [name for name in limits if name not in MEASURES or asked.model == _NONE]:
         raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
-    plans = [_plan(a), _plan(b)]
+    plans = [plan_of(a), plan_of(b)]
     names = (asked.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
     found = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=asked.card))}
     if len(names) > len(plans) or not found.keys() >= set(names):
@@ -95,7 +95,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     formats = tuple(FORMATS.values()) if asked.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=own, told=tell)
     kernels = [
-        Asked(found[name], _kernel(target, plan, found[name], asked.declare), fmt)
+        Asked(found[name], kernel_of(target, plan, found[name], asked.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
     ]
     first = _side(_name(a), kernels[0], asked.seed, tell)
@@ -124,8 +124,8 @@ def _name(target: Target) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
-def _plan(target: Target) -> Declaration | None:
-    """The plan that a text names; None: it names another thing."""
+def plan_of(target: Target) -> Declaration | None:
+    """Return the plan that a text names; None: it names another thing."""
     try:
         return parse_declaration(target) if isinstance(target, str) else None
     except ValueError as error:
@@ -134,8 +134,8 @@ def _plan(target: Target) -> Declaration | None:
         return None
 
 
-def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
-    """A plan, a kernel of the backend's own, a user's function or an adapter; bad usage if it can't run there."""
+def kernel_of(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
+    """Return a plan, a kernel of the backend's own, a user's or an adapter; it is bad usage if it can't run there."""
     vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
     elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None
     elsewhere = f"a plan runs on {EMULATION.name}, {CPU.name}" if plan and not backend.composed else elsewhere
