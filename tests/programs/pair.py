@@ -2,9 +2,9 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
 
@@ -60,7 +60,21 @@ def main(arguments: Sequence[str]) -> int:
     return HELD if verdict.ok else FELL
 
 
-def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
+class PairOptions(TypedDict, total=False):
+    """The options of `tiebreak pair`; its --help says what each does."""
+
+    backend: str | None
+    card: str | None  # --as
+    declare: Sequence[str]
+    cases: str | None
+    dtype: Literal["bf16", "fp16"] | None
+    heads: int
+    seed: int
+    model: str | None
+    limits: Mapping[str, float]
+
+
+def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unpack[PairOptions]) -> PairVerdict:
     """Hold two attention kernels against each other, as `tiebreak pair` does, in this process.
 
     Args:
