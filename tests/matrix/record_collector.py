@@ -305,9 +305,14 @@ class RecordCollector:
         lines = gate.lines if gate is not None and gate.fell else ()
         return [*self.fallen, *lines, *([self.failure] if self.failure else [])]
 
-    def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
+    def report(
+        self, run: records.Run, width: int | None, judged: Sequence[Verdict] = (), *, traced: bool = False
+    ) -> list[str]:
         """What the run came to: the verdict on kernels of one's own, the tables, every cell that fell, the counts."""
-        table, fallen = grids.text(tables.tables(run), width=width), "\n".join(tables.fallen(run.records))
+        table, fallen = (
+            grids.text(tables.tables(run), width=width),
+            "\n".join(tables.fallen(run.records, traced=traced)),
+        )
         told = map(str, judged or self.verdicts(run))
         return list(filter(None, [*told, table, fallen, tables.summary(run)]))
 
