@@ -32,17 +32,15 @@ def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> An
     """Call a user's function; log, at level debug, what it is given, how long it takes and what it returns."""
     if not _LOG.isEnabledFor(logging.DEBUG):
         return function(*arguments, **keywords)
-    given = [*map(_shown, arguments), *(f"{name}={_shown(value)}" for name, value in keywords.items())]
-    name, began, came = getattr(function, "__qualname__", type(function).__name__), time.perf_counter(), "nothing"
+    began, came = time.perf_counter(), "an error"
     try:
         returned = function(*arguments, **keywords)
         came = _shown(returned, digest=True)
         return returned
-    except BaseException as error:
-        came = f"raised {type(error).__name__}"
-        raise
     finally:
-        _LOG.debug("%s(%s) -> %s in %.1f ms", name, ", ".join(given), came, 1e3 * (time.perf_counter() - began))
+        took, name = 1e3 * (time.perf_counter() - began), getattr(function, "__qualname__", type(function).__name__)
+        given = [*map(_shown, arguments), *(f"{word}={_shown(value)}" for word, value in keywords.items())]
+        _LOG.debug("%s(%s) -> %s in %.1f ms", name, ", ".join(given), came, took)
 
 
 def _shown(value: object, *, digest: bool = False) -> str:

@@ -26,37 +26,14 @@ _CHECKING = "TIEBREAK_CHECKING"  # set in the process that imports the function'
 _MODULE = "tiebreak_given"  # what a function that has no file is imported from
 
 
-_Card = TypedDict("_Card", {"as": str}, total=False)  # a word that no class can have
-
-
-class CheckOptions(_Card, total=False):
-    """The options of `tiebreak check`, with `_` for `-`; its --help says what each does."""
-
-    backend: str
-    allow_missing: str
-    kernels: str
-    declare: list[str]
-    plan: str
-    backward: Literal["own", "emulated"]
-    fair: bool
-    no_worse_than: Literal["rounded"]
-    rules: bool
-    captured: str
-    cases: str
-    features: str
-    experiments: str
-    dtype: str
-    seed: int
-    heads: int
-    cell_timeout: float
-    budget: str
-    expected: str
-    save: str
-    out: str
-    baseline: str
-    fail: str
-    across: bool
-    update_baseline: bool
+#: The options of `tiebreak check`, with `_` for `-`; its --help says what each does.
+CheckOptions = TypedDict("CheckOptions", {
+    "as": str, "backend": str, "allow_missing": str, "kernels": str, "declare": list[str], "plan": str,
+    "backward": Literal["own", "emulated"], "fair": bool, "no_worse_than": Literal["rounded"], "rules": bool,
+    "captured": str, "cases": str, "features": str, "experiments": str, "dtype": str, "seed": int, "heads": int,
+    "cell_timeout": float, "budget": str, "expected": str, "save": str, "out": str, "baseline": str, "fail": str,
+    "across": bool, "update_baseline": bool,
+}, total=False)  # fmt: skip
 
 
 def check(

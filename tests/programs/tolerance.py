@@ -13,7 +13,7 @@ import torch
 from numpy.random import Generator, Philox
 from torch import Tensor
 
-from tiebreak.backends.backend import CPU, EMULATION, Backend
+from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import Draw, Shape, normal_numbers
 from tiebreak.cases.gradients import row_units
@@ -40,7 +40,6 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
 from tiebreak.reports.records.decode import SCHEMA
 from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.run import counted
 
 _OUTPUTS = ("O", "dQ", "dK", "dV")
 _NAMES = {"O": "out", "dQ": "dq", "dK": "dk", "dV": "dv"}  # in the lines to paste
@@ -91,6 +90,11 @@ class Share:
         return f"{self.elements:.2g}" + ("" if self.norm is None else f" / {self.norm:.2g}")
 
     @property
+    def passes(self) -> bool:
+        """Whether atol and rtol let it pass."""
+        return self.elements <= 1.0
+
+    @property
     def worst(self) -> float:
         """The larger of both."""
         return max(self.elements, self.norm or 0.0)
@@ -133,7 +137,10 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     terminal.check_folders(json=options.json)
     plan = plan_of(options.target)
-    backend = _backend(options, (EMULATION if plan else CPU).name)
+    usual = options.backend or (EMULATION if plan else CPU).name
+    backend, *others = matching_backends(Selection(backends=usual, card=options.card))
+    if others:
+        raise UsageError(f"--backend {options.backend}: name one")
     kernel = kernel_of(options.target, plan, backend, options.declare)
     bench, found, left_out = Workbench(Settings(options.seed)), list[Tolerances](), dict[str, str]()
     for fmt, size in product(options.dtype, options.shape or _SIZES):
@@ -190,13 +197,6 @@ def _formats(names: str) -> list[Format]:
     return [FORMATS[name] for name in pick("format", names, FORMATS, "known are")]
 
 
-def _backend(options: argparse.Namespace, usual: str) -> Backend:
-    backends = matching_backends(Selection(backends=options.backend or usual, card=options.card))
-    if len(backends) != 1:
-        raise UsageError(f"--backend {options.backend}: {counted(len(backends), 'backend')}; name one")
-    return backends[0]
-
-
 def normal_inputs(fmt: Format, size: Size, seed: int) -> AttentionInputs:
     """Return q, k, v and dO of normal numbers, as `torch.randn` has them, the same on every machine."""
     heads = max(1, min(_MOST_HEADS, _SCORES // size.keys**2))
@@ -213,7 +213,7 @@ def tolerances(cell: Cell, bench: Workbench, size: Size) -> Tolerances:
         CannotRunError: the kernel does not take such a call, or raises, or its plan bounds nothing.
     """
     fmt, known = cell.fmt, settled(cell, bench)
-    plan = None if known.followed is None else _declaration(cell, known.followed)
+    plan = cell.kernel.declaration or on_device(cell.backend).get(known.followed or "")
     inputs = normal_inputs(fmt, size, bench.settings.seed)
     batch = SharedBatch(inputs, reference(inputs))
     declaration = batch.clipped(plan or UNDECLARED)
@@ -245,10 +245,6 @@ def _limit(name: str, bound: Tensor, norm: float | None, exact: Tensor, fmt: For
         raise CannotRunError("the rounding of its scores can move any weight to any key: there is no bound")
     ulps, share = (bound / row_units(exact, fmt)).max().item(), None if norm is None else norm / exact.norm().item()
     return Tolerance(name, _up(atol), rtol, _up(ulps), None if share is None else _up(share))
-
-
-def _declaration(cell: Cell, followed: str) -> Declaration:
-    return cell.kernel.declaration or on_device(cell.backend)[followed]
 
 
 def _up(x: float) -> float:
@@ -315,7 +311,7 @@ def _parts(found: Sequence[Tolerances]) -> Iterator[grids.Part]:
     rows = [
         (f"{each.format} {each.size}", one.output, f"{one.atol:.3g}", f"{one.rtol:.3g}", f"{one.max_ulp:.3g}",
          None if one.norm is None else f"{one.norm:.3g}", one.kernel, f"{one.reference_fp32:.1e}",
-         f"{one.reference_eager:.1e}", f"{sum(map(_passes, one.mistakes.values()))} of {len(one.mistakes)}")
+         f"{one.reference_eager:.1e}", f"{sum(share.passes for share in one.mistakes.values())} of {len(one.mistakes)}")
         for each in found for one in each.outputs
     ]  # fmt: skip
     yield grids.Grid(headers, rows)
@@ -332,16 +328,12 @@ def _parts(found: Sequence[Tolerances]) -> Iterator[grids.Part]:
     yield _SEES_NO_BIAS
 
 
-def _passes(share: Share) -> bool:
-    return share.elements <= 1.0
-
-
 def _passing(found: Sequence[tuple[Tolerances, Tolerance]]) -> str:
     """Return the mistakes that pass at some size: what share of a tolerance they use, and if the norm fails them."""
     texts = []
     for about in dict.fromkeys(about for _, one in found for about in one.mistakes):
         made = [(each, one.mistakes[about]) for each, one in found if about in one.mistakes]
-        if passing := [(each, share) for each, share in made if _passes(share)]:
+        if passing := [(each, share) for each, share in made if share.passes]:
             sizes = ", ".join(f"{each.format} {each.size}" for each, _ in passing)
             norm = ", the norm fails it" if all((share.norm or 0.0) > 1.0 for _, share in passing) else ""
             used = f"{about} ({max(share.elements for _, share in passing):.2g}{norm})"
