@@ -90,7 +90,7 @@ def test_a_tolerance_covers_the_bound_of_every_element_and_is_a_wider_plans_own(
 
 
 def test_what_passes_is_measured_and_a_bias_is_among_it() -> None:
-    made = found(planned(FUSED), size=Size(16, 48, causal=True))
+    made = found(planned(FUSED), size=Size(128, 48, causal=True))
     shares = of(made, "O").mistakes
     assert shares[BIASED].elements < 1.0
     assert shares[TRUNCATED].elements < 1.0
@@ -101,6 +101,7 @@ def test_what_passes_is_measured_and_a_bias_is_among_it() -> None:
     assert gradient.norm is not None
     assert gradient.norm > 1.0
     assert "delta is missing" not in of(made, "dV").mistakes, "which it does not change"
+    assert all(share.elements > 1e-3 for each in made.outputs for share in each.mistakes.values())
 
 
 @pytest.mark.parametrize(("name", "passes"), [("scaled_twice", False), ("truncated_p", True)])
