@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -73,7 +74,7 @@ class Size:
     causal: bool = False
 
     def __str__(self) -> str:
-        return f"{self.d}x{self.keys}{' causal' if self.causal else ''}"
+        return f"{self.d},{self.keys}{',causal' if self.causal else ''}"
 
 
 _SIZES = (Size(64, 128), Size(128, 1024), Size(128, 1024, causal=True))
@@ -171,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help=f"{EXPECTED.removeprefix('expected ')}; or a rounding plan")
-    shape = f"d, and the number of queries and of keys (default: {', '.join(map(str, _SIZES))})"
+    shape = f"d, and the number of queries and of keys (default: {' '.join(map(str, _SIZES))})"
     add("--shape", type=_size, action="append", metavar="D,N[,causal]", help=shape)
     add("--dtype", type=_formats, default=[BF16], metavar="NAMES", help="of q, k and v (default: bf16)")
     add("--backend", metavar="NAME", help="where it runs (default: cpu; of a plan: emulation)")
@@ -184,10 +185,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> Size:
-    d, keys, *causal = text.split(",")
-    if causal not in ([], ["causal"]):
-        raise ValueError(text)
-    size = Size(positive(d), positive(keys), bool(causal))
+    found = re.fullmatch(r"([0-9]+),([0-9]+)(,causal)?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text}: expected D,N or D,N,causal, such as 64,128")
+    size = Size(positive(found[1]), positive(found[2]), bool(found[3]))
     if size.keys > _MOST_KEYS:
         raise argparse.ArgumentTypeError(f"{size.keys} keys: at most {_MOST_KEYS}, bounds are as large as Q K^T")
     return size
@@ -307,7 +308,7 @@ def _headline(name: str, found: Sequence[Tolerances]) -> tuple[str, int]:
 
 
 def _parts(found: Sequence[Tolerances]) -> Iterator[grids.Part]:
-    headers = ("format, d x N", "of", "atol", "rtol", "max ulp", "norm", "kernel", "fp32", "eager", "lets pass")
+    headers = ("format, d, N", "of", "atol", "rtol", "max ulp", "norm", "kernel", "fp32", "eager", "lets pass")
     rows = [
         (f"{each.format} {each.size}", one.output, f"{one.atol:.3g}", f"{one.rtol:.3g}", f"{one.max_ulp:.3g}",
          None if one.norm is None else f"{one.norm:.3g}", one.kernel, f"{one.reference_fp32:.1e}",

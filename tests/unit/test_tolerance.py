@@ -130,8 +130,8 @@ def test_the_command_prints_a_table_a_json_and_lines_that_run(
     assert cli.main(["tolerance", FUSED, *shape, "--dtype", "bf16,fp16", "--json", "t.json"]) == cli.HELD
     shown = capsys.readouterr().out
     assert shown.startswith(f"{FUSED} on emulation: PASS: ")
-    assert "bf16 16x48" in shown
-    assert "fp16 16x32 causal" in shown
+    assert "bf16 16,48" in shown
+    assert "fp16 16,32,causal" in shown
     assert "a bias passes" in shown
     kept = json.loads(Path("t.json").read_text(), parse_constant=pytest.fail)
     assert [each["size"] for each in kept["tolerances"][:2]] == [
@@ -157,7 +157,7 @@ def test_the_command_prints_a_table_a_json_and_lines_that_run(
         (["mine.py:half_too_large"], cli.FELL, "FAIL: "),
         (["mine.py:raising"], cli.USAGE, "no luck"),
         (["mine.py:none"], cli.USAGE, "has no function"),
-        ([FUSED, "--shape", "16"], cli.USAGE, "--shape"),
+        ([FUSED, "--shape", "16"], cli.USAGE, "expected D,N"),
         ([FUSED, "--shape", "16,100000"], cli.USAGE, "at most"),
         ([FUSED, "--dtype", "fp32"], cli.USAGE, "unknown format"),
         ([FUSED, "--backend", "nowhere"], cli.USAGE, "nowhere"),
