@@ -47,9 +47,11 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
 
 def again(record: Record, command: Callable[[str], str] = runnable) -> list[str]:
     """Return how a cell is run again: alone, in a debugger where a user's code raised, as a script; a line each."""
-    lines = [f"rerun: {command(record.command)}"]
-    if TRACEBACK in record.evidence and " -n " not in record.command:
-        lines.append(f"debug: {command(record.command)} -n 0 --pdb")
+    words = command(record.command)
+    words += "" if " -n " in words else " -n 0"  # unless it has a worker, which alone can be ended
+    lines = [f"rerun: {words}"]
+    if TRACEBACK in record.evidence and words.endswith(" -n 0"):
+        lines.append(f"debug: {words} --pdb")
     return lines + ([f"script: {record.evidence[SCRIPT]}"] if SCRIPT in record.evidence else [])
 
 
