@@ -112,7 +112,7 @@ docs: $(FULL)  ## the documentation as a site: out/docs/site/index.html
 STUDY ?= alarms power bounds
 alarms := alarms --seeds $(SEEDS)
 bounds := spread --seeds $(SEEDS) --write
-studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim or reinforce
+studies: $(STAMP)  ## what takes hours, and resumes: STUDY=alarms, power, bounds, budget, costs, bits, identification, mma_sim, reinforce or tolerance
 	$(foreach study,$(STUDY),$(PY) -m tiebreak.studies.$(or $($(study)),$(study)) $(ARGS) &&) true
 
 tables: $(STAMP)  ## the tables of docs/ that are made from kept results, or emulated; ARGS=--stale names stale ones

@@ -81,7 +81,7 @@ def gradient_slips(inputs: AttentionInputs, ref: Reference) -> Iterator[Gradient
         "the mean of a group of heads is taken for their sum": 1 / groups,
     }
     for about, factor in factors.items():
-        if factor != 1.0:
+        if not math.isclose(factor, 1.0):
             yield GradientSlip(about, tuple(factor * gradient for gradient in exact))
     if groups > 1:
         of_heads = reference_gradients(replace(inputs, k=inputs.expanded_k(), v=inputs.expanded_v()), ref)

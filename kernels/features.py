@@ -62,3 +62,6 @@ MASKS = frozenset({CAUSAL, OBLONG_CAUSAL, KEY_PADDING, OWN_ENDS, BLIND_ROWS, WIN
 # Features of kernels that mask each score separately. What is added above later does not belong in here: each kernel
 # that takes it declares so itself, and the others' cells are skipped.
 COMMON = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, KEY_PADDING, BLIND_ROWS, OWN_SCALE})
+
+# What a script of `tiebreak shrink`, with torch alone, has words for.
+SCRIPTABLE = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})

@@ -284,6 +284,7 @@ class AttentionOutput:
     lse: Tensor | None = None  # (batch, heads, queries, 1), log-sum-exp of the scores, where the kernel returns it
     gradients: Gradients | None = None  # where a backward pass was asked for and exists
     backward_error: str | None = None  # what a backward pass that was asked for did wrong, in one line: raised ...
+    backward_raised: Exception | None = None  # by it, if it did
     tiles: Tiles | None = None  # what a declared kernel's backward pass may use again, until it has run
     assumed: str = ""  # what was assumed, as it ran, of a device that was not there
 

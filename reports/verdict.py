@@ -13,7 +13,7 @@ from tiebreak.reports.records import record as records
 from tiebreak.reports.records.decode import SCHEMA, Count, Data, FileData, Schema, encode, one_of
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Run
-from tiebreak.reports.tables.run import counted
+from tiebreak.reports.tables.run import again, counted
 from tiebreak.reports.tables.texts import answers_of, changes_text, explanation_text, percent, plain_text, shown_text
 from tiebreak.reports.terminal import runnable
 
@@ -47,6 +47,9 @@ class FailedCell(Data, frozen=True, omit_defaults=False):
     outcome: str  # failed, undecided, crashed, timed_out
     reasons: tuple[str, ...]  # why
     command: str  # runs it again
+    debug: str = ""  # runs it again and ends in the debugger, in the user's code that raised
+    script: str = ""  # writes a script that shows it with torch alone
+    traceback: str = ""  # of what the kernel raised, from the first frame of the user's on
 
 
 class Verdict(Data, frozen=True, omit_defaults=False):
@@ -94,6 +97,13 @@ class Verdicts(FileData, frozen=True):
     schema: Schema  # version of this layout
     ok: bool  # of all of them, and there are some
     verdicts: tuple[Verdict, ...]  # one a kernel and backend
+
+
+def _fallen(cell: Record) -> FailedCell:
+    told = dict(line.split(": ", 1) for line in again(cell))
+    traceback = cell.evidence.get(records.TRACEBACK, "")
+    words = (told["rerun"], told.get("debug", ""), told.get("script", ""), traceback)
+    return FailedCell(cell.id, cell.outcome, cell.reasons, *words)
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
@@ -183,9 +193,7 @@ class _Kernel:
             unknown=sum(cell.verdict in (None, records.UNDECIDED) for cell in self.asked),
             tied=self.tied,
             findings=self._findings(),
-            failed=tuple(
-                FailedCell(cell.id, cell.outcome, cell.reasons, runnable(cell.command)) for cell in self.failed
-            ),
+            failed=tuple(map(_fallen, self.failed)),
             failures=tuple(self.failures),
             plan=explained,
             declared=self.declared,

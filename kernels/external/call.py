@@ -1,5 +1,8 @@
 """One call of a kernel that someone else wrote, step by step: where its arguments lie, its O, its gradients."""
 
+import hashlib
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,10 +20,38 @@ from tiebreak.kernels.kernel import Blame, CannotRunError
 FULL = "bhnd"  # a layout without a dimension left out
 SHAPE = "returned shape"  # how a contract is broken by an O that is too large or too small
 
+_LOG = logging.getLogger("tiebreak.calls")
+
 Triple = tuple[Tensor, Tensor, Tensor]
 Made = tuple[Tensor, ...]  # dQ, dK and dV and, where autograd gives it, dSink
 #: Returns the same numbers in another place in memory: other strides, or a storage that goes on behind them.
 Placing = Callable[[Tensor], Tensor]
+
+
+def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a user's function; log, at level debug, what it is given, how long it takes and what it returns."""
+    if not _LOG.isEnabledFor(logging.DEBUG):
+        return function(*arguments, **keywords)
+    began, came = time.perf_counter(), "an error"
+    try:
+        returned = function(*arguments, **keywords)
+        came = _shown(returned, digest=True)
+        return returned
+    finally:
+        took, name = 1e3 * (time.perf_counter() - began), getattr(function, "__qualname__", type(function).__name__)
+        given = [*map(_shown, arguments), *(f"{word}={_shown(value)}" for word, value in keywords.items())]
+        _LOG.debug("%s(%s) -> %s in %.1f ms", name, ", ".join(given), came, took)
+
+
+def _shown(value: object, *, digest: bool = False) -> str:
+    """Return a tensor's format and shape, perhaps with a digest of its bits; any other value as it is."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_shown(each, digest=digest) for each in value)})"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    shape = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    bits = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if digest else b""
+    return f"{shape} {hashlib.sha256(bits).hexdigest()[:12]}" if digest else shape
 
 
 def broken(how: str) -> CannotRunError:
@@ -141,7 +172,7 @@ class Call:
             keywords[out] = arguments[0].new_full(self._shape_of_o(arguments[0], part), torch.nan)
         written = keywords.get(out or "")
         after, keywords = self.convention.arguments(keywords)
-        returned = self.function(*arguments, *after, **keywords)
+        returned = called(self.function, *arguments, *after, **keywords)
         if written is None:
             return returned
         return (written, *returned[1:]) if isinstance(returned, (tuple, list)) else written
@@ -179,13 +210,13 @@ class Call:
         backward, gradients = self.convention.options.backward, None
         if backward == AUTOGRAD and o.requires_grad:
             leaves = placed.leaves if placed.sink is None else (*placed.leaves, placed.sink)
-            gradients = torch.autograd.grad(o, leaves, placed.do, allow_unused=True)
+            gradients = called(torch.autograd.grad, o, leaves, placed.do, allow_unused=True)
             names = zip(("q", "k", "v", "the sink"), gradients, strict=False)
             if missing := [name for name, gradient in names if gradient is None]:
                 raise broken(f"has no gradient of {' and '.join(missing)}")
         elif callable(backward) and self._trains:
             after, keywords = self.convention.arguments(self.keywords(self.inputs))
-            gradients = backward(placed.do, *placed.arguments, o, *after, **keywords)
+            gradients = called(backward, placed.do, *placed.arguments, o, *after, **keywords)
             if not isinstance(gradients, (tuple, list)) or len(gradients) < 3:
                 raise broken("returned no (dQ, dK, dV)")
             gradients = tuple(gradients[: 3 if self.inputs.sink is None else 4])
@@ -197,7 +228,8 @@ class Call:
                 raise broken(f"returned {received} for d{name}, expected {tuple(leaf.shape)}")
             if gradient.dtype != leaf.dtype:
                 raise broken(f"returned {gradient.dtype} for d{name}, expected {leaf.dtype}")
-        return gradients
+        made: Made = gradients
+        return made
 
     def _checked(self, returned: object, arguments: Sequence[Tensor], expected: tuple[int, ...]) -> Tensor:
         """Return O, which is the returned value or the first of several, such as (O, log-sum-exp), checked."""

@@ -236,7 +236,7 @@ class StartedRun:
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
         """Return O and, if there is a backward pass, the gradients of this dO or the inputs'; raise like `compute`."""
-        placed, made, failure = self.placed, None, None
+        placed, made, failure, cause = self.placed, None, None, None
         if do is not None:
             placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
         with self.caller.held(gradients=True):
@@ -248,10 +248,10 @@ class StartedRun:
             except CannotRunError as error:  # of a call that is none for this kernel nothing is known
                 failure = str(error) if error.blame is Blame.KERNEL else None
             except Exception as error:
-                failure = f"raised {in_one_line(error)}"
+                failure, cause = f"raised {in_one_line(error)}", error
             self.check_inputs()
         if made is None:
-            return AttentionOutput(self.o, backward_error=failure)
+            return AttentionOutput(self.o, backward_error=failure, backward_raised=cause)
         (dq, dk, dv), dsink = map(self.call.restored, made[:3]), (x.detach().float() for x in made[3:])
         rows, keys = self.arranged.rows, self.arranged.keys
         gradients = Gradients(dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], None, *dsink)

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from tiebreak.kernels.external.options import LoadError
@@ -22,11 +22,13 @@ from tiebreak.plugins import Door, PluginError
 ADAPTERS = Door[Callable[..., Any]]("tiebreak.adapters", Callable)
 
 # Where code is that is not a user's: Python's own, other packages', and the suite's.
-_SUITE = (str(Path(__file__).parents[2] / name) for name in ("kernels", "backends", "cases", "reports", "tests"))
+_ROOMS = ("kernels", "backends", "cases", "reports", "tests", "matrix", "programs")  # the last two are a wheel's
+_SUITE = tuple(str(Path(__file__).parents[2] / name) for name in _ROOMS)
 # Also packages that an environment takes from another one.
 _PACKAGES = (path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
 _NOT_THEIRS = ("<", *_SUITE, *sysconfig.get_paths().values(), *_PACKAGES)
 EXPECTED = "expected path/to/file.py:function, package.module:function or the name of an adapter"
+_TRACED = 10_000  # characters of a traceback that are kept, the last
 _FOLDER = f"a folder: name a file in it, {EXPECTED}"
 
 
@@ -176,6 +178,32 @@ def _put_on_path(folder: Path) -> None:
 def is_users(file: str) -> bool:
     """Return whether code in a file is neither installed nor the suite's."""
     return not file.startswith(_NOT_THEIRS)
+
+
+def users_part(error: BaseException, *, to_the_last: bool = False) -> BaseException | None:
+    """Return an error, or the one that it comes from, with the frames from a user's first on, or to a user's last.
+
+    Of installed code, as of a package's, the frames are its own. None: it passed through no code but the suite's.
+    """
+    every = [*_frames(error.__traceback__)]
+    for theirs in (is_users, lambda file: not file.startswith(("<", *_SUITE))):
+        if places := [at for at, part in enumerate(every) if theirs(part.tb_frame.f_code.co_filename)]:
+            if to_the_last:
+                every[places[-1]].tb_next = None
+            return error.with_traceback(every[places[0]])
+    return None if error.__cause__ is None else users_part(error.__cause__, to_the_last=to_the_last)
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from the first frame of a user's on; empty where it has none."""
+    part = users_part(error)
+    return "" if part is None else "".join(traceback.format_exception(part)).rstrip()[-_TRACED:]
+
+
+def _frames(part: TracebackType | None) -> Iterator[TracebackType]:
+    while part is not None:
+        yield part
+        part = part.tb_next
 
 
 def place_of(error: BaseException, file: str | None = None) -> str:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from tiebreak.kernels.features import (
 
 _ATTRIBUTE, _NEEDS = "__tiebreak__", "__tiebreak_needs__"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _CAUSAL = ("causal", "is_causal")
 _UPPER_LEFT = "is_causal"  # PyTorch's flag aligns its mask at the upper left: row i sees keys 0 .. i
 _OUT = "out"  # where it has no default: O is written into it
@@ -53,7 +55,7 @@ class LoadError(ValueError):
     """The kernel can't be found, imported or called as it is; one line."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelOptions:
     """The way in which a kernel is called, and what it takes. Defaults follow from the function's signature."""
 
@@ -113,6 +115,13 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _with_words_of(options: Callable[_P, object]) -> Callable[[Callable[..., _T]], Callable[_P, _T]]:
+    """Give a function of keywords the types of another's, for editors and type checkers."""
+    del options
+    return lambda function: function
+
+
+@_with_words_of(KernelOptions)
 def kernel(**options: Any) -> Callable[[_F], _F]:
     """Declare what the signature of an attention function does not show; the function itself stays as it is.
 

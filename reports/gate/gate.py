@@ -314,7 +314,9 @@ def update(run: Run, path: Path) -> None:
         raise UsageError(f"{path}: not updated: {name}: {text}: was the file edited?")
     if path.exists():
         check_update(store.read(path), path, run.narrowing)
-    kept = ({name: part for name, part in each.evidence.items() if name not in records.DRAWN} for each in run.records)
+    kept = (
+        {name: part for name, part in each.evidence.items() if name not in records.OF_A_RUN} for each in run.records
+    )
     compact = tuple(replace(record, evidence=part) for record, part in zip(run.records, kept, strict=True))
     store.write(replace(run, records=compact, run=None, seconds={}), path)
 

@@ -296,6 +296,7 @@ class NumbersRecord(Data, frozen=True):
 
 IDENTITY = "identity"  # evidence: what a search for a kernel's plan came to
 NUMBERS = "numbers"  # evidence: what comparisons of machines take differences of
+TRACEBACK, SCRIPT = "traceback", "script"  # evidence: where a cell failed, and how to show it to others
 
 # Evidence that something here draws or reads; of any other kind a record carries what JSON has.
 EVIDENCE: Mapping[str, Any] = {
@@ -313,8 +314,10 @@ EVIDENCE: Mapping[str, Any] = {
     NUMBERS: NumbersRecord,
     "paper": str,  # what the paper says of training with the kernel: stable, fails
     "assumed": str,  # what was assumed, as the kernel ran, of a device that was not there
+    TRACEBACK: str,  # of what a user's kernel raised, from the first frame of the user's on
+    SCRIPT: str,  # the command that writes a script of a wrong call
 }
-DRAWN = frozenset({"trace", "histogram", "series"})  # evidence that is there to be drawn alone
+OF_A_RUN = frozenset({"trace", "histogram", "series", TRACEBACK, SCRIPT})  # evidence that no baseline keeps
 
 
 def record_id(backend: str, kernel: str, case: str, fmt: str) -> str:

@@ -8,7 +8,7 @@ from textwrap import shorten
 
 from tiebreak.reports.names import first_few
 from tiebreak.reports.records.order import grouped, kernel_places
-from tiebreak.reports.records.record import OUTCOMES, Record, Run, record_id
+from tiebreak.reports.records.record import OUTCOMES, SCRIPT, TRACEBACK, Record, Run, record_id
 from tiebreak.reports.tables.grids import Grid, Part
 from tiebreak.reports.tables.texts import LEGEND, cell_text, explanation_texts
 from tiebreak.reports.tables.training import training_tables
@@ -45,15 +45,30 @@ def _grid(run: Run, records: Sequence[Record], places: Mapping[str, int]) -> Gri
     return Grid(["case", *kernels], rows, f"{run.backend_text(backend)}, {fmt}")
 
 
-def failures(records: Sequence[Record], command: Callable[[str], str] = runnable) -> list[str]:
-    """Return an entry for each failed cell: what, why, and its rerun as `command` makes it; then what is excused."""
+def again(record: Record, command: Callable[[str], str] = runnable) -> list[str]:
+    """Return how a cell is run again: alone, in a debugger where a user's code raised, as a script; a line each."""
+    words = command(record.command)
+    words += "" if " -n " in words else " -n 0"  # unless it has a worker, which alone can be ended
+    lines = [f"rerun: {words}"]
+    if TRACEBACK in record.evidence and words.endswith(" -n 0"):
+        lines.append(f"debug: {words} --pdb")
+    return lines + ([f"script: {record.evidence[SCRIPT]}"] if SCRIPT in record.evidence else [])
+
+
+def failures(records: Sequence[Record], command: Callable[[str], str] = runnable, *, traced: bool = False) -> list[str]:
+    """Return an entry for each failed cell: what, why, and its rerun as `command` makes it; then what is excused.
+
+    `traced`: with tracebacks, of the first.
+    """
     entries = []
     for alike in grouped((record for record in records if record.fails), _likeness).values():
         first = alike[0]
         lines = [f"{first.outcome} {first_few([record.id for record in alike], _NAMED)}", *first.reasons]
         if any(record.reasons != first.reasons for record in alike):
             lines.append(f"so all {len(alike)}, with other numbers")
-        lines.append(f"rerun{' the first' if len(alike) > 1 else ''}: {command(first.command)}")
+        lines += first.evidence.get(TRACEBACK, "").splitlines() if traced else []
+        more = again(first, command)
+        lines += [line.replace(":", " the first:", 1) for line in more] if len(alike) > 1 else more
         entries.append("\n    ".join(lines))
     return entries + [f"excused {record.id}: {record.excused} ({'; '.join(record.reasons)})"
                       for record in records if record.excused is not None]  # fmt: skip

@@ -26,7 +26,7 @@ from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
-from tiebreak.laboratory.resumable import expected, show_progress
+from tiebreak.laboratory.resumable import expected, in_processes, show_progress
 from tiebreak.laboratory.sweep_store import (
     NO_STABILISER,
     Place,
@@ -39,7 +39,6 @@ from tiebreak.laboratory.sweep_store import (
 )
 from tiebreak.laboratory.sweep_tables import sweep_tables
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
-from tiebreak.programs.processes import in_processes
 from tiebreak.reports.cli import INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
-from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder, sign_diversity
+from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
 
 PRECISIONS = ("bf16", "fp32")
@@ -361,3 +361,19 @@ def load(folder: Path, run: RunSettings) -> dict[str, Any]:
         if there[name] != value:
             raise CheckpointError(f"{path}: was written with {name} = {there[name]}, not {value}")
     return state
+
+
+def sign_diversity(weight: Tensor, x: Tensor) -> float:
+    """Whether tokens point both ways: 1, or all one way along the weight's main direction: 0 (arXiv 2510.04202).
+
+    It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
+    (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.
+    """
+    if not torch.isfinite(weight).all():
+        return math.nan
+    with torch.no_grad():
+        cosines = (x @ torch.linalg.svd(weight, full_matrices=False)[2][0]) / x.norm(dim=-1)
+    if not torch.isfinite(cosines).all():
+        return math.nan
+    positive: float = int((cosines > 0).sum()) / cosines.numel()
+    return 2 * min(positive, 1 - positive)

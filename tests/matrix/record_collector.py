@@ -315,9 +315,14 @@ class RecordCollector:
         lines = gate.lines if gate is not None and gate.failed else ()
         return [*self.failed, *lines, *([self.failure] if self.failure else [])]
 
-    def report(self, run: records.Run, width: int | None, judged: Sequence[Verdict] = ()) -> list[str]:
+    def report(
+        self, run: records.Run, width: int | None, judged: Sequence[Verdict] = (), *, traced: bool = False
+    ) -> list[str]:
         """Return the report: the verdict on users' kernels, the tables, every cell that failed, the counts."""
-        table, failed = grids.text(tables.tables(run), width=width), "\n".join(tables.failures(run.records))
+        table, failed = (
+            grids.text(tables.tables(run), width=width),
+            "\n".join(tables.failures(run.records, traced=traced)),
+        )
         texts = map(str, judged or self.verdicts(run))
         return list(filter(None, [*texts, table, failed, tables.summary(run)]))
 

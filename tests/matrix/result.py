@@ -45,6 +45,7 @@ class Result:
     prediction: Predicted | None = None  # None: none is made
     answers: Mapping[str, Answer] = field(default_factory=dict)  # that the experiment itself gives, by the check asked
     backward_error: str | None = None  # what a backward pass did wrong, in one line: raised ...
+    backward_raised: Exception | None = None  # by it, if it did
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none

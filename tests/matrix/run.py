@@ -1,10 +1,12 @@
 """Run one cell: put the kernel through its experiment, ask the checks, record."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from tiebreak.kernels.external.isolation import own_randomness
+from tiebreak.kernels.external.loading import users_traceback
 from tiebreak.kernels.kernel import Blame, CannotRunError, first_line
 from tiebreak.matrix.checks import CONTRACT, ask_all, checks, contract_broken, judging
 from tiebreak.matrix.experiment import Cell
@@ -15,10 +17,16 @@ from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.record import Answer, Record, outcome_of
 
+_LOG = logging.getLogger("tiebreak.cells")
 
-def run_cell(cell: Cell, bench: Workbench) -> Record:
-    """Run one cell to its record, whatever happens: a kernel that raises crashes its own cell alone."""
+
+def run_cell(cell: Cell, bench: Workbench, caught: Callable[[Exception], object] = lambda error: None) -> Record:
+    """Run one cell to its record, whatever happens: a kernel that raises crashes its own cell alone.
+
+    `caught` is told what it raised.
+    """
     settings = bench.settings
+    _LOG.debug("cell %s", cell.id)
     try:
         with own_randomness(settings.seed):
             refusal = cell.experiment.refusal(cell, bench)
@@ -28,10 +36,16 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
     except CannotRunError as error:
         if error.blame is Blame.CALL:
             return skipped_record(cell, settings, first_line(error))
-        return blank_record(cell, settings, records.FAILED, {CONTRACT: contract_broken(raised(error, cell.kernel))})
+        caught(error)
+        broken = {CONTRACT: contract_broken(raised(error, cell.kernel))}
+        return replace(blank_record(cell, settings, records.FAILED, broken), evidence=_traced(error))
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
-        return ended_record(cell, settings, records.RUNS, raised(error, cell.kernel))
-    answers = ask_all(result)
+        caught(error)
+        return replace(ended_record(cell, settings, records.RUNS, raised(error, cell.kernel)), evidence=_traced(error))
+    answers, traced = ask_all(result), {}
+    if result.backward_raised is not None:
+        caught(result.backward_raised)
+        traced = _traced(result.backward_raised)
     return replace(
         blank_record(cell, settings, outcome_of(answers, judging()), answers),
         verdict=result.verdict,
@@ -41,8 +55,13 @@ def run_cell(cell: Cell, bench: Workbench) -> Record:
         heads=result.heads,
         measures=result.recorded,
         digest=result.digest,
-        evidence={**result.evidence, **farthest_off(result, answers)},
+        evidence={**result.evidence, **farthest_off(result, answers), **traced},
     )
+
+
+def _traced(error: Exception) -> dict[str, str]:
+    traced = users_traceback(error)
+    return {records.TRACEBACK: traced} if traced else {}
 
 
 def blank_record(cell: Cell, settings: Settings, outcome: str, answers: Mapping[str, Answer] | None = None) -> Record:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tiebreak.kernels.external.loading import users_part
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.plugin import ACCOUNT, BENCH, EXCUSES, WATCH, poison
 from tiebreak.matrix.record_collector import PROPERTY
@@ -9,19 +10,19 @@ from tiebreak.matrix.run import ended_record, run_cell, skipped_record
 from tiebreak.matrix.scheduling import cost
 from tiebreak.matrix.watch import BudgetSpentError, cpu
 from tiebreak.reports.records.decode import encode
-from tiebreak.reports.records.record import CRASHED, IN_TIME, NO_TIME, SKIPPED
-from tiebreak.reports.terminal import runnable
+from tiebreak.reports.records.record import CRASHED, IN_TIME, NO_TIME, SKIPPED, TRACEBACK
+from tiebreak.reports.tables.run import again
 
 
 def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     stash = request.config.stash
     watch, bench = stash[WATCH], stash[BENCH]
-    given_up = watch.given_up(cell)
+    given_up, caught = watch.given_up(cell), list[Exception]()
     if given_up is None:
         began = cpu()
         try:
             with watch.over(cell):
-                record = run_cell(cell, bench)
+                record = run_cell(cell, bench, caught.append)
             if record.skipped is None:
                 watch.pace.add(cost(cell), cpu() - began)
         except BudgetSpentError:
@@ -37,6 +38,12 @@ def test_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     if record.excused is not None:
         pytest.xfail(record.excused)
     if not record.passes:
-        account = "\n".join([f"{record.outcome} {record.id}", *record.reasons, f"rerun: {runnable(record.command)}"])
+        traced = (
+            [record.evidence[TRACEBACK]] if request.config.get_verbosity() > 0 and TRACEBACK in record.evidence else []
+        )
+        account = "\n".join([f"{record.outcome} {record.id}", *record.reasons, *traced, *again(record)])
         request.node.stash[ACCOUNT] = account
+        debugged = caught and request.config.getoption("usepdb", False)
+        if debugged and (error := users_part(caught[0], to_the_last=True)) is not None:
+            raise error  # for the debugger, which ends in its last frame
         pytest.fail(account, pytrace=False)

@@ -3,6 +3,8 @@
 `tiebreak.inputs` makes the tensors of a case with the exact answer, `tiebreak.assert_fair` holds an O against it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,47 +71,76 @@ def inputs(
     return ScriptedCall(q, k, v, do, reference(made).o.to(device), made.causal, made.scale)
 
 
-def assert_fair(o: Tensor, exact: Tensor, *, groups: int = 1) -> None:
-    """Raise an `AssertionError` unless O is unbiased: the mean signed error's interval lies within 0.05 ulp of 0.
+def assert_fair(
+    o: Tensor, exact: Tensor, *, groups: int = 1, samples: int | Sequence[int] | None = None, repeat: int = 1
+) -> None:
+    """Raise an `AssertionError` unless a result is unbiased: its mean signed error lies within 0.05 ulp of 0.
 
-    The error of an element is counted away from zero in ulps of the dtype of O; the samples are heads, at 99.9 %
-    confidence. Too few heads to tell are no pass, nor is a NaN or an Inf. Where O itself ties, as in `sink_tie`, the
-    exact one is biased once it is rounded: there a stochastic cast of O passes, and no deterministic one.
+    The error of an element is counted away from zero in ulps of the dtype of O; its mean over independent samples has a
+    99.9 % interval, which lies within too. Too few samples to tell are no pass, nor is a NaN or an Inf. Where O itself
+    ties, as in `sink_tie`, the exact one is biased once it is rounded: there a stochastic cast of O passes, and no
+    deterministic one.
 
     Args:
-        o: a kernel's output, (batch, heads, queries, d).
+        o: what a kernel of any kind returned, such as O of attention, (batch, heads, queries, d).
         exact: the exact one, of the same shape.
-        groups: query heads that share a key head, whose errors are one sample.
+        groups: of attention, query heads that share a key head, whose errors are one sample.
+        samples: the dimension, or the dimensions, along which errors are independent, such as 0 where every row has a
+            sum of its own; None: heads, in each entry of the batch.
+        repeat: calls one behind the other, as layers are; a bias is then told with what it makes of that many.
 
     Raises:
-        ValueError: the shapes differ, or the dtype of O is none that has ulps here.
+        ValueError: the shapes differ, a dimension is none of O's, or the dtype of O is none that has ulps here.
     """
-    if o.shape != exact.shape or o.dim() != 4 or o.dtype not in _FORMATS:
-        expected = f"(batch, heads, queries, d) as of the exact one, {tuple(exact.shape)}, in {list(_FORMATS)}"
-        raise ValueError(f"O is {tuple(o.shape)} in {o.dtype}; expected {expected}")
+    if o.shape != exact.shape or o.dtype not in _FORMATS or (samples is None and o.dim() != 4) or repeat < 1:
+        expected = (
+            f"(batch, heads, queries, d), or any shape with samples=DIM, as of the exact one, {tuple(exact.shape)}"
+        )
+        raise ValueError(
+            f"O is {tuple(o.shape)} in {o.dtype}; expected {expected}, in {list(_FORMATS)}; repeat {repeat}"
+        )
     lost = int((~torch.isfinite(o) & torch.isfinite(exact)).sum())
     if lost:
         raise AssertionError(f"NaN or Inf in {lost} of {o.numel()} elements of O")
-    fmt = _FORMATS[o.dtype]
-    bias, heads = _bias(o.double(), exact.double(), fmt, groups)
+    o, exact, fmt = _by_sample(o, samples), _by_sample(exact, samples), _FORMATS[o.dtype]
+    bias, number = _bias(o.double(), exact.double(), fmt, groups)
     verdict = judge(bias)
     if verdict is BiasVerdict.UNBIASED:
         return
-    found = f"bias {bias.mean:+.3f} +- {bias.half_width:.3f} ulp of {o.dtype} over {heads} heads"
+    what = "heads" if samples is None else "samples"
+    found = f"bias {bias.mean:+.3f} +- {bias.half_width:.3f} ulp of {o.dtype} over {number} {what}"
     if verdict is BiasVerdict.BIASED:
         way = "away from" if bias.mean > 0 else "towards"
         rounded, _ = _bias(round_to(exact.double(), fmt), exact.double(), fmt, groups)
-        found = f"{found}: O is rounded {way} zero; at most {MARGIN_ULPS} ulp is fair"
+        found = f"{found}: O is rounded {way} zero; at most {MARGIN_ULPS} ulp is fair{_repeated(o, exact, repeat)}"
         if judge(rounded) is BiasVerdict.BIASED:
             found += (
                 f". O itself ties (exact and rounded once: {rounded.mean:+.3f}): only a stochastic cast of it passes"
             )
         raise AssertionError(found)
-    enough = heads_to_tell(bias, heads * 2 ** (LOOKS - 1))  # of a single look
+    enough = heads_to_tell(bias, number * 2 ** (LOOKS - 1))  # of a single look
     raise AssertionError(f"{found}: too few to tell; take {enough}")
 
 
+def _by_sample(x: Tensor, samples: int | Sequence[int] | None) -> Tensor:
+    """Return (batch, heads, queries, d), of any other tensor (1, samples, 1, what a sample has)."""
+    if samples is None:
+        return x
+    dimensions = (samples,) if isinstance(samples, int) else tuple(samples)
+    if wrong := [at for at in dimensions if not -x.dim() <= at < x.dim()]:
+        raise ValueError(f"samples {wrong[0]}: O has {x.dim()} dimensions, {tuple(x.shape)}")
+    front = x.movedim(dimensions, tuple(range(len(dimensions))))
+    return front.reshape(1, math.prod(front.shape[: len(dimensions)]), 1, -1)
+
+
+def _repeated(o: Tensor, exact: Tensor, repeat: int) -> str:
+    """Return what so many calls come to, each as much too large or too small as this one on the whole."""
+    size = exact.abs().sum(dtype=torch.float64)
+    gain = ((o.double() - exact.double()) * exact.sign()).sum() / size
+    return "" if repeat == 1 else f"; it is {gain:+.2%} a call, {(1.0 + gain) ** repeat - 1.0:+.1%} after {repeat}"
+
+
 def _bias(o: Tensor, exact: Tensor, fmt: Format, groups: int) -> tuple[Interval, int]:
-    """Return the mean error of an O in ulps of a format, and of how many heads it is."""
+    """Return the mean error of an O in ulps of a format, and of how many samples it is."""
     samples = by_key_head(signed_error_ulps(o, exact, fmt), groups)
     return interval(samples[torch.isfinite(samples)]), len(samples)

@@ -93,6 +93,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--configs", action="append", metavar="all|NAME=V1,V2", help=configs)
     verbose = "print the tables, every cell that failed with its reasons and command, and what was skipped, too"
     parser.add_argument("-v", "--verbose", "--table", action="store_true", help=verbose)
+    log = "log on standard error: debug says what every call of the kernel is given, how long it takes, what it returns"
+    parser.add_argument("--log-level", metavar="LEVEL", choices=("debug", "info", "warning", "error"), help=log)
     json = "write the verdict as JSON too (docs/your-kernel.md); -: to the terminal, and nothing else"
     parser.add_argument("--json", metavar="FILE", help=json)
     options = parser.parse_args(arguments)
@@ -124,6 +126,7 @@ def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
 def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
     """Run pytest without output; return its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
+    words += [] if options.log_level is None else [f"--log-level={options.log_level}"]
     words += [word for target in options.targets for word in ("--kernel", target)]
     words += [word for dest, option in FORWARDED.items() for word in option.words(getattr(options, dest))]
     kept = os.environ.pop("PYTEST_ADDOPTS", None)
@@ -174,7 +177,7 @@ class _Follower:
         lines, annotations = (self.gate.lines, self.gate.annotations) if self.gate else ([], [])
         judged, end = self.verdicts(run), self.collector.failure or self.collector.file.line
         if verbose:
-            parts = self.collector.report(run, terminal.width(), judged)
+            parts = self.collector.report(run, terminal.width(), judged, traced=True)
         else:
             parts = [*map(str, judged), *filter(None, ["\n".join(tables.brief(run.records))])]
             end = f"{tables.counts(run.records)}; -v shows tables, skips and every reason; {end}"
@@ -203,6 +206,8 @@ class _Follower:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a cell, and how long it took."""
         name = cell_id(report.nodeid)
+        if report.when == "call" and report.caplog:  # with --log-level
+            print(report.caplog, file=self.stream, flush=True)
         if self.collector is None or self.progress is None or name not in self.progress.left:
             return
         if report.when == "teardown" or report.failed:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
 
@@ -26,13 +26,23 @@ _CHECKING = "TIEBREAK_CHECKING"  # set in the process that imports the function'
 _MODULE = "tiebreak_given"  # what a function that has no file is imported from
 
 
+#: The options of `tiebreak check`, with `_` for `-`; its --help says what each does.
+CheckOptions = TypedDict("CheckOptions", {
+    "as": str, "backend": str, "allow_missing": str, "kernels": str, "declare": list[str], "plan": str,
+    "backward": Literal["own", "emulated"], "fair": bool, "no_worse_than": Literal["rounded"], "rules": bool,
+    "captured": str, "cases": str, "features": str, "experiments": str, "dtype": str, "seed": int, "heads": int,
+    "cell_timeout": float, "budget": str, "expected": str, "save": str, "out": str, "baseline": str, "fail": str,
+    "across": bool, "update_baseline": bool,
+}, total=False)  # fmt: skip
+
+
 def check(
     function: Callable[..., Any] | str,
     *,
     in_process: bool = False,
     workers: str | int = "auto",
     device: object = None,
-    **options: Any,
+    **options: Unpack[CheckOptions],
 ) -> Verdict:
     """Put one attention kernel through the matrix, as `tiebreak check` does.
 

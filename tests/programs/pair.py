@@ -2,15 +2,16 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from msgspec.structs import replace
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.external.kernels import external_kernel, users_kernel
+from tiebreak.kernels.external import external_kernel
+from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16
@@ -61,7 +62,21 @@ def main(arguments: Sequence[str]) -> int:
     return PASSED if verdict.ok else FAILED
 
 
-def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any) -> PairVerdict:
+class PairOptions(TypedDict, total=False):
+    """The options of `tiebreak pair`; its --help says what each does."""
+
+    backend: str | None
+    card: str | None  # --as
+    declare: Sequence[str]
+    cases: str | None
+    dtype: Literal["bf16", "fp16"] | None
+    heads: int
+    seed: int
+    model: str | None
+    limits: Mapping[str, float]
+
+
+def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unpack[PairOptions]) -> PairVerdict:
     """Compare two attention kernels, as `tiebreak pair` does, in this process.
 
     Args:
@@ -86,7 +101,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
         raise UsageError(f"--dtype {chosen.dtype}: expected {' or '.join(FORMATS)}")
     if wrong := [name for name in limits if name not in MEASURES or chosen.model == _NONE]:
         raise UsageError(f"--limit {wrong[0]}: expected {', '.join(MEASURES)}, of log-probabilities through a model")
-    plans = [_plan(a), _plan(b)]
+    plans = [plan_of(a), plan_of(b)]
     names = (chosen.backend or ",".join((CPU if plan is None else EMULATION).name for plan in plans)).split(",")
     backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
     if len(names) > len(plans) or not backends.keys() >= set(names):
@@ -96,7 +111,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)
     kernels = [
-        ProbedKernel(backends[name], _kernel(target, plan, backends[name], chosen.declare), fmt)
+        ProbedKernel(backends[name], kernel_of(target, plan, backends[name], chosen.declare), fmt)
         for target, plan, name in zip((a, b), plans, (names[0], names[-1]), strict=True)
     ]
     first = _side(_name(a), kernels[0], chosen.seed, tell)
@@ -125,7 +140,7 @@ def _name(target: Target) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
 
 
-def _plan(target: Target) -> Declaration | None:
+def plan_of(target: Target) -> Declaration | None:
     """Return the plan that a text names; None: it names another thing."""
     try:
         return parse_declaration(target) if isinstance(target, str) else None
@@ -135,7 +150,7 @@ def _plan(target: Target) -> Declaration | None:
         return None
 
 
-def _kernel(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
+def kernel_of(target: Target, plan: Declaration | None, backend: Backend, declare: Sequence[str]) -> Kernel:
     """Return a plan, a backend's own kernel, a user's function or an adapter; bad usage if it can't run there."""
     vendors = {kernel.name: kernel for kernel in backend.vendor_kernels()}
     elsewhere = "a kernel of yours runs on a device" if plan is None and backend.predicts else None

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tiebreak
 from tiebreak.backends.emulation.rounding import round_to
+from tiebreak.backends.provenance import CHECKOUT
 from tiebreak.kernels.formats import BF16, Rounding, ulp
 
 
@@ -91,3 +92,47 @@ def test_an_output_of_another_shape_is_refused() -> None:
     call = tiebreak.inputs("random", heads=16)
     with pytest.raises(ValueError, match="expected"):
         tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact)
+    with pytest.raises(ValueError, match="samples=DIM"):
+        tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact[0])
+    with pytest.raises(ValueError, match="samples 3: O has 3 dimensions"):
+        tiebreak.assert_fair(call.exact.bfloat16()[0], call.exact[0], samples=(0, 3))
+
+
+def cut_off(x: Tensor) -> Tensor:
+    """To bf16, toward zero."""
+    return round_to(x.double(), BF16, Rounding.RTZ)
+
+
+def test_the_rms_norm_of_the_page_is_fair_where_it_rounds_and_is_not_where_it_cuts_off() -> None:
+    page = (CHECKOUT / "docs" / "your-kernel.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```python\n") if block.startswith("def rms_norm")).partition("```")[0]
+    torch.manual_seed(1)
+    with pytest.raises(
+        AssertionError, match=r"bias \+0\.2\d+ .* over 2048 samples: .*; it is \+0\.1\d% a call, .* after 72$"
+    ):
+        exec(code, {"torch": torch, "tiebreak": tiebreak})
+    assert "repeat=72" in code.splitlines()[-1], "what raises is the last line, so the one before it passed"
+
+
+@pytest.mark.parametrize(
+    ("shape", "samples"), [((300, 40), 0), ((40, 300), 1), ((5, 8, 60), (0, -1)), ((300, 2, 3, 5), 0)]
+)
+def test_any_shape_has_its_samples_where_it_is_told(shape: tuple[int, ...], samples: int | tuple[int, ...]) -> None:
+    exact = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
+    tiebreak.assert_fair(exact.bfloat16(), exact, samples=samples)
+    with pytest.raises(AssertionError, match="over 300 samples: O is rounded towards zero"):
+        tiebreak.assert_fair(cut_off(exact).bfloat16(), exact, samples=samples)
+
+
+def test_what_is_said_of_many_calls_is_what_many_calls_come_to() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = exact = 1.0 + torch.rand(400, 50, dtype=torch.float64, generator=generator)
+    for call in range(200):
+        factors = 0.7 + 0.7 * torch.rand(400, 50, dtype=torch.float64, generator=generator)
+        x, exact = cut_off(x * factors), exact * factors
+        if call == 0:
+            with pytest.raises(AssertionError) as caught:
+                tiebreak.assert_fair(x.bfloat16(), exact, samples=0, repeat=200)
+    said = float(str(caught.value).rpartition(", ")[2].partition("%")[0])
+    assert said == pytest.approx(100 * (x / exact).mean().item() - 100, rel=0.1)
+    assert -60 < said < -30, "where 200 times one call is more"

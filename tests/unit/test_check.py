@@ -433,6 +433,7 @@ def test_a_verdict_is_an_object_of_a_function_in_a_file(folder: Path, monkeypatc
     checked = tiebreak.check(attention, cases="tied_maxima[k=2]", heads=64, seed=2, workers=0)
     assert str(checked).startswith(f"{BIASED_ON_ONE}, by its own rounding\n")
     assert (checked.ok, checked.biased, checked.seed, checked.failed) == (True, 1, 2, ())
+    assert checked.plan is not None
     assert checked.plan.plans[0] == "flash@paper,tile=one"
     assert checked.versions["torch"] == torch.__version__
     assert not (folder / "out").exists()
@@ -446,4 +447,4 @@ def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Pa
     checked = tiebreak.check(names["attention"], in_process=True, cases="no_tail", heads=16)
     assert checked.headline == "PASS: attention on cpu, bf16: no failure input was run, nothing is known of its bias"
     with pytest.raises(UsageError, match=r"^tiebreak.check has no heds; it has backend, "):
-        tiebreak.check(names["attention"], heds=16)
+        tiebreak.check(names["attention"], heds=16)  # type: ignore[call-arg]

@@ -137,7 +137,7 @@ def test_the_table_names_every_room_where_it_is_installed_from() -> None:
     data = {f"tiebreak.reports.{name}" for name in ("baselines", "known", "platforms")}  # without a module
     assert set(settings["packages"]) == packages - {PUBLIC} | {"tiebreak"} | data
     links = {path.name: path.resolve() for path in (CHECKOUT / ".typing/tiebreak").iterdir()}
-    public = {name: CHECKOUT / "kernels/public" / name for name in ("__init__.py", "plugins.py")}
+    public = {name: CHECKOUT / "kernels/public" / name for name in ("__init__.py", "__init__.pyi", "plugins.py")}
     assert links == {name: CHECKOUT / room.folder for name, room in ROOMS.items()} | public
 
 

@@ -202,7 +202,7 @@ TOKENS_FIRST = "*(x.permute(0, 2, 1, 3).contiguous() for x in (q, k, v)), "
         ("mine.py:writes", {"causal": "true"}, f"contiguous(), torch.nan), kernel.writes({TOKENS_FIRST}"),
         ("mine.py:several", {"causal": "false", "scale": "0.5"}, "kernel.several(q, k, v, 0.5)[0]"),
         ("mine.py:Attention.plain", {"causal": "false"}, "kernel.Attention.plain(q, k, v)"),
-        ("inside/deep/mine.py:rtz", {"causal": "true"}, "kernel.zero(q, k, v, "),
+        ("inside/deep/mine.py:zero", {"causal": "true"}, "kernel.zero(q, k, v, "),
     ],
 )
 def test_the_script_calls_a_kernel_as_its_signature_and_its_author_say(

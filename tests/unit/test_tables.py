@@ -129,13 +129,13 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
         "crashed cpu-mine-case0-bf16, cpu-mine-case1-bf16, cpu-mine-case2-bf16, and 2 more",
         "    RuntimeError: 0 is no 64 (mine.py, line 5)",
         "    so all 5, with other numbers",
-        f"    rerun the first: {runnable('pytest')} --cases case0",
+        f"    rerun the first: {runnable('pytest')} --cases case0 -n 0",
         "crashed cpu-mine-same0-bf16, cpu-mine-same1-bf16",
         "    ValueError: no",
-        f"    rerun the first: {runnable('pytest')} --cases same0",
+        f"    rerun the first: {runnable('pytest')} --cases same0 -n 0",
         "crashed cpu-other-case0-bf16",
         "    ValueError: no",
-        f"    rerun: {runnable('pytest')} --cases case0",
+        f"    rerun: {runnable('pytest')} --cases case0 -n 0",
     ]
 
 

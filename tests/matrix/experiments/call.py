@@ -1,6 +1,7 @@
 """One call of attention on scripted or captured input."""
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
+from tiebreak.backends.registry import target_of
 from tiebreak.cases.acceptance import ComparedTensor, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
@@ -26,10 +28,10 @@ from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, BiasVerdict, Interval, Va
 from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
-from tiebreak.kernels.features import HIDDEN_NAN
+from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
+from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
@@ -43,7 +45,7 @@ from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
 from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.settling import settled
 from tiebreak.matrix.trial import refusal
-from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settings, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
@@ -163,6 +165,7 @@ class OneCall(Experiment):
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
             backward_error=sample.outputs[0].backward_error,
+            backward_raised=sample.outputs[0].backward_raised,
             held_to=held_to.plan if held_to else None,
             refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
@@ -289,6 +292,16 @@ def _add_gradients(sample: Sample, backward: BackwardHeldTo, made: Gradients, o:
     return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
+def _script(cell: Cell, inputs: AttentionInputs, settings: Settings) -> str | None:
+    """The command that writes a script of a wrong call with torch alone; None: it has no words for such a call."""
+    origin, backend, name = cell.kernel.origin, cell.backend, cell.experiment.name
+    if len(origin) != 2 or backend.options or JOINED in name or not set(inputs.required_features()) <= SCRIPTABLE:
+        return None
+    words = ["tiebreak", "shrink", origin[1], "--case", name, *cell.experiment.options, "--dtype", cell.fmt.name]
+    words += ["--backend", target_of(backend.name), "--seed", str(settings.seed), "--heads", str(settings.heads)]
+    return shlex.join(words)
+
+
 def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
     """Return a record's evidence from the first batch."""
     cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
@@ -299,9 +312,12 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
             for name, fit in sample.fits.items()
         }
     slips = backward.slips if backward is not None else {}
-    if cell.kernel.external and (sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite):
+    wrong = bool(sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite)
+    if cell.kernel.external and wrong:
         slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
     evidence |= {"slips": slips} if slips else {}
+    if (wrong or sample.verdict is BiasVerdict.BIASED) and (script := _script(cell, batch.inputs, bench.settings)):
+        evidence[records.SCRIPT] = script
     if backward is not None:
         evidence["backward"] = backward.bits
     if output.assumed:

@@ -22,7 +22,7 @@ from tiebreak.kernels.external import UserKernel, external_kernel
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
 from tiebreak.kernels.external.loading import EXPECTED, is_adapter, package_of
-from tiebreak.kernels.features import BLIND_ROWS, CAUSAL, GROUPED, MIXED_FORMATS, OBLONG_CAUSAL, OWN_SCALE
+from tiebreak.kernels.features import SCRIPTABLE
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.programs.identify import FORMATS, devices
 from tiebreak.programs.processes import finished
@@ -35,8 +35,6 @@ from tiebreak.reports.records import store
 _ANYWHERE = {"finite": FINITE, "bound": BOUND}  # checks that one element can fail
 _SECONDS = 600  # that the written script may take
 _LINE = 120  # of the script
-#: Features of inputs that a script can write.
-_WRITTEN = frozenset({CAUSAL, GROUPED, OBLONG_CAUSAL, BLIND_ROWS, OWN_SCALE, MIXED_FORMATS})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -132,7 +130,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
         inputs = case.make(options.seed, 0, options.heads, fmt)
     except CapturedError as error:
         raise UsageError(str(error)) from error
-    if unwritten := [feature.words for feature in inputs.required_features() if feature not in _WRITTEN]:
+    if unwritten := [feature.words for feature in inputs.required_features() if feature not in SCRIPTABLE]:
         raise UsageError(f"--case {case.name}: has a {unwritten[0]}, which the script has no place for")
     return inputs
 

@@ -1,0 +1,1 @@
+../../kernels/public/__init__.pyi
