@@ -52,7 +52,7 @@ class UnidentifiedError(Exception):
     """A kernel's plan can't be determined; one line."""
 
 
-def settled(cell: Cell, bench: Workbench) -> Settled:
+def plan_of(cell: Cell, bench: Workbench) -> Settled:
     """Return the knowledge about the plan of a cell's kernel; the first caller settles it for all processes."""
     kernel, backend = cell.kernel, cell.backend
     if kernel.declaration is not None:
@@ -96,7 +96,7 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
 
 def _share(file: Path, settled: Settled) -> None:
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(msgspec.json.encode(settled))
+    part.write_bytes(msgspec.json.encode(plan_of))
     part.replace(file)
 
 

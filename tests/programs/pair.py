@@ -18,7 +18,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.pairs import Side
-from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
+from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, apply_limits, judge_pair
 from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settling import UnidentifiedError
@@ -103,7 +103,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
     sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
     no_model = chosen.model == _NONE or (slow and chosen.model is None)
-    verdict = judged(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
+    verdict = judge_pair(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
     unasked = (
         ("invariance", chosen.cases, "--cases names"),
         ("log-probabilities", chosen.model, f"--model {_GPT2} asks"),
@@ -111,7 +111,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     slowly = [
         f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
     ]
-    return limited(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
+    return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:

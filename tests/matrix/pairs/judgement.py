@@ -42,7 +42,7 @@ CASES = (
 _TOLD = {HELD: True, MEASURED: False, FELL: False}  # of a question: whether no bit changed
 
 
-def judged(
+def judge_pair(
     sides: tuple[Side, Side],
     fmt: Format,
     cases: Sequence[str],
@@ -101,7 +101,7 @@ def summed_exactly(side: Side) -> Side:
     return replace(side, plan=replace(side.plan, plan=replace(side.plan.plan, accumulator=Accumulator.EXACT)))
 
 
-def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
+def apply_limits(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
     """Return a verdict that fails where log-probabilities differ by more than allowed, or there are none."""
     numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
     beyond = [

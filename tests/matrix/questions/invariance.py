@@ -179,7 +179,7 @@ def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
         keyword = kernel.caller.convention.splits
         if keyword is None:
             raise CannotRunError("no parameter num_splits or num_kv_splits")
-        return lambda number, keys: kernel.given(**{keyword: number})
+        return lambda number, keys: kernel.with_keywords(**{keyword: number})
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
         raise CannotRunError("does not split a row's keys")

@@ -77,7 +77,7 @@ class Judged:
         return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.is_predicted)
 
 
-def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
+def cells_and_faults(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
     settings, kernels = _settings(run, profile), dict[tuple[str, str], Kernel]()
     cells, faults = list[Judged](), list[str]()
