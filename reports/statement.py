@@ -213,7 +213,7 @@ def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     where = ", ".join(sorted({record.backend for record in records}))
     fell = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
     covered = [(record.id, record.excused or "") for record in records if record.excused is not None]
-    waivers = [(each.cells, each.check, each.reason, str(each.expires)) for each in statement.waivers]
+    waivers = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
     parts: list[Part] = [
         one_line(f"# tiebreak statement, profile {statement.profile}, on {where}: {result(records)}"),
         f"{counts(records, WAIVED)}.",

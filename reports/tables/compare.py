@@ -126,7 +126,7 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
 
 def numbers(comparison: Comparison) -> Iterator[Part]:
     """Yield a table of cells that keep numbers of one kind, how far from the first run they are, and its legend."""
-    kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
+    kept = [(row, [record and record.evidence.get(NUMBERS) for record in row.records]) for row in comparison.rows]
     rows = [(row, values, next(filter(None, values))) for row, values in kept if any(values)]
     for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():
         names = (f"{row.record.kernel}, {row.record.backend}, {row.record.format}" for row, *_ in group)

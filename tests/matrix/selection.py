@@ -87,7 +87,7 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
                 able = list(dict.fromkeys(kernel.name for kernel in kernels))
                 verb = "takes" if len(able) == 1 else "take"
                 raise UsageError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
-    added = [each.with_features(name.split(JOINED)) for each in experiments for name in listed]
+    added = [experiment.with_features(name.split(JOINED)) for experiment in experiments for name in listed]
     if not any(added):
         raise UsageError("--features: nothing to add, or no call that it could be added to")
     return [each for each in added if each is not None]

@@ -186,7 +186,7 @@ def explaining(probed: ProbedKernel, answers: Sequence[DesignedOutput]) -> str |
     explain = [name for name, plan in plans.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
 
     def cost(name: str) -> float:
-        misses = (each.missed(plans[name]) for each in answers if each.name not in OF_SUMS)
+        misses = (answer.missed(plans[name]) for answer in answers if answer.name not in OF_SUMS)
         return sum(math.log1p(share / _LOST) for share in misses)
 
     return min(explain, key=cost, default=None)

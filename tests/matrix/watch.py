@@ -83,7 +83,7 @@ class Progress:
     begun: dict[str, float] = field(default_factory=dict)  # when
 
     def __post_init__(self) -> None:
-        self.left = {each.id: expected(each) for each in self.cells if each.id not in self.budget.left_out}
+        self.left = {cell.id: expected(cell) for cell in self.cells if cell.id not in self.budget.left_out}
         self.all = len(self.left)
 
     def end(self, name: str, seconds: float | None) -> None:

@@ -91,7 +91,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Any
     backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
     if len(names) > len(plans) or not backends.keys() >= set(names):
         raise UsageError(f"--backend {chosen.backend}: expected one name for both, or one each")
-    slow = any(each.slower > 1 for each in backends.values())
+    slow = any(backend.slower > 1 for backend in backends.values())
     cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)

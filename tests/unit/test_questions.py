@@ -239,7 +239,7 @@ def test_a_placement_holds_the_same_numbers(place: Callable[[Tensor], Tensor]) -
         ("", "lacks the scale at the", lambda s: (s * 8).amax(-1) + (s - s.amax(-1, True)).exp().sum(-1).log()),
         ("", "is the sum", lambda s: (s - s.amax(-1, True)).exp().sum(-1)),
         ("", "is in neither base", lambda s: s.logsumexp(-1) * torch.nan),
-        ("e", "returns shape (2, 3, 4) beside O, expected", lambda s: s.logsumexp(-1)[..., :-1]),
+        ("e", "returns shape (2, 3, 4) with O, expected", lambda s: s.logsumexp(-1)[..., :-1]),
     ],
 )
 def test_a_log_sum_exp_is_held_to_base_sign_scale_and_shape(

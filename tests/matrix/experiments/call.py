@@ -409,7 +409,7 @@ def rule_answers(output: AttentionOutput, bench: CaseBench) -> dict[str, records
     """Return the verdict of every acceptance rule in public use on the first batch's output, as records have it."""
     rules = {}
     for name, answer in answers(*compared(output, bench)):
-        numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
+        numbers = {reading.what: map(records.finite, (reading.number, reading.limit)) for reading in answer.readings}
         readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
         rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
     return rules

@@ -178,7 +178,7 @@ def _search(probed: ProbedKernel, designed: Sequence[DesignedOutput]) -> Search:
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
     starts = [*on_device(probed.backend).values(), *eight_bits]
     answers = [answer for answer in designed if answer.name not in OF_SUMS]
-    return Search(answers, probed.fmt, [forward_alone(each, probed.fmt) for each in starts])
+    return Search(answers, probed.fmt, [forward_alone(start, probed.fmt) for start in starts])
 
 
 def _against_rivals(

@@ -29,7 +29,7 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
-QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
+QUESTIONS = {experiment.name: experiment for experiment in INVARIANCE.experiments}
 KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in SCRIPTED} | QUESTIONS
 #: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
 #: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.

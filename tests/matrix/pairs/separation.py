@@ -74,7 +74,7 @@ class _Between:
         whole = left = self.remaining(self.a, batches)
         taken = list[str]()
         while left and len(taken) < len(points):
-            ways = {each: self.plan_with([*taken, each]) for each in points if each not in taken}
+            ways = {point: self.plan_with([*taken, point]) for point in points if point not in taken}
             after = {each: self.remaining(way, batches) for each, way in ways.items() if way is not None}
             # Where each of them excludes a point of A's, all that are left go at once.
             gone = [min(after, key=after.__getitem__)] if after else list(ways)

@@ -202,12 +202,12 @@ def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile:
     )
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
     yield f"NOT checked, as it is stated: {_STATED}"
-    skipped = [each for each in records if each.record.outcome == SKIPPED]
+    skipped = [judged for judged in records if judged.record.outcome == SKIPPED]
     unknown = [each for each in records if not each.is_recomputable and each.record.outcome != SKIPPED]
     for cells, what in (
         (unknown, "the numbers of {}, which no emulation computes: training runs, and the kernels {}"),
         (skipped, "why {} skipped: of the kernels {}"),
     ):
         if cells:
-            names = list(dict.fromkeys(each.record.kernel for each in cells))
+            names = list(dict.fromkeys(judged.record.kernel for judged in cells))
             yield f"NOT checked: {what.format(counted(len(cells), 'cell'), first_few(names, _NAMED))}"
