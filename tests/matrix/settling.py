@@ -96,7 +96,7 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
 
 def _share(file: Path, settled: Settled) -> None:
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_bytes(msgspec.json.encode(plan_of))
+    part.write_bytes(msgspec.json.encode(settled))
     part.replace(file)
 
 

@@ -112,10 +112,10 @@ def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable
         "from tiebreak.kernels.formats import BF16\n"
         "from tiebreak.matrix.experiment import Cell\n"
         "from tiebreak.matrix.experiments.identity import Identification\n"
-        "from tiebreak.matrix.settling import settled\n"
+        "from tiebreak.matrix.settling import plan_of\n"
         "from tiebreak.matrix.workbench import Settings, Workbench\n"
         "cell = Cell(CPU, external_kernel(sys.argv[1]), Identification(), BF16)\n"
-        "settled(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
+        "plan_of(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
     )
     target = named("ends").kernel.origin[1]
     ended = subprocess.run([sys.executable, "-c", script, target, str(tmp_path)], check=False)
