@@ -48,7 +48,7 @@ def _hold_gradients(
     factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
-    for words, call in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
+    for words, call in (("the log-sum-exp's gradient alone", alone), ("with that of O", both)):
         try:
             answer = _gradients(session, call, _UNITS[base])
         except Exception:  # it says that it takes no such gradient, and computes nothing wrong

@@ -113,7 +113,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
     if experiment is not None and features:
         experiment = experiment.with_features(features)
     if experiment is None:
-        raise ValueError(f"case: {record.case}: not one of the suite's, so nobody else can verify it")
+        raise ValueError(f"case: {record.case}: not one of the suite's, so it can't be verified")
     backend, card = backends[record.backend], run.options.get("as")
     backend = backend.assuming(str(card)) if card else backend
     key = record.backend, record.kernel
