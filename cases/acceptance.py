@@ -98,7 +98,7 @@ class Rule:
         try:
             for each in tensors:
                 each.complete()
-            readings = tuple(reading for each in tensors for reading in self.of(each))
+            readings = tuple(reading for tensor in tensors for reading in self.of(tensor))
         except LackingError as lacking:
             return RuleResult(None, needs=str(lacking))
         return RuleResult(all(reading.is_met for reading in readings), readings)

@@ -42,7 +42,7 @@ class Expectation:
     text: Callable[[Errors], str] = bias_text  # the measured number, in words
 
 
-def _judged(
+def _has_verdict(
     verdict: BiasVerdict, sign: int = 0, of: Callable[[Errors], Interval] = lambda measures: measures.bias
 ) -> Callable[[Errors], bool | None]:
     """Expect that a mean, of the signed errors or of another measure, gets this verdict and has this sign."""
@@ -66,13 +66,13 @@ def _rows_err(name: str, verdict: BiasVerdict) -> Expectation:
         excess = measures.coherence_excess
         return f"row coherence {excess.mean:+.3f} +- {excess.half_width:.3f} ulp from that of independent errors"
 
-    return Expectation(name, _judged(verdict, of=lambda measures: measures.coherence_excess), text=text)
+    return Expectation(name, _has_verdict(verdict, of=lambda measures: measures.coherence_excess), text=text)
 
 
-UNBIASED = Expectation("unbiased", _judged(BiasVerdict.UNBIASED))
-BIASED = Expectation("biased", _judged(BiasVerdict.BIASED))
-BIASED_AWAY = Expectation("biased away from zero", _judged(BiasVerdict.BIASED, +1))
-BIASED_TOWARD = Expectation("biased toward zero", _judged(BiasVerdict.BIASED, -1))
+UNBIASED = Expectation("unbiased", _has_verdict(BiasVerdict.UNBIASED))
+BIASED = Expectation("biased", _has_verdict(BiasVerdict.BIASED))
+BIASED_AWAY = Expectation("biased away from zero", _has_verdict(BiasVerdict.BIASED, +1))
+BIASED_TOWARD = Expectation("biased toward zero", _has_verdict(BiasVerdict.BIASED, -1))
 ROWS_ERR_TOGETHER = _rows_err("the errors of a row agree in sign", BiasVerdict.BIASED)
 ROWS_ERR_APART = _rows_err("the errors of a row are independent", BiasVerdict.UNBIASED)
 ACCURATE = Expectation("accurate", lambda measures: measures.nonfinite == 0)

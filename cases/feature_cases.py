@@ -468,7 +468,7 @@ def with_features(case: Case, words: Sequence[str]) -> Case:
     stay = _scripts_ties(case.recipe) and all(
         value is None and _ADDED[feature.taken].claims_stay for feature, value in features.items()
     )
-    kept = (replace(each, rules=each.rules & _RULES) for each in case.claims if each.rules & _RULES)
+    kept = (replace(claim, rules=claim.rules & _RULES) for claim in case.claims if claim.rules & _RULES)
     return replace(
         case,
         name=JOINED.join([case.name, *words]),

@@ -32,7 +32,7 @@ from tiebreak.kernels.probe_inputs import pieces, tied_p_bar
 _COMMENTARY = "kexue.fm 11371"
 _NO_TAIL = (200.0, 210.0)  # below the maxima: exp of it is 0 in fp32
 _ON_THE_MARGIN = "sits on the margin: which side of it the interval ends depends on the few row maxima drawn"
-_SHIFTED = "a shift that is moved or scaled has an error of P-bar of its own"
+_SHIFTED = "a shift that is moved or scaled has its own error of P-bar"
 
 
 def _case(about: str, recipe: Recipe, *, source: str = OWN, **fields: Any) -> Case:
@@ -161,7 +161,7 @@ _GROUPS["large maxima"] |= {
 _grown = partial(_case, source=f"{OWN}, FlashAttention-4's lazy rescaling", failure=True)
 _GROUPS["maxima in several key blocks"] = {
     "ties_across_blocks": _scripted(
-        "2 equal maxima, each in a key block of its own: no block sees a repeat",
+        "2 equal maxima, each in a separate key block: no block sees a repeat",
         Scores(positions=(17, 145)),
         shape=Shape(keys=256),
         failure=True,
@@ -173,7 +173,7 @@ _GROUPS["maxima in several key blocks"] = {
         failure=True,
         most_heads=64,
         study=True,
-        unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has an error of its own",
+        unclaimed="O-bar in bf16 is rounded in the tile of every maximum, and each rounding has a separate error",
     ),
     "overshooting_shift": _scripted(
         "a repeated maximum in the first block, scaled above the true maximum of the second",

@@ -33,7 +33,7 @@ class BackwardPass:
 
     def after(self, forward: Declaration) -> Declaration:
         """Return the plan of a forward pass, with this backward pass."""
-        return _with(forward, {**self.points, "gradients": OUTPUT}, self._block(forward))
+        return _with_backward(forward, {**self.points, "gradients": OUTPUT}, self._block(forward))
 
     def _block(self, forward: Declaration) -> Block:
         """Return the tiles that matter: the forward pass's, where delta comes from an O-bar that is cast after each."""
@@ -46,10 +46,10 @@ class BackwardPass:
         Without it the error of delta, part of which autograd sends through the maximum, would hide a cast of dS.
         """
         kept = {name: self.points[name] for name in ("delta_from", "shift_attached") if name in self.points}
-        return _with(forward, {**kept, "gradients": _FP32}, self._block(forward))
+        return _with_backward(forward, {**kept, "gradients": _FP32}, self._block(forward))
 
 
-def _with(forward: Declaration, points: Mapping[str, Any], block: Block) -> Declaration:
+def _with_backward(forward: Declaration, points: Mapping[str, Any], block: Block) -> Declaration:
     plan = replace(forward.plan, **{"delta_from": DeltaSource.OUTPUT, **_UNROUNDED, **points})
     return replace(forward, plan=plan, block=block)
 

@@ -92,7 +92,7 @@ def parse_declaration(text: str) -> Declaration:
     is unknown, or the algorithm makes nothing of it.
     """
     head, *changes = (part.strip() for part in text.split(","))
-    named = declaration = _named(head)
+    named = declaration = _declaration_of(head)
     values: dict[str, str] = {}
     for change in changes:
         key, equals, value = (part.strip() for part in change.partition("="))
@@ -118,8 +118,8 @@ def shortest(declaration: Declaration) -> Declaration:
     """
     rule, algorithm = declaration.shift_rule.name.partition(",")[0], declaration.algorithm
     name = algorithm.name if rule == "safe" or algorithm is not FLASH_ATTENTION else rule
-    heads = _heads(name) if algorithm.tiled else (_named(STANDARD.name),)
-    texts = [_from(head, declaration) for head in heads]
+    heads = _heads(name) if algorithm.tiled else (_declaration_of(STANDARD.name),)
+    texts = [_as_changes_of(head, declaration) for head in heads]
     fitting = [named for named in texts if named is not None]
     if not fitting:
         raise ValueError("no text names this plan")
@@ -134,11 +134,11 @@ def _heads(name: str) -> tuple[Declaration, ...]:
     for plan in PLANS:
         with suppress(ValueError):
             composed_kernel(f"{name}@{plan}")
-            heads.append(_named(f"{name}@{plan}"))
+            heads.append(_declaration_of(f"{name}@{plan}"))
     return tuple(heads)
 
 
-def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
+def _as_changes_of(named: Declaration, declaration: Declaration) -> Declaration | None:
     """Return a declaration's forward pass as changes of a named one; None where changes can't express it."""
     theirs, ours = named.plan.exponential, declaration.plan.exponential
     if (theirs.correction, theirs.lanes) != (ours.correction, ours.lanes):
@@ -149,7 +149,7 @@ def _from(named: Declaration, declaration: Declaration) -> Declaration | None:
 
 
 @cache
-def _named(head: str) -> Declaration:
+def _declaration_of(head: str) -> Declaration:
     """Return the declaration of a kernel, or of plain flash attention at a plan."""
     name = head if "@" in head or head not in PLANS or head == STANDARD.name else f"{FLASH_ATTENTION.name}@{head}"
     for kernel in (cpu_sdpa_flash(), sdpa_math()):  # which know their own tiles and exponential

@@ -85,12 +85,12 @@ def _mask(inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor, Tensor],
         visible = key <= query + ahead + min(sides) if sides else key >= 0
         if left is not None and WINDOW in computed:
             visible = visible & (key >= query + ahead - left)
-        return visible if hidden is None else visible & ~_at(hidden, batch, head, query, key)
+        return visible if hidden is None else visible & ~_element(hidden, batch, head, query, key)
 
     return visible_key
 
 
-def _at(x: Tensor, *places: Tensor) -> Tensor:
+def _element(x: Tensor, *places: Tensor) -> Tensor:
     """Return an element of a tensor in which a dimension of 1 broadcasts."""
     return x[tuple(place if n > 1 else 0 for place, n in zip(places, x.shape, strict=True))]
 
@@ -102,7 +102,7 @@ def _score(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
     def changed(score: Tensor, *places: Tensor) -> Tensor:
         if cap:
             score = cap * torch.tanh(score / cap)
-        return score if bias is None else score + _at(bias, *places)
+        return score if bias is None else score + _element(bias, *places)
 
     return changed if cap or bias is not None else None
 

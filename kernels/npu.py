@@ -111,12 +111,12 @@ class FusionAttention:
 
     def forward(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Return the forward operator's outputs on the NPU, by the backward operator's names."""
-        layout, options = self._asked(inputs)
+        layout, options = self._layout_and_arguments(inputs)
         tensors, heads = _packed(inputs, layout, inputs.q, inputs.k, inputs.v), inputs.q.shape[1]
         returned = _operator(self.operators, _TRAINING[0])(*tensors, heads, layout, scale=inputs.scale, **options)
         return dict(zip(_RETURNED, returned, strict=True))
 
-    def _asked(self, inputs: AttentionInputs) -> tuple[str, dict[str, Any]]:
+    def _layout_and_arguments(self, inputs: AttentionInputs) -> tuple[str, dict[str, Any]]:
         """Return the layout, its own except for packed sequences, which have one; and both operators' arguments."""
         options = masking(inputs) | {"inner_precise": self.inner_precise}
         options |= _sink(self.operators, _TRAINING[0], inputs)
@@ -126,7 +126,7 @@ class FusionAttention:
         return _PACKED, options | dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), ends, strict=True))
 
     def _backward(self, inputs: AttentionInputs, forward: dict[str, Any]) -> Gradients:
-        layout, options = self._asked(inputs)
+        layout, options = self._layout_and_arguments(inputs)
         tensors = _packed(inputs, layout, inputs.q, inputs.k, inputs.v, inputs.do)
         heads, key_heads = inputs.q.shape[1], inputs.k.shape[1]
         # Newer releases return gradients of arguments that are not used here, too; that of a sink is the last.
@@ -139,7 +139,7 @@ class FusionAttention:
     def __call__(self, inputs: AttentionInputs, arithmetic: Arithmetic, gradients: bool) -> AttentionOutput:
         """Compute attention: `Compute` of a kernel."""
         del arithmetic
-        forward, (layout, _), heads = self.forward(inputs), self._asked(inputs), inputs.q.shape[1]
+        forward, (layout, _), heads = self.forward(inputs), self._layout_and_arguments(inputs), inputs.q.shape[1]
         # The kernel's own statistics, so that log-sum-exp is checked with them. Whether a sink is in them nobody says.
         lse = None
         if inputs.sink is None:

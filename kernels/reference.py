@@ -31,11 +31,11 @@ def reference(inputs: AttentionInputs) -> Reference:
         if entry.k.numel() * groups > _LARGE:  # each head of long sequences stays in memory
             pairs = ((h, h // groups) for h in range(entry.q.shape[1]))
             parts = [entry.part(heads=slice(h, h + 1), key_heads=slice(g, g + 1)) for h, g in pairs]
-        entries.append(_joined([_reference(part) for part in parts], 1))
-    return _joined(entries, 0)
+        entries.append(_combined([_reference(part) for part in parts], 1))
+    return _combined(entries, 0)
 
 
-def _joined(parts: list[Reference], dimension: int) -> Reference:
+def _combined(parts: list[Reference], dimension: int) -> Reference:
     if len(parts) == 1:
         return parts[0]
     tensors = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Reference)}

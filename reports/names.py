@@ -59,7 +59,7 @@ def _meant(name: str, known: Collection[str]) -> list[str]:
     bare = name.strip("*?")
     if not bare:
         return []
-    begin = {each: each[: len(bare)] for each in known}
+    begin = {word: word[: len(bare)] for word in known}
     alike = difflib.get_close_matches(bare, known, _MEANT) or difflib.get_close_matches(bare, set(begin.values()))
     meant = [each for each in known if each in alike or begin[each] in alike]
     return (meant or [each for each in known if bare.lower() in each.lower()])[:_MEANT]

@@ -112,7 +112,7 @@ def statement_of(contents: Mapping[str, bytes], profile: Profile, waivers: Seque
     return Statement(SCHEMA, profile.name, profile.hash, files, tuple(waivers))
 
 
-def waived(runs: Iterable[Run], waivers: Sequence[Expected]) -> list[Record]:
+def apply_waivers(runs: Iterable[Run], waivers: Sequence[Expected]) -> list[Record]:
     """Return all records; excused by the waivers alone, whatever excused them in their runs."""
     excuses = Excuses(waivers)
     return [excuses.excuse(replace(record, excused=None)) for run in runs for record in run.records]
@@ -209,20 +209,20 @@ def result(records: Iterable[Record]) -> str:
 
 def summary(statement: Statement, runs: Sequence[Run], profile: Profile) -> str:
     """Return the summary, as Markdown, of what is handed in: its runs and the profile that they must satisfy."""
-    records = waived(runs, statement.waivers)
+    records = apply_waivers(runs, statement.waivers)
     where = ", ".join(sorted({record.backend for record in records}))
     failed = [(record.id, "; ".join(record.reasons)) for record in records if record.fails]
     covered = [(record.id, record.excused or "") for record in records if record.excused is not None]
-    waivers = [(each.cells, each.check, each.reason, str(each.expires)) for each in statement.waivers]
+    waivers = [(waiver.cells, waiver.check, waiver.reason, str(waiver.expires)) for waiver in statement.waivers]
     parts: list[Part] = [
         one_line(f"# tiebreak statement, profile {statement.profile}, on {where}: {result(records)}"),
         f"{counts(records, WAIVED)}.",
         "## Platform",
         _grid(("what", "is"), _platform(statement, runs, profile)),
         "## Fell, without a waiver",
-        *_listed(("cell", "why"), failed),
+        *_failing(("cell", "why"), failed),
         "## Waived",
-        *_listed(("cell", "reason"), covered),
+        *_failing(("cell", "reason"), covered),
         "## Waivers",
         _grid(("cells", "check", "reason", "last day"), waivers) if waivers else "None.",
         "## Biased or NaN",
@@ -237,7 +237,7 @@ def _grid(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Grid:
     return Grid(headers, [list(map(one_line, row)) for row in rows])
 
 
-def _listed(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Part]:
+def _failing(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Part]:
     more = f", of which {_LISTED} are shown" if len(rows) > _LISTED else ""
     return [f"{counted(len(rows), 'cell')}{more}.", _grid(headers, rows[:_LISTED])] if rows else ["None."]
 

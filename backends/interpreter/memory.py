@@ -95,7 +95,7 @@ class KernelMemory:
 
     def holder(self, low: int, high: int, name: str | None) -> Argument | None:
         """Return the argument that holds all bytes from `low` to `high`: the one of this name, or any if None."""
-        allowed = [each for each in self.arguments if name in (None, each.name)]
+        allowed = [argument for argument in self.arguments if name in (None, argument.name)]
         if name == ANYWHERE or not allowed:
             return _EVERYWHERE
         return next((each for each in allowed if each.start <= low and high <= each.end), None)

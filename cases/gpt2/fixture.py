@@ -125,10 +125,10 @@ def _read(model: GPT2, way: Way, draw: int) -> Read:
         logits.append(torch.cat(parts, 1))
         streams.append([torch.cat(layer, 1) for layer in zip(*after, strict=True)])
     whole = tuple(torch.cat(layer).cpu().double() for layer in zip(*streams, strict=True))
-    return Read(chosen(torch.cat(logits), fixture().tokens), whole)
+    return Read(log_probabilities_of(torch.cat(logits), fixture().tokens), whole)
 
 
-def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
+def log_probabilities_of(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probability of every token but the first, (batch, tokens - 1); logits (batch, tokens, words)."""
     whole = log_softmax(logits[:, :-1].cpu().double(), -1)
     return whole.gather(-1, tokens[:, 1:, None].long().cpu())[..., 0]

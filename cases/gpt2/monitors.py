@@ -39,7 +39,7 @@ class View:
         """The observed heads."""
         return self.observation.heads if self.head is None else (self.head,)
 
-    def _seen(self, x: Tensor) -> Tensor:
+    def _observed(self, x: Tensor) -> Tensor:
         """Return the part of a tensor (batch, heads, ...) that belongs to the observed heads."""
         if self.head is None:
             return x
@@ -50,7 +50,7 @@ class View:
     def inputs(self) -> AttentionInputs:
         """The q, k, v and dO of the observed heads."""
         inputs = self.observation.inputs
-        q, k, v, do = map(self._seen, (inputs.q, inputs.k, inputs.v, inputs.do))
+        q, k, v, do = map(self._observed, (inputs.q, inputs.k, inputs.v, inputs.do))
         return replace(inputs, q=q, k=k, v=v, do=do)
 
     @property
@@ -58,8 +58,8 @@ class View:
         """The gradients that the backward pass returned for them."""
         gradients = self.observation.output.gradients
         assert gradients is not None
-        dq, dk, dv = map(self._seen, (gradients.dq, gradients.dk, gradients.dv))
-        return Gradients(dq, dk, dv, None if gradients.delta is None else self._seen(gradients.delta))
+        dq, dk, dv = map(self._observed, (gradients.dq, gradients.dk, gradients.dv))
+        return Gradients(dq, dk, dv, None if gradients.delta is None else self._observed(gradients.delta))
 
     @cached_property
     def _softmax(self) -> Softmax:
@@ -91,14 +91,14 @@ class View:
         """P as the backward pass recomputes it from the log-sum-exp, fp64 of an fp32 exponential."""
         lse = self.observation.output.lse
         assert lse is not None
-        return self.wide(self._softmax.p(self._scores[1], self._seen(lse)))
+        return self.wide(self._softmax.p(self._scores[1], self._observed(lse)))
 
     @cached_property
     def p_bar(self) -> Tensor:
         """P-bar after its cast, in rows of one tile (a kernel with several casts earlier ones at an earlier shift)."""
         observed, softmax, kept = self.observation, self._softmax, self._scores[1]
         noise = Noise(observed.inputs.noise_seed, len(observed.heads))
-        dither = self._seen(noise.dither(observed.inputs.q.shape, 0, kept.device))
+        dither = self._observed(noise.dither(observed.inputs.q.shape, 0, kept.device))
         rule = observed.kernel.declaration.shift_rule
         shift = rule.propose(kept, kept.amax(-1, keepdim=True), dither, softmax.logit)
         return observed.arithmetic.cast(softmax.p_bar(kept, shift), softmax.plan.p_bar)
@@ -108,7 +108,7 @@ class View:
         """The difference of O from fp64 with the same rounded P-bar (paper, equation 4), (batch, heads, tokens, d)."""
         p_bar = self.wide(self.p_bar)
         exact = p_bar @ self.wide(self.inputs.v) / p_bar.sum(-1, keepdim=True)
-        return self.wide(self._seen(self.observation.output.o)) - exact
+        return self.wide(self._observed(self.observation.output.o)) - exact
 
     @cached_property
     def _dp(self) -> Tensor:

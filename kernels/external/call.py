@@ -182,7 +182,7 @@ class Call:
         convention, given = self.convention, {*ALWAYS_GIVEN, *inputs.required_features()} - {KEY_PADDING}
         lengths = convention.lengths(padded=inputs.key_padding is not None, paged=inputs.block_table is not None)
         keywords: dict[str, Any] = {
-            keyword: self._given(feature, inputs.value_of(feature, keyword))
+            keyword: self._converted(feature, inputs.value_of(feature, keyword))
             for keyword, feature in convention.values.items()
             if feature in given or keyword == lengths or keyword in convention.required
         }
@@ -199,7 +199,7 @@ class Call:
             keywords[convention.mask] = visible.expand(-1, -1, inputs.q.shape[2], -1)
         return keywords
 
-    def _given(self, feature: Feature, value: object) -> object:
+    def _converted(self, feature: Feature, value: object) -> object:
         """Return a feature's value as kernels get it: numbers of a tensor in the format of q, unless they are fp32."""
         if feature.in_fp32 or not isinstance(value, Tensor) or not value.is_floating_point():
             return value

@@ -92,7 +92,7 @@ class Caller:
         """Return None, or the unusual features of some inputs, in words, that neither signature nor options mention."""
         options, (_, _, queries, d), keys = self.convention.options, inputs.q.shape, inputs.k.shape[2]
         # A flag does not say how it is aligned.
-        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.listed("takes"))
+        tried = self.convention.tried | ({OBLONG_CAUSAL} - options.features_in("takes"))
         unusual = [feature.words for feature in inputs.required_features() if feature in tried]
         if d != _USUAL_D and not options.head_dims:
             unusual.append(f"d = {d}")
@@ -160,7 +160,7 @@ class Caller:
         """Run the forward pass, as `compute` does; a backward pass may follow at any time, if `gradients`."""
         arranged = self.arranged(inputs)
         call = self.call(arranged.inputs)
-        with self.held(gradients=gradients):
+        with self.enforcing_contract(gradients=gradients):
             placed = call.placed(gradients=gradients)
             copies = [tensor.detach().clone() for tensor in placed.arguments]
             try:
@@ -203,7 +203,7 @@ class Caller:
                 raise broken(f"called sys.exit({error.code!r})") from error
 
     @contextmanager
-    def held(self, *, gradients: bool) -> Iterator[None]:
+    def enforcing_contract(self, *, gradients: bool) -> Iterator[None]:
         """Prepare the process as `calling` does, for calls that break the contract where they change the process."""
         changed: list[str] = []
         try:
@@ -239,7 +239,7 @@ class StartedRun:
         placed, made, failure, cause = self.placed, None, None, None
         if do is not None:
             placed = replace(placed, do=self.call.laid(self.caller.arranged(replace(self.inputs, do=do)).inputs.do))
-        with self.caller.held(gradients=True):
+        with self.caller.enforcing_contract(gradients=True):
             # An error of the backward pass concerns the gradients: O counts.
             try:
                 made = self.call.backward(placed, self.returned)

@@ -26,7 +26,7 @@ class UserKernel(Kernel):
 
     caller: Caller = field(kw_only=True)  # how it is called
 
-    def given(self, **keywords: object) -> "UserKernel":
+    def with_keywords(self, **keywords: object) -> "UserKernel":
         """Return the same kernel with further keywords, whatever its options say of them."""
         called = self.caller.convention
         options = replace(called.options, options={**called.options.options, **keywords})

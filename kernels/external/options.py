@@ -93,7 +93,7 @@ class KernelOptions:
         if not callable(self.backward) and self.backward not in (AUTOGRAD, NO_BACKWARD):
             raise LoadError(f"backward {self.backward!r}: expected {AUTOGRAD}, {NO_BACKWARD} or a function")
 
-    def listed(self, option: str) -> frozenset[Feature]:
+    def features_in(self, option: str) -> frozenset[Feature]:
         """Return the features that `takes` or `refuses` lists."""
         return frozenset(TAKEN[word] for word in split_words(getattr(self, option)))
 
@@ -250,12 +250,12 @@ class Convention:
     @cached_property
     def takes(self) -> frozenset[Feature]:
         """The features of inputs that it takes."""
-        return (self.options.listed("takes") | self.conveyed) - self.options.listed("refuses")
+        return (self.options.features_in("takes") | self.conveyed) - self.options.features_in("refuses")
 
     @property
     def native(self) -> frozenset[Feature]:
         """The features that it takes, other than masks that a mask of all scores can express; padding counts."""
-        declared = frozenset(self.values.values()) | self.options.listed("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
+        declared = {*self.values.values()} | self.options.features_in("takes") | {KEY_PADDING, CAUSAL, OBLONG_CAUSAL}
         return (self.takes | self.tried) - (frozenset() if self.mask is None else MASKS - declared)
 
     @property
@@ -274,7 +274,7 @@ class Convention:
     @property
     def tried(self) -> frozenset[Feature]:
         """The features of inputs to try though nothing declares them: its signature need not show them."""
-        return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.listed("refuses")
+        return frozenset({GROUPED, VALUE_DIM}) - self.takes - self.options.features_in("refuses")
 
     @property
     def causal_where_square(self) -> bool:
@@ -297,7 +297,7 @@ def convention(function: Callable[..., Any], options: KernelOptions) -> Conventi
     called = _read(function, options)
     if called.out is not None and options.backward == AUTOGRAD:  # which does not see what is written into a tensor
         called = replace(called, options=replace(options, backward=NO_BACKWARD))
-    for feature in options.listed("takes") - called.conveyed - {GROUPED, KEY_PADDING}:  # shapes and masks show them
+    for feature in options.features_in("takes") - called.conveyed - {GROUPED, KEY_PADDING}:  # these show
         if feature.keywords:
             raise LoadError(f"takes {feature.taken!r}: it has no parameter {' or '.join(feature.keywords)}")
     understood = {called.causal, called.out, called.mask, *called.values, *options.options}

@@ -18,7 +18,7 @@ OLDEST = "3.6"  # the first whose language has all that the kernels use: tl.mul,
 # Packages that bring the module.
 _PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm", "triton-ascend")
 _SWITCH = "TRITON_INTERPRET"  # triton.jit reads it as it decorates
-_EXECUTING = ContextVar("is_executing", default=False)  # whether what is compiled is executed on the host
+_EXECUTING = ContextVar("executing", default=False)  # whether what is compiled is executed on the host
 _BINARIES = frozenset({"cubin", "hsaco"})  # Triton's stages after the assembly's text
 
 

@@ -62,7 +62,7 @@ def differing(old: Any, new: Any, at: str = "") -> Iterator[tuple[str, Any, Any]
 
 def contradictions(record: Record, run: Run) -> Iterator[str]:
     """Yield statements of a record that its own numbers and answers, or the current descriptions, contradict."""
-    if outside := [each for each in run.narrowing if not each.leaves_in(record)]:
+    if outside := [narrowing for narrowing in run.narrowing if not narrowing.leaves_in(record)]:
         yield f"the run has it, and left it out by {' '.join(outside[0].given)}"
     if record.id != (named := records.record_id(record.backend, record.kernel, record.case, record.format)):
         yield f"says that it is of {named}"

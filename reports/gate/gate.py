@@ -114,11 +114,11 @@ def gate(
         findings = list(_compare(before, after, held_to, across))
         if not any(worse for worse, _ in findings):
             findings += [(True, text) for text in same_bits(before, after, baseline)]
-        changes += [CellChange(after, *each) for each in findings]
+        changes += [CellChange(after, *finding) for finding in findings]
     plans, notes = _plans(pairs, expected, across=across)
     changes += plans
     gone = [old[name] for name in sorted(old.keys() - new.keys())]
-    missing = [record for record in gone if all(each.leaves_in(record) for each in run.narrowing)]
+    missing = [record for record in gone if all(narrowing.leaves_in(record) for narrowing in run.narrowing)]
     changes += [CellChange(record, True, "vanished: the new run lacks it") for record in missing]
     fresh = [new[name] for name in sorted(new.keys() - old.keys())]
     changes += [CellChange(record, True, f"not in the baseline, and {record.outcome}")

@@ -21,7 +21,7 @@ from tiebreak.reports.records import selection, store
 from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import run as tables
-from tiebreak.reports.tables.compare import matched, platform_labels
+from tiebreak.reports.tables.compare import match_kernels, platform_labels
 from tiebreak.reports.tables.grids import html
 from tiebreak.reports.tables.training import pooled, training_grids, training_legend
 from tiebreak.reports.verdict import SEVERITIES, verdicts
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         return PASSED
     others = grouped((path for path in read if path not in by_file), lambda path: files.kind_of(read[path]))
     more = [kind.page({path: read[path] for path in paths}) for kind, paths in others.items()]
-    runs = matched(list(by_file.values())) if options.match and by_file else list(by_file.values())
+    runs = match_kernels(list(by_file.values())) if options.match and by_file else list(by_file.values())
     labels = platform_labels(runs, list(by_file))
     path = options.output / "index.html"
     store.write_text(page(runs, labels, figures(runs, labels), more), path)

@@ -102,7 +102,7 @@ def number(difference: LogProbabilityDifference | None, measure: str) -> float |
 
 def sentences(of: FormatRecord) -> Iterator[str]:
     """Yield sentences about the pair in one format."""
-    difference, exact = of.pair.difference, [_text(each, "rms") for each in of.compared if each.role == EXACT]
+    difference, exact = of.pair.difference, [_text(reading, "rms") for reading in of.compared if reading.role == EXACT]
     if difference is None:
         yield f"{of.format}: not read: {of.pair.skipped}"
     elif of.pair.is_equal:
@@ -131,7 +131,7 @@ def parts(model: ModelRecord) -> list[Part]:
     rows, lines = list[list[str]](), list[str]()
     for of in model.formats:
         # A value that the way of calling does not change is in the row of the usual way.
-        alike = [each.second for each in of.compared if each.role == FLOOR and each.is_equal]
+        alike = [reading.second for reading in of.compared if reading.role == FLOOR and reading.is_equal]
         for each in of.compared:
             if each.role in (PAIR, EXACT) or each.second not in alike:
                 end = "" if each.predicted is None else _figure(each.predicted)
@@ -151,7 +151,7 @@ def figures(model: ModelRecord) -> list[Figure]:
     """Return a figure for each format: rms by position, of the pair and of each kernel against exact attention."""
     drawn = []
     for of in model.formats:
-        lines = {str(each): each.difference for each in of.compared if each.role in (PAIR, EXACT)}
+        lines = {str(reading): reading.difference for reading in of.compared if reading.role in (PAIR, EXACT)}
         series_of = {name: enumerate(between.by_position, 1) for name, between in lines.items() if between is not None}
         series = (
             Series(name, tuple((float(at), y) for at, y in line if y is not None)) for name, line in series_of.items()

@@ -25,7 +25,7 @@ def add_match(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def narrowed(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
+def filtered(runs: Sequence[Run], options: argparse.Namespace, only: str | None = None) -> list[Run]:
     """Return the runs with the records that the filters, and an outcome, select; UsageError for an unknown name."""
     records = chosen = [record for run in runs for record in run.records]
     for flag, field in FILTERS.items():

@@ -93,8 +93,8 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("one file alone has nothing to compare with; name two or more")
     runs = store.read_all(options.files)
     labels = platform_labels(runs, options.files)
-    chosen = selection.narrowed(runs, options)
-    comparison = compare(matched(chosen) if options.match else chosen, labels)
+    chosen = selection.filtered(runs, options)
+    comparison = compare(match_kernels(chosen) if options.match else chosen, labels)
     shown = {only[options.only]} if options.only else set(Agreement) if options.all else DIFFERING
     grids.show([_platforms(runs, options.files, labels), *parts(comparison, shown)], options.format)
     return PASSED
@@ -126,16 +126,16 @@ def parts(comparison: Comparison, shown: Collection[Agreement] = DIFFERING) -> l
 
 def numbers(comparison: Comparison) -> Iterator[Part]:
     """Yield a table of cells that keep numbers of one kind, how far from the first run they are, and its legend."""
-    kept = [(row, [each and each.evidence.get(NUMBERS) for each in row.records]) for row in comparison.rows]
+    kept = [(row, [record and record.evidence.get(NUMBERS) for record in row.records]) for row in comparison.rows]
     rows = [(row, values, next(filter(None, values))) for row, values in kept if any(values)]
     for title, group in grouped(rows, lambda each: f"{each[2].about}, {each[2].unit}").items():
         names = (f"{row.record.kernel}, {row.record.backend}, {row.record.format}" for row, *_ in group)
-        lines = [[name, *_apart(values, first)] for name, (_, values, first) in zip(names, group, strict=True)]
+        lines = [[name, *_deviations(values, first)] for name, (_, values, first) in zip(names, group, strict=True)]
         yield Grid(["kernel", *comparison.labels], lines, title)
         yield "First their rms; of each other run the rms of the difference to that, and its mean with the sign."
 
 
-def _apart(kept: Sequence[Any], first: Any) -> Iterator[str]:
+def _deviations(kept: Sequence[Any], first: Any) -> Iterator[str]:
     """Yield a text a run."""
     for run in kept:
         if run is None or run.inputs != first.inputs:
@@ -195,7 +195,7 @@ def compare(runs: Sequence[Run], labels: Sequence[str]) -> Comparison:
     return Comparison(tuple(labels), tuple(rows))
 
 
-def matched(runs: Sequence[Run]) -> list[Run]:
+def match_kernels(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with one name for the kernel that each has alone; UsageError if one has none, or several."""
     kernels = [list(dict.fromkeys(record.kernel for record in run.records)) for run in runs]
     shared = set(kernels[0]).intersection(*kernels)

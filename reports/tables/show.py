@@ -41,11 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.format in ("csv", "json"):
             raise UsageError(f"--format {options.format}: the table over seeds is simple, github or latex")
         runs = pooled(dict(zip(options.files, store.read_all(options.files), strict=True)))
-        grids.show(training_tables(selection.narrowed(runs, options, options.only)), options.format)
+        grids.show(training_tables(selection.filtered(runs, options, options.only)), options.format)
         return PASSED
     data = files.read(options.files[0])
     if isinstance(data, Run):
-        (chosen,) = selection.narrowed([data], options, options.only)
+        (chosen,) = selection.filtered([data], options, options.only)
         cases = list(cases_of([data]))
         ordered = tuple(sorted(chosen.records, key=lambda record: cases.index(record.case)))
         also = [tables.summary(chosen), "\n".join(tables.failures(ordered))] if options.format == "simple" else []
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         _show(options.format, chosen, csv_grid, lambda run: [*tables.tables(run), *also])
     else:
         kind = files.kind_of(data)
-        _show(options.format, _narrowed(data, kind, options), kind.grid, kind.parts)
+        _show(options.format, _filtered(data, kind, options), kind.grid, kind.parts)
     return PASSED
 
 
@@ -64,7 +64,7 @@ def _show(tablefmt: str, data: _D, as_csv: Callable[[_D], Grid], as_parts: Calla
         grids.show(as_parts(data), tablefmt)
 
 
-def _narrowed(data: _D, kind: FileKind[_D], options: argparse.Namespace) -> _D:
+def _filtered(data: _D, kind: FileKind[_D], options: argparse.Namespace) -> _D:
     """Return what is shown of a file that is none of records: all, or what --kernels chooses."""
     for flag in ("backend", "cases", "only", *(("kernels",) if kind.only is None else ())):
         if getattr(options, flag) is not None:

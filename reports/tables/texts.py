@@ -66,7 +66,7 @@ def marked(text: str, mark: str) -> str:
 
 def explanation_texts(run: records.Run) -> dict[str, str]:
     """Return one line on each kernel that declares no plan, by backend-kernel: the plan that explains it."""
-    backends = {f"{each.backend}-{each.kernel}": each.backend for each in run.records}
+    backends = {f"{record.backend}-{record.kernel}": record.backend for record in run.records}
     return {name: explanation_text(plan, run.evidence(backends.get(name, name)))
             for name, plan in run.explanations.items()}  # fmt: skip
 

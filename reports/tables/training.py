@@ -77,7 +77,7 @@ def pooled(runs: Mapping[Path, Run]) -> list[Run]:
             if (here := first.platform[name]) != (other := run.platform[name]):
                 there = f"{other!r}, {here!r} in {next(iter(runs))}"
                 raise UsageError(f"{path}: platform.{name} is {there}; compare puts them side by side")
-    training_runs = [replace(run, records=tuple(each for each in run.records if each.experiment in run.pooled))
+    training_runs = [replace(run, records=tuple(record for record in run.records if record.experiment in run.pooled))
            for run in runs.values()]  # fmt: skip
     if not any(run.records for run in training_runs):
         raise UsageError(f"{next(iter(runs))}: no training runs in there, and compare puts calls side by side")

@@ -22,7 +22,7 @@ _MOST = 0.5  # of the rows, which a mistake may hide all keys of: what is left h
 _LOOSEST = "the loosest plan of random bits"
 
 
-def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
+def plan_fits(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     """Return how known plans fit the output of a kernel that declares none.
 
     If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where the

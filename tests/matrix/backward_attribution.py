@@ -257,7 +257,7 @@ class _Emulation:
     def compared(self, ours: Parts, backward: BackwardPass) -> _Comparison:
         theirs, exact = self.gradients(backward.after(self._forward)), self.exact(_EXACT)
         errors = _errors(ours, theirs, self.exact(backward), self._batch.inputs.groups)
-        sizes = [each.their_square.nanmean().item() / each.square.nanmean().item() for each in errors.values()]
+        sizes = [error.their_square.nanmean().item() / error.square.nanmean().item() for error in errors.values()]
         bits = {name: equal_bits(ours[name], theirs[name]) for name in GRADIENT_NAMES}
         strays = {name: (theirs[name] - exact[name]).square().nanmean().item() for name in GRADIENT_NAMES}
         return _Comparison(bits, min(sizes), strays)

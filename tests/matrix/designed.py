@@ -65,7 +65,7 @@ def _on_grid(x: Tensor) -> Tensor:
     return ((x / _GRID).round() * _GRID).float()
 
 
-def chosen(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
+def with_scores(scores: Tensor, v: Tensor, fmt: Format) -> AttentionInputs:
     """Return inputs with these scores, fp32 (heads, rows, keys), and this V, (heads, keys, 64), of the format."""
     heads, rows, keys = scores.shape
     q, k = torch.zeros(heads, rows, _D), torch.zeros(heads, keys, _D)
@@ -101,18 +101,18 @@ def _maxima(rng: Generator, heads: int, keys: int, counts: Tensor) -> Tensor:
 
 def _equal_keys(rng: Generator, fmt: Format) -> AttentionInputs:
     counts = torch.tensor([1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 6, 7, 7, 8, 9, 12, 16])
-    return chosen(_maxima(rng, 4, _D, counts), _signed_values(rng, 4, _D, fmt), fmt)
+    return with_scores(_maxima(rng, 4, _D, counts), _signed_values(rng, 4, _D, fmt), fmt)
 
 
 def _many_equal_keys(rng: Generator, fmt: Format) -> AttentionInputs:
     counts = torch.from_numpy(rng.integers(32, 128, _ROWS) * 2 + 1)
-    return chosen(_maxima(rng, 2, 256, counts), _signed_values(rng, 2, 256, fmt), fmt)
+    return with_scores(_maxima(rng, 2, 256, counts), _signed_values(rng, 2, 256, fmt), fmt)
 
 
 def _probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
     scores = _drawn(rng, -6.0, 0.0, 4, _ROWS, _D)
     scores += torch.where(torch.arange(_ROWS)[:, None] % 2 == 0, -scores.amax(-1, keepdim=True), 3.0)
-    return chosen(_on_grid(scores), _one_hot(4, _D, rng), fmt)
+    return with_scores(_on_grid(scores), _one_hot(4, _D, rng), fmt)
 
 
 def _ties(x: Tensor, exponents: Tensor | float, fmt: Format) -> Tensor:
@@ -127,7 +127,7 @@ def _tied_scores(rng: Generator, fmt: Format) -> AttentionInputs:
     scores[:, ::3] = -scores[:, ::3].abs()
     scores = _ties(scores, scores.abs().log2().floor().clamp(min=_SMALLEST), fmt)
     scores[:, ::3, 0] = 0.0
-    return chosen(scores, _one_hot(4, _D, rng), fmt)
+    return with_scores(scores, _one_hot(4, _D, rng), fmt)
 
 
 def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -139,7 +139,7 @@ def _tied_probabilities(rng: Generator, fmt: Format) -> AttentionInputs:
     share = ties[:, pairs, 1]
     scores[:, pairs, 1:] = _HIDDEN
     scores[:, pairs, 1] = torch.log((1.0 - share) / share).float()
-    return chosen(scores, _one_hot(4, _D, rng), fmt)
+    return with_scores(scores, _one_hot(4, _D, rng), fmt)
 
 
 def _long_sums(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -150,7 +150,7 @@ def _long_sums(rng: Generator, fmt: Format) -> AttentionInputs:
     scores[:, :, 0] = 0.0
     v = torch.zeros(4, _D, _D)
     v[:, 0] = _signed_values(rng, 4, 1, fmt)[:, 0]
-    return chosen(scores, v, fmt)
+    return with_scores(scores, v, fmt)
 
 
 def _rising(height: tuple[float, float], keys: int = 256, heads: int = 2) -> Make:
@@ -162,7 +162,7 @@ def _rising(height: tuple[float, float], keys: int = 256, heads: int = 2) -> Mak
         steps = torch.from_numpy(rng.dirichlet(np.ones(keys // run), (heads, _ROWS))).cumsum(-1)
         scores = rise * steps.repeat_interleave(run, -1) - _drawn(rng, 0.0, 2.0, heads, _ROWS, keys)
         scores[:, 1::2] = scores[:, 1::2].flip(-1)
-        return chosen(_on_grid(scores - rise), _one_hot(heads, keys, rng), fmt)
+        return with_scores(_on_grid(scores - rise), _one_hot(heads, keys, rng), fmt)
 
     return make
 
@@ -174,14 +174,14 @@ def _repeated_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
     scores = -_drawn(rng, 0.3, 6.0, 4, _ROWS, _D)
     scores[:, :, :2] = 0.0
     scores[:, :, 1] -= beside[torch.from_numpy(rng.integers(0, 5, (4, _ROWS)))]
-    return chosen(_on_grid(scores + tops[None, :, None]), _one_hot(4, _D, rng), fmt)
+    return with_scores(_on_grid(scores + tops[None, :, None]), _one_hot(4, _D, rng), fmt)
 
 
 def _large_maxima(rng: Generator, fmt: Format) -> AttentionInputs:
     """Draw two equal maxima of 5 and more, whose S times a constant is no fp32 number, and V whose sum is a tie."""
     tops = torch.exp2(_drawn(rng, 2.3, 9.8 if fmt == FP16 else 17.5, 1, _ROWS, 1)) * _signs(rng, 1, _ROWS, 1)
     scores = _maxima(rng, 4, _D, torch.full((_ROWS,), 2))
-    return chosen(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
+    return with_scores(scores + (tops * 32).round() / 32, _signed_values(rng, 4, _D, fmt), fmt)
 
 
 def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -193,7 +193,7 @@ def _faint_tails(rng: Generator, fmt: Format) -> AttentionInputs:
     scores.scatter_(-1, torch.from_numpy(rng.integers(half, _D, tails.shape)), tails)
     v = _signed_values(rng, 4, _D, fmt)
     v[:, half:] *= _signs(rng, 4, half, 1)
-    return chosen(scores, v, fmt)
+    return with_scores(scores, v, fmt)
 
 
 def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -203,7 +203,7 @@ def _swallowed(rng: Generator, fmt: Format) -> AttentionInputs:
     for head in range(2):
         for column in range(_D):
             v[head, torch.from_numpy(rng.choice(_D, 2, replace=False)), column] = torch.tensor([2.0**15, -(2.0**15)])
-    return chosen(torch.where(hidden, _HIDDEN, 0.0), v, fmt)
+    return with_scores(torch.where(hidden, _HIDDEN, 0.0), v, fmt)
 
 
 def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
@@ -214,7 +214,7 @@ def _deep(rng: Generator, fmt: Format) -> AttentionInputs:
     scores[:, :, 0] = 0.0
     v = _one_hot(4, _D, rng) * 2.0**100
     v[:, 0] = 0.0
-    return chosen(scores, v, fmt)
+    return with_scores(scores, v, fmt)
 
 
 def _normal(heads: int, rows: int, keys: int, d: int, scale: float | None = None, size: float = 1.0) -> Make:

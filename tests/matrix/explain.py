@@ -86,7 +86,7 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     """
     records_that_tell = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
     kernels = grouped(records_that_tell, lambda record: f"{record.backend}-{record.kernel}")
-    return {name: _explained(group) for name, group in kernels.items()}
+    return {name: _explain(group) for name, group in kernels.items()}
 
 
 def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
@@ -105,7 +105,7 @@ def _fits(record: Record) -> Mapping[str, FitRecord]:
     return fits
 
 
-def _explained(cells: Sequence[Record]) -> Explanation:
+def _explain(cells: Sequence[Record]) -> Explanation:
     """Return the result of a search, or else the known plan with most bits."""
     searched: Explanation | None = next(filter(None, (record.evidence.get(records.IDENTITY) for record in cells)), None)
     compared = [record for record in cells if _fits(record)]

@@ -69,7 +69,7 @@ def _largest_ratio(ours: Errors, theirs: Errors) -> float:
     return ratios[isfinite(ratios)].max().item() if bool(isfinite(ratios).any()) else math.nan
 
 
-def _paired(of: Callable[[Errors, Errors], Value], *, normal: bool = False) -> Callable[[Sample], Value]:
+def _to_plan(of: Callable[[Errors, Errors], Value], *, normal: bool = False) -> Callable[[Sample], Value]:
     """Return a measure of the errors of O compared with those of the plan that it is held to, where there is one."""
 
     def measured(sample: Sample) -> Value:
@@ -193,12 +193,12 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
         _of(
             "square_ratio",
             "mean squared error of O over that of the plan it is held to, on the same heads",
-            _paired(lambda ours, plans: ratio_of_means(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE)),
+            _to_plan(lambda ours, plans: ratio_of_means(ours.head_size_square, plans.head_size_square, ROUNDED_ONCE)),
         ),
         _of(
             "worst_head",
             "the same ratio in the head where it is largest, on normal numbers",
-            _paired(_largest_ratio, normal=True),
+            _to_plan(_largest_ratio, normal=True),
         ),
         _of(
             "worst_gradient",
@@ -208,7 +208,7 @@ BESIDE_A_PLAN: Mapping[str, CallMeasure] = dict(
         _of(
             "bias_apart",
             "bias of O less that of the plan it is held to, on normal numbers",
-            _paired(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), normal=True),
+            _to_plan(lambda ours, plans: _mean(ours.head_bias - plans.head_bias), normal=True),
             "ulp",
         ),
         *_each_gradient(
@@ -320,6 +320,6 @@ MORE_OF_O: Mapping[str, CallMeasure] = dict(
 CALL_MEASURES = {**OF_O, **BESIDE_A_PLAN, **OF_GRADIENTS, **MORE_OF_O}
 
 
-def measured(sample: Sample, names: Collection[str] = CALL_MEASURES.keys()) -> dict[str, Value]:
+def values_of(sample: Sample, names: Collection[str] = CALL_MEASURES.keys()) -> dict[str, Value]:
     """Return the numbers of some measures, None where there is none."""
     return {name: measure.of(sample) for name, measure in CALL_MEASURES.items() if name in names}

@@ -179,6 +179,6 @@ class Pace:
         """Add a cell, its usual time and the time that it took, in seconds."""
         self.known, self.took = self.known + usual, self.took + took
 
-    def of(self, usual: float) -> float:
+    def expected(self, usual: float) -> float:
         """Return about how many seconds a cell will take that usually takes `usual`."""
         return usual * self.took / self.known

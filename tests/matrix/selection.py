@@ -53,7 +53,7 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     pairs = _kernels(selection, running)
     # Not fp32: its last bits are the order of summation, of which a plan says nothing.
     formats = _pick("--dtype", "format", selection.formats, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
-    experiments = _pick("--cases", "case", selection.cases, _known(selection))
+    experiments = _pick("--cases", "case", selection.cases, _experiments_by_name(selection))
     if selection.features is not None:
         experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
     for experiment in experiments:
@@ -87,7 +87,7 @@ def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[K
                 able = list(dict.fromkeys(kernel.name for kernel in kernels))
                 verb = "takes" if len(able) == 1 else "take"
                 raise UsageError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
-    added = [each.with_features(name.split(JOINED)) for each in experiments for name in listed]
+    added = [experiment.with_features(name.split(JOINED)) for experiment in experiments for name in listed]
     if not any(added):
         raise UsageError("--features: nothing to add, or no call that it could be added to")
     return [each for each in added if each is not None]
@@ -112,7 +112,7 @@ def check_usable(chosen: Iterable[Cell]) -> None:
         experiment.check(fmt)
 
 
-def _known(selection: Selection) -> dict[str, Experiment]:
+def _experiments_by_name(selection: Selection) -> dict[str, Experiment]:
     """Return the experiments that --cases takes by name."""
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:

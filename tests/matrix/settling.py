@@ -52,7 +52,7 @@ class UnidentifiedError(Exception):
     """A kernel's plan can't be determined; one line."""
 
 
-def settled(cell: Cell, bench: Workbench) -> Settled:
+def plan_of(cell: Cell, bench: Workbench) -> Settled:
     """Return the knowledge about the plan of a cell's kernel; the first caller settles it for all processes."""
     kernel, backend = cell.kernel, cell.backend
     if kernel.declaration is not None:
@@ -186,7 +186,7 @@ def explaining(probed: ProbedKernel, answers: Sequence[DesignedOutput]) -> str |
     explain = [name for name, plan in plans.items() if all(each.missed(plan) <= DESIGNED_MISSED for each in first)]
 
     def cost(name: str) -> float:
-        misses = (each.missed(plans[name]) for each in answers if each.name not in OF_SUMS)
+        misses = (answer.missed(plans[name]) for answer in answers if answer.name not in OF_SUMS)
         return sum(math.log1p(share / _LOST) for share in misses)
 
     return min(explain, key=cost, default=None)

@@ -83,7 +83,7 @@ class Progress:
     begun: dict[str, float] = field(default_factory=dict)  # when
 
     def __post_init__(self) -> None:
-        self.left = {each.id: expected(each) for each in self.cells if each.id not in self.budget.left_out}
+        self.left = {cell.id: expected(cell) for cell in self.cells if cell.id not in self.budget.left_out}
         self.all = len(self.left)
 
     def end(self, name: str, seconds: float | None) -> None:
@@ -97,7 +97,7 @@ class Progress:
         """About how many seconds the rest takes."""
         moment = now()
         took = {name: moment - begun for name, begun in self.begun.items()}
-        left = [max(self.pace.of(expected) - took.get(name, 0.0), 0.0) for name, expected in self.left.items()]
+        left = [max(self.pace.expected(expected) - took.get(name, 0.0), 0.0) for name, expected in self.left.items()]
         return min(max(sum(left) / self.processes, max(left, default=0.0)), self.budget.deadline - moment)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Watchdog:
             BudgetSpentError: it is not begun, or is ended, since the budget is spent, or leaves it out.
         """
         left = self.budget.left
-        if cell.id in self.budget.left_out or (min(left) < math.inf and self.pace.of(expected(cell)) > min(left)):
+        if cell.id in self.budget.left_out or (min(left) < math.inf and self.pace.expected(expected(cell)) > min(left)):
             raise BudgetSpentError
         limit = time_limit(cell, self.seconds)
         wall = min(math.inf if limit is None else _WALL * limit, left[0] + _STUCK)

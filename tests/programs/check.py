@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     return {int(pytest.ExitCode.OK): PASSED, USAGE: USAGE}.get(code, FAILED)
 
 
-def judged(arguments: Sequence[str]) -> list[Verdict]:
+def run_check(arguments: Sequence[str]) -> list[Verdict]:
     """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
     follower = _Follower(io.StringIO())
     _, printed = _run(_parsed(arguments), follower)
@@ -169,7 +169,7 @@ class _Follower:
         """Return the verdicts on a run, with what made it fail though no cell did."""
         assert self.collector is not None
         results = verdicts(run, command, self.collector.failures)
-        return results if self.configurations is None else self.configurations.judged(results)
+        return results if self.configurations is None else self.configurations.add_to_verdicts(results)
 
     def report(self, run: Run, *, verbose: bool) -> str:
         """Return the verdicts, every failed cell, and what else made the run fail; `verbose`: with the tables."""

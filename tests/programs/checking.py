@@ -116,12 +116,12 @@ def _apart(words: list[str], path: Path) -> list[Verdict]:
 
 def _here(function: Callable[..., Any] | str, words: list[str]) -> list[Verdict]:
     if isinstance(function, str):
-        return command.judged([function, *words])
+        return command.run_check([function, *words])
     name = getattr(function, "__name__", type(function).__name__).strip("<>")
     module = ModuleType(_MODULE)
     setattr(module, name, function)
     sys.modules[_MODULE] = module
     try:
-        return command.judged([f"{_MODULE}:{name}", *words])
+        return command.run_check([f"{_MODULE}:{name}", *words])
     finally:
         del sys.modules[_MODULE]

@@ -58,7 +58,7 @@ class Configurations:
             left -= parts[chosen[-1]]
         return chosen
 
-    def judged(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    def add_to_verdicts(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts on the first of each class, the worst first, which also reports on all."""
         ran, apart = [made for made in self.bits[self.classes[0][0]].values() if made != _REFUSED], self.telling()
         text = f"{len(self.bits)}, {len(self.classes)} of other bits on {_HEADS} heads of {counted(len(ran), 'call')}"

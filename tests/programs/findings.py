@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fail-if-present", metavar="ID,...", default="", help=failing)
     options = parser.parse_args(arguments)
     rows = known_findings()
-    by_id = {each.id: each for each in rows if each.script}
+    by_id = {row.id: row for row in rows if row.script}
     named = partial(pick, "finding", known=by_id, listed="`tiebreak findings` names")
     chosen = named(",".join(options.ids) or "*", flag="ID")
     failing_ids = named(options.fail_if_present, flag="--fail-if-present") if options.fail_if_present else []
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
         terminal.say(name)
         answers.append(answer_of(by_id[name]))
     terminal.show("\n".join(_lines(answers, len(rows) - len(by_id))))
-    bad = [each.finding.id for each in answers if each.state in (State.PRESENT, State.UNDECIDED)]
+    bad = [answer.finding.id for answer in answers if answer.state in (State.PRESENT, State.UNDECIDED)]
     if failed := [name for name in failing_ids if name in bad]:
         terminal.show(f"FAILED: {', '.join(failed)} by --fail-if-present")
     return FAILED if failed else PASSED
@@ -141,7 +141,7 @@ def installed(package: str) -> Iterator[tuple[str, str]]:
 
 def _lines(answers: Sequence[ScriptAnswer], unchecked: int) -> Iterator[str]:
     """Yield a line for each, the worst first, and below it why, or what its script printed last."""
-    package = max(len(each.package) for each in answers)
+    package = max(len(answer.package) for answer in answers)
     for each in sorted(answers, key=lambda each: list(State).index(each.state)):
         yield f"{each.state.value:15}{each.finding.id:24}{each.package:{package + 2}}{each.finding.title}"
         if each.why:

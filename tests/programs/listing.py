@@ -36,7 +36,7 @@ def cases(arguments: Sequence[str]) -> int:
     """Print the cases that a command line names."""
     experiments = {name: each for group in groups().values() for name, each in group.items()}
     about = "Inputs and short training runs that kernels are put through."
-    if named := chosen("case", about, arguments, experiments):
+    if named := matching("case", about, arguments, experiments):
         print("\n\n".join("\n".join(described(experiments[name])) for name in named))
         return PASSED
     lines = {name: f"{_FAILURE if it.failure else ' '} {it.about}"
@@ -93,7 +93,7 @@ def plans(arguments: Sequence[str]) -> int:
     return PASSED
 
 
-def chosen(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
+def matching(kind: str, about: str, arguments: Sequence[str], known: Collection[str]) -> list[str]:
     """Return the known names that a command line's names and globs match; UsageError: one has none."""
     parser = Parser(prog=f"tiebreak list {kind}s", description=about)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tell all of these alone; globs allowed")

@@ -19,7 +19,7 @@ from tiebreak.kernels.kernel import Declaration, Kernel, composed
 from tiebreak.matrix.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.pairs import Side
-from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, judged, limited
+from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, apply_limits, judge_pair
 from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
 from tiebreak.matrix.settling import UnidentifiedError
@@ -106,7 +106,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     backends = {each.name: each for each in matching_backends(Selection(backends=",".join(names), card=chosen.card))}
     if len(names) > len(plans) or not backends.keys() >= set(names):
         raise UsageError(f"--backend {chosen.backend}: expected one name for both, or one each")
-    slow = any(each.slower > 1 for each in backends.values())
+    slow = any(backend.slower > 1 for backend in backends.values())
     cases, model = _cases(chosen.cases, slow), None if chosen.model in (None, _GPT2, _NONE) else own_model(chosen.model)
     formats = tuple(FORMATS.values()) if chosen.dtype is None else (fmt,)
     through = partial(through_model, formats=formats, model=model, tell=tell)
@@ -118,7 +118,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     same = (a, names[0]) == (b, names[-1])  # one kernel is asked once
     sides = first, first if same else _side(_name(b), kernels[1], chosen.seed, tell)
     no_model = chosen.model == _NONE or (slow and chosen.model is None)
-    verdict = judged(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
+    verdict = judge_pair(sides, fmt, cases, Settings(chosen.seed, chosen.heads), tell, None if no_model else through)
     unasked = (
         ("invariance", chosen.cases, "--cases names"),
         ("log-probabilities", chosen.model, f"--model {_GPT2} asks"),
@@ -126,7 +126,7 @@ def pair(a: Target, b: Target, *, tell: Tell = lambda line: None, **options: Unp
     slowly = [
         f"{what}, which takes minutes on {names[0]}: {how} for it" for what, given, how in unasked if given is None
     ]
-    return limited(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
+    return apply_limits(replace(verdict, left_out=tuple(slowly) if slow else ()), limits)
 
 
 def _cases(names: str | None, slow: bool) -> Sequence[str]:

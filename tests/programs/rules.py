@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     if not any(map(answers_of, run.records)):
         cure = "run the matrix, or `tiebreak check`, with --rules"
         raise UsageError(f"{files[0]}: no rule was asked of its cells; {cure}")
-    (run,) = selection.narrowed([run], options)
+    (run,) = selection.filtered([run], options)
     grids.show(rules_tables(run), options.format)
     return PASSED
 

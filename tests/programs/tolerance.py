@@ -30,7 +30,8 @@ from tiebreak.matrix.candidates import nameless, on_device
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.selection import Selection, matching_backends
-from tiebreak.matrix.settling import NORMAL, settled
+from tiebreak.matrix.settling import NORMAL
+from tiebreak.matrix.settling import plan_of as settled_plan_of
 from tiebreak.matrix.trial import raised, refusal
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.programs.identify import FORMATS
@@ -214,7 +215,7 @@ def tolerances(cell: Cell, bench: Workbench, size: Size) -> Tolerances:
     Raises:
         CannotRunError: the kernel does not take such a call, or raises, or its plan bounds nothing.
     """
-    fmt, known = cell.fmt, settled(cell, bench)
+    fmt, known = cell.fmt, settled_plan_of(cell, bench)
     plan = cell.kernel.declaration or on_device(cell.backend).get(known.followed or "")
     inputs = normal_inputs(fmt, size, bench.settings.seed)
     batch = SharedBatch(inputs, reference(inputs))

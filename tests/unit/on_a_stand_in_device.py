@@ -13,7 +13,7 @@ from msgspec import to_builtins
 from torch import Tensor
 
 from tiebreak.backends.backend import CPU, Backend
-from tiebreak.cases.gpt2.fixture import chosen
+from tiebreak.cases.gpt2.fixture import log_probabilities_of
 from tiebreak.cases.gpt2.snippets import SNIPPETS
 from tiebreak.cases.gpt2.variants import VARIANTS
 from tiebreak.cases.scripted import SCRIPTED
@@ -42,7 +42,7 @@ def experiments(backend: Backend) -> dict[str, Any]:
         "call": [call.outcome, call.digest, to_builtins(call.measures)],
         "losses": training.digest,
         "monitors": dict(training.measures),
-        "log_probabilities": chosen(logits, torch.arange(4)[None]).tolist(),
+        "log_probabilities": log_probabilities_of(logits, torch.arange(4)[None]).tolist(),
         "fingerprint": dict(backend.fingerprint()),
     }
 

@@ -23,7 +23,7 @@ from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.matrix.asking import ProbedKernel, threads
 from tiebreak.matrix.identification.identity import Identity
 from tiebreak.matrix.pairs import Side
-from tiebreak.matrix.pairs.judgement import judged, limited
+from tiebreak.matrix.pairs.judgement import apply_limits, judge_pair
 from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.workbench import Settings
 from tiebreak.programs import pair as program
@@ -72,7 +72,7 @@ def _sound(name: str = "tiled", **switches: object) -> Side:
 
 
 def _judged(a: Side, b: Side, *cases: str, heads: int = 64) -> PairVerdict:
-    return judged((a, b), BF16, cases or SOME, Settings(1, heads), lambda line: None, None)
+    return judge_pair((a, b), BF16, cases or SOME, Settings(1, heads), lambda line: None, None)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
 
 def test_a_limit_that_is_passed_or_not_known_falls() -> None:
     found = structs.replace(_judged(_sound(), _sound(), "random"), model=_model(1.0, largest=None))
-    assert limited(found, {"rms": 0.04}) is found
+    assert apply_limits(found, {"rms": 0.04}) is found
     for limits, said in (({"rms": 0.02}, "rms is 0.03, 0.02 is allowed"), ({"largest": 9.0}, "largest is not known")):
-        failed = limited(found, limits)
+        failed = apply_limits(found, limits)
         assert not failed.ok
         assert f"; beyond a limit: {said}" in failed.headline
 
@@ -422,6 +422,6 @@ def test_an_interrupted_pair_leaves_nothing_behind(folder: Path, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(program, "judged", interrupted)
+    monkeypatch.setattr(program, "judge_pair", interrupted)
     assert cli.main(["pair", "standard", "standard", "--json", "it.json"]) == 130
     assert [path.name for path in folder.iterdir() if path.is_file()] == ["mine.py"]

@@ -50,7 +50,7 @@ def returning(fill: float) -> Kernel:
 def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros follow no plan, and to try them all takes a hundred times the cell."""
     monkeypatch.setattr(workbench.SharedBatch, "fits", lambda *_: {})
-    monkeypatch.setattr(call, "settled", lambda *_: workbench.Settled("nothing was asked"))
+    monkeypatch.setattr(call, "plan_of", lambda *_: workbench.Settled("nothing was asked"))
 
 
 def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:

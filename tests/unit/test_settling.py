@@ -17,7 +17,7 @@ from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settling import settled
+from tiebreak.matrix.settling import plan_of
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -69,11 +69,11 @@ def test_no_order_and_no_subset_of_cells_changes_a_record(named: Callable[[str],
 def test_one_process_asks_and_the_others_take_what_it_found(
     named: Callable[[str], Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = settled(named("eager"), Workbench(Settings(), tmp_path))
+    first = plan_of(named("eager"), Workbench(Settings(), tmp_path))
     assert first.followed is not None
     assert first.rests_on.startswith(CPU.evidence)
     monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked twice"))
-    assert settled(named("eager"), Workbench(Settings(), tmp_path)) == first
+    assert plan_of(named("eager"), Workbench(Settings(), tmp_path)) == first
 
 
 def test_who_waits_takes_what_is_found_meanwhile(
@@ -88,7 +88,7 @@ def test_who_waits_takes_what_is_found_meanwhile(
     monkeypatch.setattr("tiebreak.matrix.settling.time.sleep", wait)
     with settling._owned(settling.file_of(tmp_path, key, "owner")) as own:
         assert own
-        assert settled(named("eager"), Workbench(Settings(), tmp_path)) == found
+        assert plan_of(named("eager"), Workbench(Settings(), tmp_path)) == found
 
 
 def test_what_a_budget_ends_in_the_midst_of_asking_is_asked_again(
@@ -99,9 +99,9 @@ def test_what_a_budget_ends_in_the_midst_of_asking_is_asked_again(
 
     monkeypatch.setattr(settling, "_settle", ended)
     with pytest.raises(KeyboardInterrupt):
-        settled(named("eager"), Workbench(Settings(), tmp_path))
+        plan_of(named("eager"), Workbench(Settings(), tmp_path))
     monkeypatch.setattr(settling, "_settle", lambda *_: Settled("the second time"))
-    assert settled(named("eager"), Workbench(Settings(), tmp_path)).rests_on == "the second time"
+    assert plan_of(named("eager"), Workbench(Settings(), tmp_path)).rests_on == "the second time"
 
 
 def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable[[str], Cell], tmp_path: Path) -> None:
@@ -112,15 +112,15 @@ def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable
         "from tiebreak.kernels.formats import BF16\n"
         "from tiebreak.matrix.experiment import Cell\n"
         "from tiebreak.matrix.experiments.identity import Identification\n"
-        "from tiebreak.matrix.settling import settled\n"
+        "from tiebreak.matrix.settling import plan_of\n"
         "from tiebreak.matrix.workbench import Settings, Workbench\n"
         "cell = Cell(CPU, external_kernel(sys.argv[1]), Identification(), BF16)\n"
-        "settled(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
+        "plan_of(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
     )
     target = named("ends").kernel.origin[1]
     ended = subprocess.run([sys.executable, "-c", script, target, str(tmp_path)], check=False)
     assert ended.returncode == 3
-    assert settled(named("ends"), Workbench(Settings(), tmp_path)) == Settled(
+    assert plan_of(named("ends"), Workbench(Settings(), tmp_path)) == Settled(
         "nothing: as it was asked for its plan, its process ended"
     )
 
@@ -133,22 +133,22 @@ def test_what_leaves_the_device_beyond_use_is_raised_once_and_asked_by_nobody_el
     with monkeypatch.context() as patch:
         patch.setattr(type(CPU), "poisoned", lambda _: True)
         with pytest.raises(RuntimeError, match="illegal address"):
-            settled(cell, Workbench(Settings(), tmp_path))
+            plan_of(cell, Workbench(Settings(), tmp_path))
     monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked again"))
-    assert settled(cell, Workbench(Settings(), tmp_path)) == Settled("nothing: illegal address")
+    assert plan_of(cell, Workbench(Settings(), tmp_path)) == Settled("nothing: illegal address")
 
 
 def test_what_it_raises_leaves_its_plan_unknown(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def attention(q, k, v):\n    raise ValueError('not I')\n")
     raising = Cell(CPU, external_kernel(f"{tmp_path / 'mine.py'}:attention"), Identification(), BF16)
-    assert settled(raising, Workbench(Settings())) == Settled("nothing: not I")
+    assert plan_of(raising, Workbench(Settings())) == Settled("nothing: not I")
 
 
 def test_random_bits_are_seen_also_where_one_row_hides_them() -> None:
     """At this seed O of the very first row of `random` lies where dithering turns few of its bits."""
     loops = Path(__file__).parents[1] / "defects/loops.py"
     settling_of = {
-        name: settled(
+        name: plan_of(
             Cell(CPU, external_kernel(f"{loops}:{name}"), OneCall(CASES["random"]), BF16),
             Workbench(Settings(seed=68)),
         ).candidates

@@ -38,7 +38,7 @@ from tiebreak.matrix.selection import Selection, cells
 from tiebreak.matrix.workbench import CaseBench, Settings, Workbench
 from tiebreak.programs.statement import command as program
 from tiebreak.programs.statement import profiles, verification
-from tiebreak.programs.statement.verification import judged, recomputed, sample
+from tiebreak.programs.statement.verification import cells_and_faults, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import main
 from tiebreak.reports.gate.consistency import differing
@@ -154,7 +154,7 @@ def keep(ran: Run, tmp_path: Path) -> Keep:
         changed = (replace(record, **(changes.get(record.id) or {})) for record in ran.records)
         kept = tuple(record for record in changed if changes.get(record.id, {}) is not None)
         path = tmp_path / f"{name}.json"
-        cells = {each.record.id: each.cell for each in judged(ran, profiles.profile("small"))[0]}
+        cells = {each.record.id: each.cell for each in cells_and_faults(ran, profiles.profile("small"))[0]}
         store.write(replace(described(replace(ran, records=kept), cells), run=name * 8, **fields), path)
         return path
 
@@ -441,7 +441,7 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
         cells[cell.id] = cell
     records = tuple(run_cell(cell, bench) for cell in cells.values())
     run = described(Run({"evidence": {name: backend.evidence}}, {"seed": turn + 1, "heads": heads}, records), cells)
-    known, problems = judged(run, dataclasses.replace(profiles.profile("small"), seed=turn + 1, heads=heads))
+    known, problems = cells_and_faults(run, dataclasses.replace(profiles.profile("small"), seed=turn + 1, heads=heads))
     assert problems == []
     able_again = [each for each in known if each.is_recomputable]
     assert able_again
@@ -451,8 +451,10 @@ def test_what_a_device_has_come_to_contradicts_nothing(name: str, turn: int) -> 
 def test_what_the_emulation_has_come_to_contradicts_nothing() -> None:
     kept = store.read(BASELINE)
     part = replace(kept, records=kept.records[::3], platform={"evidence": {"emulation": EMULATION.evidence}})
-    known, _ = judged(part, profiles.profile("small"))
-    _, problems = judged(described(part, {each.record.id: each.cell for each in known}), profiles.profile("small"))
+    known, _ = cells_and_faults(part, profiles.profile("small"))
+    _, problems = cells_and_faults(
+        described(part, {each.record.id: each.cell for each in known}), profiles.profile("small")
+    )
     assert problems == []
 
 
@@ -623,12 +625,12 @@ def test_who_says_that_a_kernel_was_held_to_more_has_to_have_the_answers(option:
     typed = {**users.options, option: words.partition(" ")[2] or True}
     records = tuple(replace(record, command=record.command.replace(" --cases", f" {words} --cases"))
                     for record in users.records)  # fmt: skip
-    _, problems = judged(replace(users, options=typed, records=records), profiles.profile("small"))
+    _, problems = cells_and_faults(replace(users, options=typed, records=records), profiles.profile("small"))
     assert [text.split(": ")[:2] for text in problems] == [["cpu-mine-tied_maxima[k=2]-bf16", "answers.claim"]]
 
 
 def test_the_sample_is_drawn_by_its_seed(ran: Run) -> None:
-    known, _ = judged(ran, profiles.profile("small"))
+    known, _ = cells_and_faults(ran, profiles.profile("small"))
     one, again, other = ([each.record.id for each in sample(known, 4, seed)] for seed in (1, 1, 2))
     assert one == again != other
     assert len(sample(known, 99, 1)) == 10
@@ -665,7 +667,7 @@ def whole(ran: Run, users: Run, once: None) -> tuple[Run, Run]:
     """The runs of a statement with a bit of everything."""
     trained = next(record for record in store.read(BASELINE).records if record.case == "train_drift")
     (cell,) = (each for each in cells(Selection("emulation", trained.kernel, trained.case))[0])
-    known, _ = judged(ran, profiles.profile("small"))
+    known, _ = cells_and_faults(ran, profiles.profile("small"))
     by_id = {each.record.id: each.cell for each in known} | {cell.id: cell}
     typed = {**ran.options, "cases": ",".join((*CASES, cell.experiment.name))}
     narrowed = options.narrowing(options.stated(typed), by_id.values(), ())

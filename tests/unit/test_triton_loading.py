@@ -82,7 +82,7 @@ class _Card:
 def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton.runtime.jit.driver", SimpleNamespace(active=_Card()))
     x, padding = torch.zeros(2, 4, 1, 64), torch.ones(2, 1, dtype=torch.bool)
-    monkeypatch.setattr(launch.TritonCall, "interpreted", False)
+    monkeypatch.setattr(launch.TritonCall, "is_interpreted", False)
     inputs = AttentionInputs(x, x, x, x, Formats.of(BF16), causal=True, key_padding=padding, noise_seed=2**32 - 1)
     monkeypatch.setattr(launch, "lacking", lambda *_: None)
     compiled = []

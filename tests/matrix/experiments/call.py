@@ -34,16 +34,16 @@ from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
+from tiebreak.matrix.attribution import plan_fits, plan_held_to, slip_bits
 from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
 from tiebreak.matrix.candidates import accepted, on_device, tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
-from tiebreak.matrix.measures import CALL_MEASURES, measured
+from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
 from tiebreak.matrix.sample import OnTheWhole, Sample
-from tiebreak.matrix.settling import settled
+from tiebreak.matrix.settling import plan_of
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import CaseBench, Settings, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
@@ -152,8 +152,8 @@ class OneCall(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), settled(cell, bench)))
-        measures, held_to, errors = measured(sample), sample.held_to, sample.errors
+        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), plan_of(cell, bench)))
+        measures, held_to, errors = values_of(sample), sample.held_to, sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
@@ -196,7 +196,7 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
                 output = _output(cell, bench, index) if index else output
                 sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
         if not look:
-            fits = attributed(sample, plan)
+            fits = plan_fits(sample, plan)
             sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
         exhausted = not bench.has_batch(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
@@ -254,7 +254,7 @@ def _is_settled(check: str, sample: Sample) -> bool:
     """Return whether each interval that a check limits is on one side of its limit: more heads change nothing."""
     limits = checks()[check].described.limits
     numbers = recorded(
-        measured(sample, {name for limit in limits for name in (limit.measure, limit.or_within) if name})
+        values_of(sample, {name for limit in limits for name in (limit.measure, limit.or_within) if name})
     )
     return all(limit.kept(numbers) is not None for limit in limits)
 
@@ -341,11 +341,11 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
 def _claims(sample: Sample) -> Iterator[Claimed]:
     if sample.claim is not None:
         expectation = sample.claim.expectation
-        measured = expectation.text(sample.errors)
-        yield Claimed(expectation.name, sample.claim.source, sample.claim_passed, measured, expectation.waives)
+        values_of = expectation.text(sample.errors)
+        yield Claimed(expectation.name, sample.claim.source, sample.claim_passed, values_of, expectation.waives)
     if sample.bench.settings.as_rounded and sample.rounded is not None:
-        measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
-        yield Claimed(*NO_WORSE, sample.rounded_passed, measured)
+        values_of = f"{bias_text(sample.errors)} measured, {bias_text(sample.rounded)} of O rounded once"
+        yield Claimed(*NO_WORSE, sample.rounded_passed, values_of)
 
 
 def _prediction(sample: Sample) -> Predicted | None:
@@ -353,13 +353,13 @@ def _prediction(sample: Sample) -> Predicted | None:
     if sample.prediction is None:
         return None
     label, backend = sample.declaration.label, sample.cell.backend
-    measured = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
+    values_of = f"{bias_text(sample.errors)} measured, {bias_text(sample.prediction)} emulated"
     products = plan_changes(backend.arithmetic, backend.device) if sample.prediction_passed is False else ()
     if products:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
-            measured += f"; {plan}, as this device multiplies, does"
-    return Predicted(label, sample.prediction_passed, measured)
+            values_of += f"; {plan}, as this device multiplies, does"
+    return Predicted(label, sample.prediction_passed, values_of)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
@@ -425,7 +425,7 @@ def rule_answers(output: AttentionOutput, bench: CaseBench) -> dict[str, records
     """Return the verdict of every acceptance rule in public use on the first batch's output, as records have it."""
     rules = {}
     for name, answer in answers(*compared(output, bench)):
-        numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
+        numbers = {reading.what: map(records.finite, (reading.number, reading.limit)) for reading in answer.readings}
         readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
         rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
     return rules

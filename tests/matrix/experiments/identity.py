@@ -8,7 +8,7 @@ from tiebreak.kernels.kernel import CannotRunError, Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
 from tiebreak.matrix.identification.identity import identify
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.settling import UnidentifiedError, probe_of, settled
+from tiebreak.matrix.settling import UnidentifiedError, plan_of, probe_of
 from tiebreak.matrix.workbench import Workbench
 from tiebreak.reports.records import record as records
 
@@ -32,7 +32,7 @@ class Identification(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
-            settled(cell, bench)  # first: if it ends the process, the other cells know
+            plan_of(cell, bench)  # first: if it ends the process, the other cells know
             identity = identify(probe_of(cell, bench), bench.settings.seed, beyond_known=False)
         except UnidentifiedError as error:
             raise CannotRunError(str(error)) from error

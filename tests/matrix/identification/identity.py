@@ -178,7 +178,7 @@ def _search(probed: ProbedKernel, designed: Sequence[DesignedOutput]) -> Search:
     eight_bits = [kernel.declaration for kernel in eight_bit_kernels() if kernel.declaration is not None]
     starts = [*on_device(probed.backend).values(), *eight_bits]
     answers = [answer for answer in designed if answer.name not in OF_SUMS]
-    return Search(answers, probed.fmt, [forward_alone(each, probed.fmt) for each in starts])
+    return Search(answers, probed.fmt, [forward_alone(start, probed.fmt) for start in starts])
 
 
 def _against_rivals(
@@ -298,8 +298,8 @@ class Rivals:
         Two changes at once count if only together they are like the plan.
         """
         alike = self._alike(plan, self._changes(plan))
-        alone = {point for rival in alike.values() for point in _apart(plan, rival)}
-        pairs = (move for move in space.moves(plan, self.probed.fmt) if not _apart(plan, move[1]) <= alone)
+        alone = {point for rival in alike.values() for point in _differing_points(plan, rival)}
+        pairs = (move for move in space.moves(plan, self.probed.fmt) if not _differing_points(plan, move[1]) <= alone)
         return alike | self._alike(plan, pairs)
 
     def _alike(
@@ -363,5 +363,5 @@ def _is_more_than_chance(ours: int, theirs: int) -> bool:
     return (not theirs and ours >= _ALL) or (ahead > 0 and ahead**2 >= _DEVIATIONS**2 * (ours + theirs))
 
 
-def _apart(plan: Declaration, rival: Declaration) -> set[tuple[str, str]]:
+def _differing_points(plan: Declaration, rival: Declaration) -> set[tuple[str, str]]:
     return set(values_apart(plan.plan, rival.plan).items())

@@ -147,7 +147,7 @@ class PairedCall:
         slips = [*map(self._slips, self.sides, self.outputs[0], errors)]
         faults = [*filter(None, map(_fault, SIDES, errors, slips)), *of_gradients]
         (severity, why), apart = self._verdict(), self._difference()
-        if severity != SAME or any(each.bits < 1.0 for each in gradients.values()):
+        if severity != SAME or any(gradient.bits < 1.0 for gradient in gradients.values()):
             if severity == SAME:
                 severity, why = ROUNDINGS, "gradients differ"
             severity, why = (APART, "; ".join(faults)) if faults else (severity, why)

@@ -29,7 +29,7 @@ from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
-QUESTIONS = {each.name: each for each in INVARIANCE.experiments}
+QUESTIONS = {experiment.name: experiment for experiment in INVARIANCE.experiments}
 KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in SCRIPTED} | QUESTIONS
 #: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
 #: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
@@ -42,7 +42,7 @@ CASES = (
 _TOLD = {PASSED: True, MEASURED: False, FAILED: False}  # of a question: whether no bit changed
 
 
-def judged(
+def judge_pair(
     sides: tuple[Side, Side],
     fmt: Format,
     cases: Sequence[str],
@@ -101,7 +101,7 @@ def summed_exactly(side: Side) -> Side:
     return replace(side, plan=replace(side.plan, plan=replace(side.plan.plan, accumulator=Accumulator.EXACT)))
 
 
-def limited(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
+def apply_limits(verdict: PairVerdict, limits: Mapping[str, float]) -> PairVerdict:
     """Return a verdict that fails where log-probabilities differ by more than allowed, or there are none."""
     numbers = {name: verdict.model.farthest(name) if verdict.model else None for name in limits}
     beyond = [

@@ -33,8 +33,8 @@ def separation(
     ours, theirs = _parts(between.a), _parts(between.b)
     points = [point for point, part in ours.items() if part != theirs[point]]
     for point in list(points):
-        fewer = between.made([each for each in points if each != point])
-        if fewer is not None and not between.left(fewer, [batch for each in inputs.values() for batch in each]):
+        fewer = between.plan_with([each for each in points if each != point])
+        if fewer is not None and not between.remaining(fewer, [batch for each in inputs.values() for batch in each]):
             points.remove(point)
     return tuple(point for name, batches in inputs.items() for point in between.way(points, name, batches))
 
@@ -59,7 +59,7 @@ class _Between:
     a: Declaration
     b: Declaration
 
-    def made(self, points: Sequence[str]) -> Declaration | None:
+    def plan_with(self, points: Sequence[str]) -> Declaration | None:
         """Return A with these points as in B; None where one excludes what another is in A."""
         theirs = _parts(self.b)
         parts = _parts(self.a) | {point: theirs[point] for point in points}
@@ -71,11 +71,11 @@ class _Between:
 
     def way(self, points: Sequence[str], where: str, batches: Sequence[SharedBatch]) -> Iterator[PointRecord]:
         """Yield the points in turn, each with its share of the difference on these inputs; none if there is none."""
-        whole = left = self.left(self.a, batches)
+        whole = left = self.remaining(self.a, batches)
         taken = list[str]()
         while left and len(taken) < len(points):
-            ways = {each: self.made([*taken, each]) for each in points if each not in taken}
-            after = {each: self.left(way, batches) for each, way in ways.items() if way is not None}
+            ways = {point: self.plan_with([*taken, point]) for point in points if point not in taken}
+            after = {each: self.remaining(way, batches) for each, way in ways.items() if way is not None}
             # Where each of them excludes a point of A's, all that are left go at once.
             gone = [min(after, key=after.__getitem__)] if after else list(ways)
             now = min(after.values(), default=0.0)
@@ -83,7 +83,7 @@ class _Between:
             yield PointRecord(here, there, where, (left - now) / whole)
             taken, left = [*taken, *gone], now
 
-    def left(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
+    def remaining(self, way: Declaration, batches: Sequence[SharedBatch]) -> float:
         """Return the mean square of the remaining difference from B, in ulps."""
         squares = []
         for batch in batches:

@@ -91,7 +91,7 @@ class OwnModel:
             raise UsageError(f"--model {self.name}: calls neither torch's attention nor Hugging Face's, or is compiled")
         if not isinstance(logits, Tensor) or logits.shape[:-1] != self.tokens.shape:
             raise UsageError(f"--model {self.name}: returns no logits (batch, tokens, vocabulary) of its tokens")
-        return Read(fixture.chosen(logits, self.tokens), tuple(outputs))
+        return Read(fixture.log_probabilities_of(logits, self.tokens), tuple(outputs))
 
 
 def _attention(side: Side | None, inputs: AttentionInputs) -> Tensor:

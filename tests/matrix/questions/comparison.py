@@ -69,7 +69,7 @@ WITHOUT_BIAS = {
 def joined(answers: Iterable[Answers], dimension: int, parts: Iterable[str] = PARTS) -> Answers:
     """Return the answer of a call that was cut along a dimension, in the parts that all its pieces have."""
     pieces = list(answers)
-    return {part: torch.cat([each[part] for each in pieces], dimension) for part in parts if part in pieces[0]}
+    return {part: torch.cat([piece[part] for piece in pieces], dimension) for part in parts if part in pieces[0]}
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class WithinError:
     def result(self) -> Result:
         """The cell's result: its measures, and the answer of its check."""
         measures = self.measures or {
-            "other_bits": max((each.share for each in self.differences), default=0.0),
+            "other_bits": max((difference.share for difference in self.differences), default=0.0),
             "difference_ulps": max((each.ulps for each in self.differences), default=0.0),
             "error_ratio": max((each.worse for each in self.differences), default=1.0),
         }
@@ -287,7 +287,7 @@ class WithoutBias:
             results = self.errors.setdefault(words if part == O else f"{words}, {part}", PairedErrors())
             results.same.append(equal_bits(ours, theirs))
             results.lost += int((torch.isfinite(ours) != torch.isfinite(theirs)).sum())
-            sides = [torch.stack([by_key_head(each, groups), by_key_head(each.square(), groups)]) for each in errors]
+            sides = [torch.stack([by_key_head(error, groups), by_key_head(error.square(), groups)]) for error in errors]
             results.errors.append(torch.stack(sides))
 
     def control(self, words: str, before: Tensor, after: Tensor) -> None:
@@ -313,7 +313,7 @@ class WithoutBias:
         name = worst(changes)
         change, (difference, before, after) = changes[name], self.errors[name].intervals()
         shown = Shown.of(_DIFFERENCE, difference.mean, verdict=change.verdict, spec="+.3f")
-        heads = sum(each.shape[-1] for each in self.errors[name].errors)
+        heads = sum(error.shape[-1] for error in self.errors[name].errors)
         answer = self._answer(changes, heads)
         return Result(
             measures={
@@ -339,7 +339,7 @@ class WithoutBias:
 
     def _answer(self, changes: Mapping[str, ChangeRecord], heads: int) -> Answer | None:
         """Return whether all is as it must be; None where bits differ without a bias and no invariance is declared."""
-        asked, differs = _DECLARED if self.declared else _ASKED, any(each.bits for each in changes.values())
+        asked, differs = _DECLARED if self.declared else _ASKED, any(change.bits for change in changes.values())
         if any(map(_is_wrong, changes.values())) or (self.declared and differs):
             return Answer(False, asked, changes_text(changes))
         if self._ineffective:

@@ -112,8 +112,8 @@ def batch(session: Session, results: WithoutBias) -> None:
         together, others = session.run(inputs), session.run(negated, gradients=False)
         results.compare(f"among {number - 1} others, {material}", alone, together, inputs, Cut(first))
         results.control("V of a neighbour negated", together[O][-1:], others[O][-1:])
-        results.compare(f"beside other numbers, {material}", together, others, inputs, Cut(slice(0, -1)))
-        changes = {f"beside one of {keys} keys": _with_neighbour(inputs, keys) for keys in _NEIGHBOURS}
+        results.compare(f"next to other numbers, {material}", together, others, inputs, Cut(slice(0, -1)))
+        changes = {f"next to one of {keys} keys": _with_neighbour(inputs, keys) for keys in _NEIGHBOURS}
         for queries in _ROWS:
             longer = _with_more(inputs, "q do", queries - rows, session)
             changes[f"padded to a neighbour's {queries} queries"] = longer
@@ -179,7 +179,7 @@ def _splitting(kernel: Kernel) -> Callable[[int, int], Kernel]:
         keyword = kernel.caller.convention.splits
         if keyword is None:
             raise CannotRunError("no parameter num_splits or num_kv_splits")
-        return lambda number, keys: kernel.given(**{keyword: number})
+        return lambda number, keys: kernel.with_keywords(**{keyword: number})
     declared = kernel.declaration
     if not kernel.composed or declared is None or declared.algorithm is not SPLIT_ATTENTION:
         raise CannotRunError("does not split a row's keys")

@@ -48,7 +48,7 @@ def _hold_gradients(
     factor = (torch.finfo(stored).eps / 2 * _visible(inputs).logsumexp(-1, keepdim=True).abs()).exp().float()
     both = replace(inputs, dlse=dlse)
     alone = replace(both, do=torch.zeros_like(inputs.do))
-    for words, call in (("the log-sum-exp's gradient alone", alone), ("beside that of O", both)):
+    for words, call in (("the log-sum-exp's gradient alone", alone), ("with that of O", both)):
         try:
             answer = _gradients(session, call, _UNITS[base])
         except Exception:  # it says that it takes no such gradient, and computes nothing wrong
@@ -62,7 +62,7 @@ def _hold_gradients(
         results.compare(words, plain, {part: answer[part] for part in parts}, call, levels=session.levels)
         if call is alone and answer[DV].any():
             results.requirements[words] = results.requirements[words] or f"{words}: dV is not 0"
-    results.measures["error_ratio"] = max((each.worse for each in results.differences), default=1.0)
+    results.measures["error_ratio"] = max((difference.worse for difference in results.differences), default=1.0)
 
 
 def _gradients(session: Session, inputs: AttentionInputs, unit: float) -> Answers:
@@ -95,7 +95,7 @@ def judge_lse(returned: object, inputs: AttentionInputs, declared: str, results:
     lse = None if rows is None else rows.detach()
     if lse is None:
         other = f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else type(returned).__name__
-        received = "returns O alone" if returned is None else f"returns {other} beside O"
+        received = "returns O alone" if returned is None else f"returns {other} with O"
         if not declared:
             raise CannotRunError(f"{received}, no log-sum-exp")
         why = f"{received}, expected a log-sum-exp of shape {tuple(shape)}"

@@ -183,7 +183,7 @@ def other_mask(session: Session, results: WithinError) -> None:
     if session.call(first).convention.mask is not None:  # else, as a device's own kernel, it is given none
         masks: dict[int, Tensor] = {}
         calls = (_MaskInPlace(**vars(session.call(each)), masks=masks) for each in (first, inputs))
-        _, answers = [session.place(each).answers() for each in calls]
+        _, answers = [session.place(call).answers() for call in calls]
         results.compare("a mask rewritten in place", plain, answers, inputs, cut)
 
 
@@ -283,7 +283,7 @@ def other_parameters(session: Session, results: WithinError) -> None:
             continue
         calls = [vary(plain, session.small_draw(index)) for index in range(_PLAIN)]
         if feature is WINDOW:  # a `sliding_window` has no right side
-            calls = [replace(each, window=(each.window[0], 0)) for each in calls]
+            calls = [replace(call, window=(call.window[0], 0)) for call in calls]
         words = f"a call after one with another {feature.name}"
         if session.takes(*calls):
             for inputs in (*calls, calls[0]):

@@ -12,7 +12,7 @@ from tiebreak.matrix.memory import keep_memory
 from tiebreak.matrix.options import NO_BUDGET
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.statement.profiles import PROFILES, profile
-from tiebreak.programs.statement.verification import Judged, judged, recomputed, sample
+from tiebreak.programs.statement.verification import Judged, cells_and_faults, recomputed, sample
 from tiebreak.reports import statement as statements
 from tiebreak.reports.cli import FAILED, PASSED, Parser, count
 from tiebreak.reports.errors import UsageError
@@ -49,7 +49,7 @@ def state(arguments: Sequence[str]) -> int:
     profile = _profile(options.profile)
     waivers = [] if options.waivers is None else statements.read_waivers(options.waivers, checks())
     runs = _write(options.files, options.output, profile, waivers)
-    records = statements.waived(runs, waivers)
+    records = statements.apply_waivers(runs, waivers)
     result = statements.result(records)
     print(f"statement: {options.output}: profile {profile.name}, {counts(records, WAIVED)}: {result}")
     return PASSED if result == "passed" else FAILED
@@ -108,7 +108,7 @@ def _write(files: Sequence[Path], folder: Path, profile: Profile, waivers: Seque
 
 def _judged(runs: Mapping[str, Run], profile: Profile, waivers: Sequence[Expected]) -> tuple[list[Judged], list[str]]:
     """Return records, by their files' names, with their cells, and what is wrong that no kernel has to be run for."""
-    by_file = {name: judged(run, profile) for name, run in runs.items()}
+    by_file = {name: cells_and_faults(run, profile) for name, run in runs.items()}
     faults = list(statements.faults_of_runs(runs, profile))
     faults += [f"{name}: {text}" for name, (_, texts) in by_file.items() for text in texts]
     faults += statements.faults_of_waivers(runs.values(), waivers, checks())
@@ -180,7 +180,7 @@ def problems_of_records(
     The emulation recomputes the numbers of `size` records, or of as many as the profile asks for, chosen by `seed`.
     """
     records, faults = _judged(runs, profile, waivers)
-    failed = [record for record in statements.waived(runs.values(), waivers) if record.fails]
+    failed = [record for record in statements.apply_waivers(runs.values(), waivers) if record.fails]
     faults += [f"{each.outcome}, and no waiver: {each.id}: {'; '.join(each.reasons)}" for each in failed]
     needed = profile.recomputed if statements.asked_of_suite(runs.values(), profile) else 0
     chosen = sample(records, profile.recomputed if size is None else size, seed)
@@ -202,12 +202,12 @@ def _checked_lines(records: Sequence[Judged], chosen: Sequence[Judged], profile:
     )
     yield "NOT checked: that the records came from the device that they name; that its bits repeat"
     yield f"NOT checked, as it is stated: {_STATED}"
-    skipped = [each for each in records if each.record.outcome == SKIPPED]
+    skipped = [judged for judged in records if judged.record.outcome == SKIPPED]
     unknown = [each for each in records if not each.is_recomputable and each.record.outcome != SKIPPED]
     for cells, what in (
         (unknown, "the numbers of {}, which no emulation computes: training runs, and the kernels {}"),
         (skipped, "why {} skipped: of the kernels {}"),
     ):
         if cells:
-            names = list(dict.fromkeys(each.record.kernel for each in cells))
+            names = list(dict.fromkeys(judged.record.kernel for judged in cells))
             yield f"NOT checked: {what.format(counted(len(cells), 'cell'), first_few(names, _NAMED))}"

@@ -77,7 +77,7 @@ class Judged:
         return self.record.shown is not None and not self.cell.kernel.external and (emulated or self.is_predicted)
 
 
-def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
+def cells_and_faults(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
     """Find the cells of a run's records, and what is wrong with it, a line each; the profile says seed and heads."""
     settings, kernels = _settings(run, profile), dict[tuple[str, str], Kernel]()
     cells, faults = list[Judged](), list[str]()
@@ -87,7 +87,7 @@ def judged(run: Run, profile: Profile) -> tuple[list[Judged], list[str]]:
         except ValueError as error:
             faults.append(f"{record.id}: {error}")
     faults += _run_faults(run, cells)
-    return cells, faults + [f"{each.record.id}: {text}" for each in cells for text in _record_faults(each, run)]
+    return cells, faults + [f"{judged.record.id}: {text}" for judged in cells for text in _record_faults(judged, run)]
 
 
 def _settings(run: Run, profile: Profile) -> Settings:
@@ -113,7 +113,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
     if experiment is not None and features:
         experiment = experiment.with_features(features)
     if experiment is None:
-        raise ValueError(f"case: {record.case}: not one of the suite's, so nobody else can verify it")
+        raise ValueError(f"case: {record.case}: not one of the suite's, so it can't be verified")
     backend, card = backends[record.backend], run.options.get("as")
     backend = backend.assuming(str(card)) if card else backend
     key = record.backend, record.kernel
@@ -153,7 +153,7 @@ def _run_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
     named, brought = run.options.get("kernel"), any(map(is_users, run.records))
     if bool(named) is not brought:
         yield f"options.kernel: {named}, and {'a' if brought else 'no'} record is of such a kernel"
-    for backend in {each.cell.backend.name: each.cell.backend for each in cells}.values():
+    for backend in {judged.cell.backend.name: judged.cell.backend for judged in cells}.values():
         either = {BITS_OF_INSTRUCTIONS: backend.bits}  # which of them, the processor tells
         in_record, ours = (either.get(text, text) for text in (run.evidence(backend.name), backend.evidence))
         if in_record != ours:
@@ -177,7 +177,7 @@ def _narrowing_faults(run: Run, cells: Sequence[Judged]) -> Iterator[str]:
     of_pytest = [frozenset(each.names) for each in run.narrowing if each.field == "id"]
     if of_pytest not in ([], [frozenset(record.id for record in run.records)]):
         yield "narrowing: its cells are not those of the records"
-    implied = {each.field: each for each in narrowing(stated(run.options), [each.cell for each in cells], ())}
+    implied = {each.field: each for each in narrowing(stated(run.options), [judged.cell for judged in cells], ())}
     in_file = {each.field: each for each in run.narrowing if each.field != "id"}
     for field in sorted(implied.keys() | in_file.keys()):
         ours, theirs = implied.get(field), in_file.get(field)
@@ -331,7 +331,7 @@ def _interval(value: Value) -> Interval:
 
 def sample(cells: Iterable[Judged], size: int, seed: int) -> list[Judged]:
     """Draw as many records that the emulation can check, or all, case by case; another seed draws others."""
-    able = sorted((each for each in cells if each.is_recomputable), key=lambda each: each.record.id)
+    able = sorted((judged for judged in cells if judged.is_recomputable), key=lambda each: each.record.id)
     chosen = Random(seed).sample(able, min(size, len(able)))
     return sorted(chosen, key=lambda each: (each.record.case, each.record.id))
 
