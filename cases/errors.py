@@ -140,7 +140,7 @@ def measure(
     wide = output.double()
     difference = wide - ref.o
     error = in_units(difference, units_of(ref.o, inputs.formats.output) if units is None else units)
-    sizes = (wide, ref.o, difference.abs().div_(bound))
+    sizes = [wide, ref.o, difference.abs().div_(bound)]
     if output.is_contiguous() and math.isfinite(error.sum().item()):  # nothing is left out, as almost always
         finite = finite_out = torch.ones((), dtype=torch.bool)
         counted = error.new_full(error.shape[:-1], error.shape[-1])  # of every row, as the two sums
@@ -148,7 +148,7 @@ def measure(
         finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
         counted = (~error.isnan()).sum(-1).double()
         error.nan_to_num_(nan=0.0)
-        sizes = tuple(size.where(finite & finite_out, 0.0) for size in sizes)
+        sizes = [size.where(finite & finite_out, 0.0) for size in sizes]
     total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square()
     excess = (total / counted).abs() - _independent(square / counted, counted)
     if delta is None:
