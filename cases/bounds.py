@@ -127,6 +127,7 @@ class ErrorBounds:
     inputs: AttentionInputs
     ref: Reference
     _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
+    _of_p: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def shared_by(self, declaration: Declaration, points: tuple[str, ...] = _IN_O) -> Hashable:
         """Return the parts of a declaration that bounds depend on: kernels equal in them share their bounds."""
@@ -139,7 +140,12 @@ class ErrorBounds:
     @cached_property
     def values(self) -> Tensor:
         """|V|."""
-        return self.inputs.expanded(self.inputs.whole_v.double().abs())
+        return self.inputs.expanded(self.inputs.whole_v.abs().double())
+
+    @cached_property
+    def _sees(self) -> Tensor:
+        """Which rows see a key, (batch, heads, queries, 1)."""
+        return self.ref.p.any(-1, keepdim=True)
 
     @cached_property
     def _product_error(self) -> Tensor:
@@ -187,6 +193,17 @@ class ErrorBounds:
 
     def of_probabilities(self, declaration: Declaration) -> Tensor:
         """Return a bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
+        return self._weighted(declaration)[0]
+
+    def _weighted(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
+        """Return that bound and what it is times |V|, which many plans share."""
+        key = self.shared_by(declaration, IN_P)
+        if key not in self._of_p:
+            dp = self._of_probabilities(declaration)
+            self._of_p[key] = dp, dp @ self.values
+        return self._of_p[key]
+
+    def _of_probabilities(self, declaration: Declaration) -> Tensor:
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         (top, at, distance), ds = self._tops, self.of_scores(declaration)
         exponent = ds.add_(ds.gather(-1, at)).add_(distance, alpha=2 * FP32.unit_roundoff).add_(_EXPONENTIAL_ERROR)
@@ -228,17 +245,16 @@ class ErrorBounds:
             return self._bounds[key]
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
-        dp = self.of_probabilities(declaration)
+        dp, weighted = self._weighted(declaration)
         steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
         relative = dp.sum(-1, keepdim=True) + self.of_sink(declaration)
         relative = relative + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
-        sees = ref.p.any(-1, keepdim=True)
-        least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
+        least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * self._sees
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
         casts = 2 if self.inputs.sink is not None and plan.sink is SinkEntry.AFTERWARDS else 1
-        bound = dp @ self.values + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
+        bound = weighted + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         self._bounds[key] = bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return self._bounds[key]

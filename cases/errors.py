@@ -31,7 +31,10 @@ def units_of(ref: Tensor, fmt: Format) -> Tensor:
 
 def in_units(difference: Tensor, units: Tensor) -> Tensor:
     """Return differences from the reference in its units (`units_of`), NaN where one is not finite."""
-    return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+    errors = difference * units
+    if math.isfinite(errors.sum().item()):  # as almost always, and cheap to ask
+        return errors
+    return errors.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 _LARGEST = frozenset({"max_ulps", "error_over_bound", "outside_values"})  # of `Errors`: others are sums, or of heads
@@ -110,7 +113,9 @@ def _independent(square: Tensor, counted: Tensor) -> Tensor:
 def by_key_head(x: Tensor, groups: int) -> Tensor:
     """Return means over all that shares one key head, without NaN: (batch, heads, ...) -> (batch * key heads,)."""
     batch, heads = x.shape[:2]
-    return x.reshape(batch * heads // groups, -1).nanmean(1)
+    rows = x.reshape(batch * heads // groups, -1)
+    means = rows.mean(1)
+    return rows.nanmean(1) if means.isnan().any() else means  # the same to the bit; a mean takes a fifth of the time
 
 
 def measure(
@@ -135,17 +140,22 @@ def measure(
     wide = output.double()
     difference = wide - ref.o
     error = in_units(difference, units_of(ref.o, inputs.formats.output) if units is None else units)
-    counted = (~error.isnan()).sum(-1).double()  # of every row, as the two sums
-    error.nan_to_num_(nan=0.0)
+    sizes = [wide, ref.o, difference.abs().div_(bound)]
+    if output.is_contiguous() and math.isfinite(error.sum().item()):  # nothing is left out, as almost always
+        finite = finite_out = torch.ones((), dtype=torch.bool)
+        counted = error.new_full(error.shape[:-1], error.shape[-1])  # of every row, as the two sums
+    else:
+        finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
+        counted = (~error.isnan()).sum(-1).double()
+        error.nan_to_num_(nan=0.0)
+        sizes = [size.where(finite & finite_out, 0.0) for size in sizes]
     total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square()
     excess = (total / counted).abs() - _independent(square / counted, counted)
-    finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
-    both = finite & finite_out
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
     elements = by_key_head(counted, inputs.groups)
     head_square = by_key_head(square, inputs.groups) / elements
-    over_bound = (difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item()
+    over_bound = sizes[2].nan_to_num_(nan=0.0).max().item()
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
         head_square=head_square,
@@ -155,10 +165,10 @@ def measure(
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=error.abs().max().item(),
+        max_ulps=largest(error),
         error_over_bound=math.nan if has_no_number(output, ref) else over_bound,
-        output_size=wide.where(both, 0.0).abs().sum().item(),
-        reference_size=ref.o.where(both, 0.0).abs().sum().item(),
+        output_size=sizes[0].abs().sum().item(),
+        reference_size=sizes[1].abs().sum().item(),
         left_out=ref.o.numel() - int(ref.o.count_nonzero()),
         nonfinite=int((finite & ~finite_out).count_nonzero()),
         missed=int((~finite & finite_out).count_nonzero()),
@@ -166,9 +176,16 @@ def measure(
     )
 
 
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value; NaN where one is."""
+    lowest, highest = x.aminmax()
+    return max(abs(lowest.item()), abs(highest.item()))
+
+
 def has_no_number(output: Tensor, ref: Reference) -> bool:
     """Return whether all of O is NaN or Inf though the reference is not: its largest error is that of no element."""
-    return not torch.isfinite(output).any() and bool(torch.isfinite(ref.o).any())
+    some = output[:1, :1]  # mostly a number: to ask it is cheap
+    return not (torch.isfinite(some).any() or torch.isfinite(output).any()) and bool(torch.isfinite(ref.o).any())
 
 
 def _largest(numbers: list[float]) -> float:

@@ -435,3 +435,14 @@ def test_the_schedule_warms_up_and_falls_to_a_hundredth() -> None:
     assert [schedule.at(step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
     assert schedule.at(60) == pytest.approx(0.505)
     assert schedule.at(110) == pytest.approx(0.01)
+
+
+def test_an_optimiser_imports_no_compiler(monkeypatch: pytest.MonkeyPatch, model: GPT2) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    (optimizer,) = optimizers("adamw", model)
+    before = model.head.weight.detach().clone()
+    model.head.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+    optimizer.zero_grad()
+    assert model.head.weight.grad is None

@@ -61,8 +61,13 @@ class OnTheWhole:
     def of(cls, gradients: Gradients, batch: Batch) -> "OnTheWhole":
         """Return the factors of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
-        pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
-        gains = (by_key_head((ours - x) * x, n) / by_key_head(x.square(), n) for ours, x, n in pairs)
+        made = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, batch.gradients.squares, strict=True)
+        # An entry of the batch at a time, which stays in a core's cache.
+        gains = (
+            torch.cat([by_key_head(((one - of) * of)[None], n) for one, of in zip(ours, x, strict=True)])
+            / (squares if n == 1 else by_key_head(x.square(), n))
+            for ours, x, n, squares in made
+        )
         return cls(delta_errors_of(gradients.dq, batch.inputs, batch.ref, exact[0]), tuple(gains))
 
 

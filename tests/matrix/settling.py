@@ -28,7 +28,7 @@ from tiebreak.matrix.backward_attribution import backward_pass_of
 from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, is_random, on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.workbench import Emulated, Settled, SharedBatch, Workbench, equal_bits
+from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
 
@@ -206,11 +206,12 @@ def on_normal_numbers(probed: ProbedKernel, seed: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them
-def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
-    return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
+def _emulated(at: int, fmt: Format, seed: int) -> SharedBatch:
+    inputs = _ASKED[at].make(seed, 0, HEADS, fmt)
+    return SharedBatch(inputs, reference(inputs))
 
 
-def _outputs_on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
+def _outputs_on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tensor, SharedBatch]]:
     """Return the outputs on `number` inputs, without those that it can't run."""
     answers = []
     for at in range(number):
@@ -240,13 +241,12 @@ def _has_random_bits(probed: ProbedKernel, inputs: AttentionInputs) -> bool:
     return any((o != like).any(-1).double().mean().item() > _OTHER_ROWS for o, like in pairs)
 
 
-def _by_error_size(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:
+def _by_error_size(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, SharedBatch]]) -> str:
     """Return the plan with random bits whose errors are as large as the kernel's, input by input."""
     apart = dict.fromkeys(plans, 0.0)
     for o, emulated in answers:
-        exact = reference(emulated.inputs).o
         ours, *theirs = (
-            signed_error_ulps(each, exact, fmt).square().nanmean()
+            signed_error_ulps(each, emulated.ref.o, fmt).square().nanmean()
             for each in (o, *map(emulated.predicted, plans.values()))
         )
         for name, square in zip(plans, theirs, strict=True):
@@ -258,8 +258,7 @@ def _backward(probed: ProbedKernel, followed: str, seed: int) -> tuple[str, int]
     """Return the backward pass that gradients on normal numbers come from, if there are any."""
     if not probed.kernel.has_backward:
         return None
-    forward, inputs = on_device(probed.backend)[followed], NORMAL[0].make(seed, 0, HEADS, probed.fmt)
-    batch = SharedBatch(inputs, reference(inputs))
+    forward, batch = on_device(probed.backend)[followed], _emulated(0, probed.fmt, seed)
     with suppress(Exception):  # the cells with gradients say what the kernel raised
         output = probed.backend.run(probed.kernel, batch.inputs, gradients=True)
         return None if output.gradients is None else backward_pass_of(output.gradients, output.o, forward, batch)
