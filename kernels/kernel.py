@@ -3,12 +3,12 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, Order, Wanted, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, ONE_TILE, Block, Order, Wanted, backward
 from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -44,6 +44,28 @@ class Declaration:
     def claimed_as(self) -> str:
         """What claims call it: its shift rule, unless all kernels of its algorithm go by one name."""
         return self.algorithm.claimed_as or self.shift_rule.name
+
+
+LATER_TILES = (ONE_TILE, Block(64, 64), Block(32, 32))  # that are tried after the declared ones
+
+
+@cache
+def nameless(declaration: Declaration) -> Declaration:
+    """What a declaration does, whatever it is called: two that do the same are equal."""
+    rule = replace(declaration.shift_rule, name="", source="", accepted=True)
+    return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
+
+
+def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
+    """The tiles that a user's kernel may work in, the smallest last; where O-bar is rounded they change its bias."""
+    if declaration.tile_named or not declaration.algorithm.tiled:
+        return (declaration,)
+    return tuple(replace(declaration, block=block) for block in (declaration.block, *LATER_TILES))
+
+
+def drawn(declaration: Declaration) -> bool:
+    """Whether random bits enter O."""
+    return declaration.plan.stochastic or declaration.shift_rule.dithered
 
 
 # (inputs on the backend's device, its arithmetic, whether to compute gradients) -> output

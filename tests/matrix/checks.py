@@ -51,6 +51,7 @@ from typing import Any
 
 from tiebreak.cases.verdicts import GAIN, LIMIT, MARGIN_ULPS, WORSE, Interval
 from tiebreak.matrix.result import Result
+from tiebreak.matrix.sample import Sample
 from tiebreak.plugins import Door
 from tiebreak.reports.records.record import (
     CLAIM,
@@ -75,6 +76,7 @@ class Check:
     name: str
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
     described: CheckRecord
+    looks: Callable[[Sample], Mapping[str, Any]] = lambda sample: {}  # at a call: what to keep as evidence of it
 
 
 def _check(name: str, about: str, ask: Callable[[Result], Answer | None], **described: Any) -> Check:

@@ -23,10 +23,9 @@ from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, composed, run_forward
+from tiebreak.kernels.kernel import Declaration, composed, drawn, nameless, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.candidates import drawn, nameless
 
 Named = tuple[str, str, str]  # a backend, a kernel and a format
 EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
@@ -310,7 +309,7 @@ class Workbench:
     settings: Settings
     shared: Path | None = None  # a folder of this run that all workers write to; None: this is the only process
     settled: dict[Named, Settled] = field(default_factory=dict)
-    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.asking`
+    asked: dict[Named, Any] = field(default_factory=dict)  # of who tells plans: what a kernel has been asked
     _held: CaseBench | None = None
 
     def case(self, case: Case, fmt: Format) -> CaseBench:

@@ -6,7 +6,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import pytest
@@ -18,7 +18,7 @@ from tiebreak.matrix.plugin import WATCH
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import Progress, now
-from tiebreak.programs.configurations import Configurations, Looks, looked_at
+from tiebreak.plugins import loaded
 from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FELL, HELD, INTERRUPTED, USAGE, Parser
@@ -43,20 +43,26 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 if nothing fell, 1 if something fell or is inconclusive, 2 on bad usage, 130 after Ctrl-C.
     """
-    options, follower = _parsed(arguments), _Follower(sys.stderr)
+    options = parsed(arguments)
     if options.configs:
-        _take_classes(options, follower)
-    code, printed = _run(options, follower)
-    run = follower.run
-    if run is None:
+        code: int = loaded("tiebreak.verbs", "check.configs")(arguments)
+        return code
+    return checked(options, Follower(sys.stderr))
+
+
+def checked(options: argparse.Namespace, follower: "Follower") -> int:
+    """Run the matrix and say what it came to; return the exit code."""
+    code, printed = run(options, follower)
+    found = follower.run
+    if found is None:
         if follower.interrupted:
             return INTERRUPTED
-        print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
+        print(f"tiebreak check: {refusal(printed)}", file=sys.stderr)
         return USAGE
     if options.json is not None:
-        terminal.write(as_json(follower.verdicts(run, options.command)), options.json)
+        terminal.write(as_json(follower.verdicts(found, options.command)), options.json)
     if options.json != terminal.STDOUT:
-        terminal.show(follower.report(run, verbose=options.verbose))
+        terminal.show(follower.report(found, verbose=options.verbose))
     if follower.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): HELD, USAGE: USAGE}.get(code, FELL)
@@ -64,14 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def judged(arguments: Sequence[str]) -> list[Verdict]:
     """The verdicts of the command with these words, in this process, in silence; a `UsageError` for exit code 2."""
-    follower = _Follower(io.StringIO())
-    _, printed = _run(_parsed(arguments), follower)
+    follower = Follower(io.StringIO())
+    _, printed = run(parsed(arguments), follower)
     if follower.run is None:
-        raise UsageError("it was interrupted" if follower.interrupted else _refusal(printed))
+        raise UsageError("it was interrupted" if follower.interrupted else refusal(printed))
     return follower.verdicts(follower.run)
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="tiebreak check",
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
@@ -104,24 +110,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
-    """Put the first of each class of configurations in the target's place."""
-
-    def look(targets: list[str]) -> Looks:
-        asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
-        _, printed = _run(asked, collected := _Follower(follower.stream), "--collect-only")
-        if collected.collector is None:
-            raise UsageError(_refusal(printed))
-        follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
-        return looked_at(collected.collector.expected.values(), collected.collector.settings.seed)
-
-    if options.targets[1:]:
-        raise UsageError(f"--configs: {len(options.targets)} targets; name one")
-    follower.configurations = Configurations(options.targets[0], options.configs, look)
-    options.targets = [own[0] for own in follower.configurations.classes]
-
-
-def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
+def run(options: argparse.Namespace, follower: "Follower", *more: str) -> tuple[int, str]:
     """Run pytest in silence; its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
     words += [word for target in options.targets for word in ("--kernel", target)]
@@ -140,12 +129,12 @@ def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tupl
     return int(code), printed.getvalue()
 
 
-def _refusal(printed: str) -> str:
+def refusal(printed: str) -> str:
     """What pytest was told to exit with, as who has named targets without a flag reads it."""
     return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
-class _Follower:
+class Follower:
     """A plug-in of the pytest that runs in silence: says on a stream how far it is, and keeps what it came to."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -155,7 +144,7 @@ class _Follower:
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.progress: Progress | None = None
-        self.configurations: Configurations | None = None
+        self.judged: Callable[[Sequence[Verdict]], list[Verdict]] = list  # what there is to say of several verdicts
 
     @property
     def run(self) -> Run | None:
@@ -165,8 +154,7 @@ class _Follower:
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
         """What there is to say of a run, whatever made it fall though no cell did."""
         assert self.collector is not None
-        found = verdicts(run, command, self.collector.failures)
-        return found if self.configurations is None else self.configurations.judged(found)
+        return self.judged(verdicts(run, command, self.collector.failures))
 
     def report(self, run: Run, *, verbose: bool) -> str:
         """The verdicts, every cell that fell, and what else made the run fall; `verbose`: with the tables."""

@@ -1,12 +1,22 @@
 """`tiebreak rules`: acceptance rules of other projects, and what they say of kept records."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Rule
+from tiebreak.cases.acceptance import OF_GRADIENTS, RULES, Compared, Rule, answers
+from tiebreak.kernels.backward_passes import BACKWARD_PASSES
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput
+from tiebreak.kernels.kernel import Declaration
+from tiebreak.matrix.checks import Check
+from tiebreak.matrix.sample import Sample
+from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
+from tiebreak.reports.records import record as records
 from tiebreak.reports.records import selection, store
 from tiebreak.reports.tables import grids
 from tiebreak.reports.tables.texts import answers_of, rules_tables
@@ -43,3 +53,49 @@ def _rule_lines(name: str, rule: Rule) -> Iterator[str]:
     yield f"  {rule.source}"
     if rule.note:
         yield f"  {rule.note}"
+
+
+@cache
+def eager() -> Declaration:
+    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
+    it: a product, a softmax and a product, all tensors between them in that format.
+    """
+    backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
+    return backward.after(parse_declaration("standard,s=input,q=input"))
+
+
+def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
+    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
+    batch = bench.batch(0)
+    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
+    fmt = batch.inputs.formats.output
+    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
+    if output.gradients is None:
+        return o, []
+    gradients = []
+    for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
+        out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
+        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
+    return o, gradients
+
+
+def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
+    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
+    rules = {}
+    for name, answer in answers(*compared(output, bench)):
+        numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
+        readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
+        rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
+    return rules
+
+
+def _looks(sample: Sample) -> Mapping[str, Any]:
+    return {"rules": said(sample.outputs[0], sample.bench)} if sample.bench.settings.rules else {}
+
+
+CHECK = Check(
+    "acceptance",
+    lambda result: None,
+    records.CheckRecord("acceptance rules in public use: asked, and never judged by"),
+    _looks,
+)

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from time import process_time
 from typing import Any, ClassVar
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.acceptance import Compared, answers
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.captured import CapturedError, captured_cases
@@ -23,25 +21,21 @@ from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
-from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.attribution import attributed, plan_held_to, slip_bits
-from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, on_device, tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, measured
 from tiebreak.matrix.off import gradient_off, o_off
+from tiebreak.matrix.resolver import BackwardPasses, resolver, settled
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sample import OnTheWhole, Sample
-from tiebreak.matrix.settling import settled
+from tiebreak.matrix.sample import HeldTo, OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
@@ -193,14 +187,24 @@ def _drawn(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled
                 output = _output(cell, bench, index) if index else output
                 sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
         if not look:
-            fits = attributed(sample, plan)
-            sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
+            sample = _held_to_a_plan(sample, plan)
         exhausted = not bench.has(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
         if exhausted or out_of_time or (sample.settled and _told(ACCURACY, sample)):
             break
     return sample, plan
+
+
+def _held_to_a_plan(sample: Sample, plan: Settled) -> Sample:
+    """Return the sample with the plan that O is held to: that which its kernel declares, or follows.
+
+    None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    """
+    if sample.cell.kernel.declaration is None:
+        return resolver().resolved(sample, plan)
+    declared = HeldTo(sample.declaration.label, sample.declaration)
+    return sample if sample.prediction is None else replace(sample, held_to=declared)
 
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
@@ -256,15 +260,15 @@ def _told(check: str, sample: Sample) -> bool:
     return all(limit.kept(numbers) is not None for limit in limits)
 
 
-def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeldTo | None]:
+def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPasses | None]:
     """Draw heads until it is told whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
     if held_to is None or first.gradients is None or not bench.case.normal:
         return sample, None
     backward = None
     if cell.kernel.external:
-        shown = plan.backward if held_to.plan == plan.followed else None
-        backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
+        backward = resolver().backward(sample, held_to, plan)
+    if backward is not None:
         sample = _beside(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has(batches_of(look).start) or _told(GRADIENTS, sample):
@@ -280,7 +284,7 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
     return sample, backward
 
 
-def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+def _beside(sample: Sample, backward: BackwardPasses, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
     """The sample with a batch's errors of gradients, beside those of the backward passes that they are held to."""
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
@@ -289,7 +293,7 @@ def _beside(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor
     return replace(sample, backward_heads=joined, worst_gradient=found)
 
 
-def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
+def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]:
     """What a record keeps beside the measures: of the first batch."""
     cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
     evidence: dict[str, Any] = {}
@@ -300,7 +304,7 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
         }
     slips = backward.slips if backward is not None else {}
     if cell.kernel.external and (sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite):
-        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
+        slips = resolver().slips(sample)
     evidence |= {"slips": slips} if slips else {}
     if backward is not None:
         evidence["backward"] = backward.bits
@@ -311,8 +315,8 @@ def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]
         and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
     ):
         evidence["heads_to_tell"] = heads
-    if bench.settings.rules:
-        evidence["rules"] = said(output, bench)
+    for check in checks().values():
+        evidence |= check.looks(sample)
     if bench.case.traced:
         evidence["histogram"] = _histogram(output, batch)
         if cell.backend.predicts and cell.kernel.declaration is not None:
@@ -381,40 +385,6 @@ def digest(output: AttentionOutput) -> str:
     o = output.o.float().contiguous()
     bits = o.view(torch.int32).masked_fill(o.isnan(), -1)
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
-
-
-@cache
-def eager() -> Declaration:
-    """PyTorch's eager attention in the format of the inputs, forward and by autograd, as flash-attention's tests have
-    it: a product, a softmax and a product, all tensors between them in that format.
-    """
-    backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
-    return backward.after(parse_declaration("standard,s=input,q=input"))
-
-
-def compared(output: AttentionOutput, bench: CaseBench) -> tuple[Compared, list[Compared]]:
-    """O of the first batch, and its gradients where there are, beside what rules hold them against."""
-    batch = bench.batch(0)
-    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
-    fmt = batch.inputs.formats.output
-    o = Compared(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
-    if output.gradients is None:
-        return o, []
-    gradients = []
-    for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
-        out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
-        gradients.append(Compared(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
-    return o, gradients
-
-
-def said(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
-    """What every acceptance rule in public use says of an output of the first batch, as records have it."""
-    rules = {}
-    for name, answer in answers(*compared(output, bench)):
-        numbers = {each.what: map(records.finite, (each.number, each.limit)) for each in answer.readings}
-        readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
-        rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
-    return rules
 
 
 class _Calls(Kind):

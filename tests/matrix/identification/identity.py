@@ -14,13 +14,13 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import eight_bit_kernels
-from tiebreak.matrix.asking import Answer, Asked, threads
-from tiebreak.matrix.candidates import on_device
-from tiebreak.matrix.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
 from tiebreak.matrix.identification import space
+from tiebreak.matrix.identification.asking import Answer, Asked, threads
+from tiebreak.matrix.identification.candidates import on_device
+from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIMENSION, LONG, OF_SUMS, SHAPES
 from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.settling import DESIGNED_MISSED, designed_answers, unexplained
 from tiebreak.matrix.identification.space import Change, changes, forward_alone, text
-from tiebreak.matrix.settling import DESIGNED_MISSED, designed_answers, unexplained
 from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.run import counted

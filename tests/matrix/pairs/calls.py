@@ -20,10 +20,9 @@ from tiebreak.cases.verdicts import (
     judge,
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.asking import Asked
-from tiebreak.matrix.attribution import slip_bits
-from tiebreak.matrix.candidates import accepted, drawn, on_device, tilings
+from tiebreak.kernels.kernel import Declaration, drawn, tilings
+from tiebreak.matrix.identification.asking import Asked
+from tiebreak.matrix.identification.attribution import slip_bits
 from tiebreak.matrix.measures import ratio_of_means
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
@@ -174,8 +173,7 @@ class PairedCall:
         """The usual mistakes that explain what is outside of its bounds; several may have the bits of one input."""
         if _over_bound(errors) <= 1.0:
             return ()
-        batch = self.bench.batch(0)
-        found = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        found = slip_bits(o, self.bench.batch(0), side.backend)
         return sorted(found, key=found.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:

@@ -9,10 +9,10 @@ from tiebreak.cases.scripted import GROUPS, SCRIPTED
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.questions import INVARIANCE
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import FAILING
 from tiebreak.matrix.pairs import DECLARED, Side
 from tiebreak.matrix.pairs.calls import PairedCall

@@ -23,8 +23,7 @@ from tiebreak.cases.verdicts import LOOKS, Interval, Verdict, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
-from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.candidates import tilings
+from tiebreak.kernels.kernel import Kernel, tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments import kinds

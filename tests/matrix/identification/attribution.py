@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tiebreak.backends.backend import Backend
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.errors import measure
 from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import nameless
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import BY_LAW, accepted, nameless, on_device
+from tiebreak.matrix.identification.candidates import BY_LAW, accepted, on_device
 from tiebreak.matrix.sample import HeldTo, Sample
 from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
@@ -25,10 +26,9 @@ _LOOSEST = "the loosest plan of random bits"
 def attributed(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     """Return how known plans fit the output of a kernel that declares none.
 
-    The plan that it follows alone where that has the bits here too, else all. Nothing where its plan is declared, or
-    bits tell nothing.
+    The plan that it follows alone where that has the bits here too, else all. Nothing where bits tell nothing.
     """
-    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.cancelled:
+    if not sample.bench.case.bits_tell or sample.cancelled:
         return {}
     o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(sample.cell.backend)
     if settled.followed is not None:
@@ -46,14 +46,12 @@ def _on_others(settled: Settled) -> tuple[str, ...]:
 
 
 def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> HeldTo | None:
-    """Return the plan that a kernel declares, follows here, or follows on other inputs.
+    """Return the plan that a kernel follows here, or follows on other inputs.
 
     A kernel that declares nothing, follows one plan on most inputs and none on others, such as one that clamps its
     logits, is so held to its own arithmetic on the others. One that follows another plan at another shape is held to
-    that plan there. None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    that plan there. None where bits tell nothing.
     """
-    if sample.prediction is not None:
-        return HeldTo(sample.declaration.label, sample.declaration)
     plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
     plans = {**plans, **BY_LAW}
     bits = {name: fit.bits for name, fit in fits.items() if name in plans}
@@ -66,7 +64,7 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
 
-def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
+def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, float]:
     """The mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
     A mistake explains it where its errors against the mistake's exact result are within the rounding-error bound of the
@@ -79,12 +77,13 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     if _share_of_bound(ours, some) <= 1.0:
         return {}
     found: dict[str, float] = {}
+    candidates = accepted(on_device(backend), batch.inputs.formats).values()
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
         emptied = _blind(slip.inputs) & ~_blind(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
-            plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
+            plans = {nameless(wrong.clipped(plan)) for plan in candidates}
             bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
             found |= {slip.about: bits} if bits >= FOLLOWED else {}
     return found

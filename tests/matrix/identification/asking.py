@@ -11,7 +11,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
-from tiebreak.matrix.designed import Designed
+from tiebreak.matrix.identification.designed import Designed
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Emulated, same_bits
 

@@ -1,7 +1,6 @@
 """Which known plan an undeclared kernel follows, over all of its cells, by the share of equal bits."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,15 +9,14 @@ from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
-from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.kernel import Declaration, drawn, nameless
 from tiebreak.kernels.plans import Accumulator, Cast, Steps
-from tiebreak.matrix.candidates import drawn, nameless
-from tiebreak.matrix.settling import RANDOM
+from tiebreak.matrix.identification.settling import RANDOM
 from tiebreak.matrix.workbench import EQUAL
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, Record
+from tiebreak.reports.records.record import Explanation, FitRecord, Record
 
 
 @dataclass(frozen=True)
@@ -84,17 +82,6 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     told = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
     kernels = grouped(told, lambda record: f"{record.backend}-{record.kernel}")
     return {name: _explained(own) for name, own in kernels.items()}
-
-
-def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
-    """What the plans are that kernels declare, or that explanations name: rule or algorithm, and whether a fix."""
-    named = {declaration.label: declaration for declaration in declared}
-    named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    known = {}
-    for name, declaration in named.items():
-        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.TIES_AWAY)
-        known[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.plain, away)
-    return known
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:

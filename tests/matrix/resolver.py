@@ -1,0 +1,78 @@
+"""Who tells which plan a kernel follows that declares none: a plug-in; without it such a plan is not known."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor
+
+from tiebreak.kernels.inputs import Gradients
+from tiebreak.matrix.experiment import Cell, Kind
+from tiebreak.matrix.sample import HeadErrors, HeldTo, Sample
+from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench
+from tiebreak.plugins import Door
+from tiebreak.reports.records.record import ExperimentRecord, Explanation, Record
+
+
+class BackwardPasses(Protocol):
+    """The known backward passes that a kernel's gradients are compared with."""
+
+    @property
+    def name(self) -> str:
+        """Return how reports call what gradients are held to."""
+
+    @property
+    def bits(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the share of equal bits of dQ, dK and dV, by backward pass."""
+
+    @property
+    def slips(self) -> Mapping[str, float]:
+        """Return usual mistakes that explain what is wrong, and their share of its squared error."""
+
+    def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> Mapping[str, HeadErrors]:
+        """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
+
+    def worst(self, errors: Mapping[str, HeadErrors], gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
+        """Return the largest ratio of a head's mean squared error to that of the pass which errs most there."""
+
+
+class Resolver(Kind):
+    """A kind of experiment that also tells which plan a kernel follows; this one knows of none."""
+
+    def settled(self, cell: Cell, bench: Workbench) -> Settled:
+        """Return what is known of the plan of a kernel that declares none, before its cells."""
+        del cell, bench
+        return Settled("nothing: no plug-in that tells plans is here")
+
+    def resolved(self, sample: Sample, settled: Settled) -> Sample:
+        """Return a sample of a kernel that declares none with how known plans fit, and the one that it is held to."""
+        del settled
+        return sample
+
+    def backward(self, sample: Sample, held_to: HeldTo, settled: Settled) -> BackwardPasses | None:
+        """Return what the gradients of a user's kernel are compared with."""
+        del sample, held_to, settled
+        return None
+
+    def slips(self, sample: Sample) -> Mapping[str, float]:
+        """Return the usual mistakes that explain a wrong output, and the share of its bits that each has."""
+        del sample
+        return {}
+
+    def explained(self, run: Iterable[Record]) -> Mapping[str, Explanation]:
+        """Return the best plan of every kernel whose records tell of one, by backend-kernel."""
+        del run
+        return {}
+
+
+@cache
+def resolver() -> Resolver:
+    """Return the first that a plug-in brings."""
+    kinds = Door[Kind]("tiebreak.experiments", Kind).usable().values()
+    return next((kind for kind in kinds if isinstance(kind, Resolver)), Resolver("", ExperimentRecord("")))
+
+
+def settled(cell: Cell, bench: Workbench) -> Settled:
+    """Return what is known of the plan of a cell's kernel, before its cells."""
+    declared = cell.kernel.declaration
+    return resolver().settled(cell, bench) if declared is None else Settled("what it declares", declared.label)
