@@ -3,7 +3,7 @@
 A package names its objects in its pyproject.toml under these groups (examples/my-device):
 
 - ``tiebreak.backends``: a `tiebreak.backends.backend.Backend`
-- ``tiebreak.experiments``: a `tiebreak.matrix.experiment.Kind`
+- ``tiebreak.experiments``: a `tiebreak.matrix.experiment.Kind`, or an `Offer` of more experiments
 - ``tiebreak.checks``: a `tiebreak.matrix.checks.Check`
 - ``tiebreak.adapters``: a function that is attention
 - ``tiebreak.verbs``: a function from a command's arguments to its exit code; `lab.train` is `tiebreak lab train`

@@ -117,8 +117,16 @@ class Cell:
         return record_id(self.backend.name, self.kernel.name, self.experiment.name, self.fmt.name)
 
 
+class Offer(ABC):
+    """What brings experiments to a run, of kinds that are there, or of its own."""
+
+    @abstractmethod
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """Return the experiments of a run, perhaps with a folder of captured tensors."""
+
+
 @dataclass(frozen=True)
-class Kind:
+class Kind(Offer):
     name: str
     described: ExperimentRecord  # what it is, for the file of records
     experiments: Sequence[Experiment] = ()  # that --cases takes by name

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tiebreak.kernels.inputs import Gradients
-from tiebreak.matrix.experiment import Cell, Kind
+from tiebreak.matrix.experiment import Cell, Kind, Offer
 from tiebreak.matrix.sample import HeadErrors, HeldTo, Sample
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench
 from tiebreak.plugins import Door
@@ -68,8 +68,8 @@ class Resolver(Kind):
 @cache
 def resolver() -> Resolver:
     """Return the first that a plug-in brings."""
-    kinds = Door[Kind]("tiebreak.experiments", Kind).usable().values()
-    return next((kind for kind in kinds if isinstance(kind, Resolver)), Resolver("", ExperimentRecord("")))
+    every = Door[Offer]("tiebreak.experiments", Offer).usable().values()
+    return next((each for each in every if isinstance(each, Resolver)), Resolver("", ExperimentRecord("")))
 
 
 def settled(cell: Cell, bench: Workbench) -> Settled:

@@ -16,7 +16,7 @@ from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import kinds, offered
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
 
@@ -120,8 +120,8 @@ def _known(selection: Selection) -> dict[str, Experiment]:
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:
         chosen = [kind for kind in chosen if not kind.on_request]
-    offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
-    return {experiment.name: experiment for each in offered for experiment in each}
+    names, every = {kind.name for kind in chosen}, offered(selection.captured, cases_named=selection.cases is not None)
+    return {each.name: each for each in every if each.kind in names}
 
 
 def matching_backends(selection: Selection) -> list[Backend]:

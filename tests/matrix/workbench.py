@@ -16,7 +16,6 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, by_key_head, in_units, measure
 from tiebreak.cases.verdicts import Interval, interval
@@ -287,7 +286,8 @@ class CaseBench:
             measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units, batch.size_units),
             outside_values=batch.outside_values(o, declaration),
         )
-        return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
+        fixed = self.case.fixed_heads
+        return errors if fixed is None else fixed.measured(errors, o, batch.inputs, batch.ref)
 
     def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         batch = self.batch(index)

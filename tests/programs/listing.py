@@ -10,7 +10,7 @@ from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import kinds, offered
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.reports.cli import HELD, Parser
 from tiebreak.reports.names import pick
@@ -24,11 +24,11 @@ _INPUT = "; a failure input"
 def groups() -> dict[str, dict[str, Experiment]]:
     """Experiments by what those that stand beside them are about, and by name; calls first."""
     found: dict[str, dict[str, Experiment]] = {}
-    for kind in sorted(kinds().values(), key=lambda kind: kind.name != Call.kind):
-        for each in kind.offered(None, cases_named=True):
-            heading = each.described().group or kind.described.about
-            asked = ": where --experiments or --cases names it" if kind.on_request else ""
-            found.setdefault(heading + asked, {})[each.name] = each
+    for each in sorted(offered(cases_named=True), key=lambda each: each.kind != Call.kind):
+        kind = kinds()[each.kind]
+        heading = each.described().group or kind.described.about
+        asked = ": where --experiments or --cases names it" if kind.on_request else ""
+        found.setdefault(heading + asked, {})[each.name] = each
     return found
 
 

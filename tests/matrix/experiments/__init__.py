@@ -7,11 +7,22 @@ describes its measures. A call is the core's; the others are plug-ins.
 from collections.abc import Mapping
 from functools import cache
 
-from tiebreak.matrix.experiment import Kind
+from tiebreak.matrix.experiment import Experiment, Kind, Offer
 from tiebreak.matrix.experiments import call
 from tiebreak.plugins import Door
 
 
 @cache
+def offers() -> Mapping[str, Offer]:
+    return dict(sorted(Door[Offer]("tiebreak.experiments", Offer, {call.KIND.name: call.KIND}).usable().items()))
+
+
+@cache
 def kinds() -> Mapping[str, Kind]:
-    return dict(sorted(Door[Kind]("tiebreak.experiments", Kind, {call.KIND.name: call.KIND}).usable().items()))
+    return {name: each for name, each in offers().items() if isinstance(each, Kind)}
+
+
+def offered(captured: str | None = None, *, cases_named: bool) -> list[Experiment]:
+    """Return the experiments of a run, kind by kind."""
+    every = (each for it in offers().values() for each in it.offered(captured, cases_named=cases_named))
+    return sorted(every, key=lambda each: each.kind)

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import process_time
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from tiebreak.backends.probes import plan_changes
 from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
-from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
 from tiebreak.cases.errors import Errors, difference, signed_error_ulps
@@ -109,7 +107,7 @@ class Call(Experiment):
             return
         try:
             self.case.make(0, 0, fixed.heads if fixed else 1, fmt)
-        except (CapturedError, ValueError) as error:
+        except ValueError as error:
             raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
@@ -389,12 +387,8 @@ def digest(output: AttentionOutput) -> str:
 
 class _Calls(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        try:
-            layers = () if captured is None else captured_cases(Path(captured))
-        except CapturedError as error:
-            raise UsageError(str(error)) from error
         cases = SCRIPTED if captured is None or cases_named else ()
-        return tuple(Call(case) for case in (*cases, *layers) if cases_named or not case.on_request)
+        return tuple(Call(case) for case in cases if cases_named or not case.on_request)
 
 
 KIND = _Calls(
