@@ -115,6 +115,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         gradients=layer.made,
         chaotic=layer.made,
         fixed_heads=fixed_heads,
+        group="captured from training runs",
     )
 
 

@@ -121,6 +121,7 @@ class Case:
     study: bool = False  # whether a neighbour says the same of a kernel: users' own run on it by name alone
     family: tuple[str, float] | None = None  # the one number in which it differs from others, what it is and its value
     needs: frozenset[Feature] = frozenset()  # asked of users' kernels that take these; of any other by name alone
+    group: str = ""  # what the cases that stand beside it are about
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property

@@ -1,11 +1,12 @@
 """What an experiment is, and a cell: backend x kernel x experiment x format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
+from tiebreak.cases.case import Case
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
@@ -84,8 +85,9 @@ class Experiment(ABC):
     def run(self, cell: "Cell", bench: Workbench) -> Result:
         """Run one cell; whatever the kernel raises is raised."""
 
-    def with_features(self, words: Sequence[str]) -> "Experiment | None":
-        """The same with further features of inputs, in words; None where it has no inputs to add them to."""
+    def on_another(self, change: Callable[[Case], Case]) -> "Experiment | None":
+        """Return the same on a changed case; None where it has none."""
+        del change
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -123,6 +125,11 @@ class Offer(ABC):
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
         """Return the experiments of a run, perhaps with a folder of captured tensors."""
+
+    def featured(self, experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
+        """Return experiments with the features that --features names, for kernels one of which takes them."""
+        del experiments, names, kernels
+        return []
 
 
 @dataclass(frozen=True)

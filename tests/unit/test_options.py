@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
@@ -104,7 +105,7 @@ def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
     settings = Settings(seed=7, heads=32, fair=True, as_rounded=True, cell_timeout=9.5)
     of_own = command(Cell(backend, own, FEW[0], FP16), settings).split()
     of_suite = command(
-        Cell(backend, composed_kernel("standard"), FEW[0].with_features(["sink"]), FP16), settings
+        Cell(backend, composed_kernel("standard"), Call(with_features(FEW[0].case, ["sink"])), FP16), settings
     ).split()
     missing = {name for name in RECORDED if f"--{name}" not in (*of_own, *of_suite)}
     assert missing == {"experiments", "budget"}

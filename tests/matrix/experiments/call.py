@@ -1,7 +1,7 @@
 """One call of attention on scripted or captured input."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import process_time
 from typing import Any, ClassVar
@@ -15,9 +15,8 @@ from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
 from tiebreak.cases.errors import Errors, difference, signed_error_ulps
-from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.gradients import contains_bias
-from tiebreak.cases.scripted import GROUPS, SCRIPTED
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
@@ -41,8 +40,6 @@ from tiebreak.reports.records import record as records
 
 _BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 NO_WORSE = "no more bias than a correctly rounded O", "--no-worse-than rounded"  # what is claimed, and who claims it
-_GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
-_CAPTURED = "captured from training runs"
 _LONG = 600.0  # seconds that a call which is run on request may take
 _NEXT_LOOK = 3.0  # times the time so far: when one more look is done, for gradients too
 FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
@@ -90,15 +87,15 @@ class Call(Experiment):
             family=of,
             at=at,
             failure=case.failure,
-            group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name.partition(JOINED)[0], ""),
+            group=case.group,
             backward=case.gradients,
         )
 
     def formats(self) -> Sequence[Format] | None:
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
-    def with_features(self, words: Sequence[str]) -> "Call":
-        return Call(with_features(self.case, words), self.case)
+    def on_another(self, change: Callable[[Case], Case]) -> "Call":
+        return Call(change(self.case), self.case)
 
     def check(self, fmt: Format) -> None:
         """Captured tensors are read once, and features added to a few heads."""
@@ -385,10 +382,15 @@ def digest(output: AttentionOutput) -> str:
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
 
 
+def calls_on(cases: Sequence[Case], captured: str | None, *, cases_named: bool) -> list[Call]:
+    """Return the calls of a run on cases of the suite; captured tensors run alone unless --cases is given."""
+    own = cases if captured is None or cases_named else ()
+    return [Call(case) for case in own if cases_named or not case.on_request]
+
+
 class _Calls(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        cases = SCRIPTED if captured is None or cases_named else ()
-        return tuple(Call(case) for case in cases if cases_named or not case.on_request)
+        return calls_on(SCRIPTED, captured, cases_named=cases_named)
 
 
 KIND = _Calls(

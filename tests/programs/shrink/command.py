@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import UserKernel, external_kernel
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
@@ -123,7 +123,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
     fmt = FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
-        known = {case.name: case for case in (*captured, *SCRIPTED)}
+        known = {case.name: case for case in (*captured, *EVERY)}
         if options.case not in known:
             raise UsageError(f"--case: {unknown('case', options.case, known, '`tiebreak list cases` names')}")
         case = known[options.case]
