@@ -122,7 +122,6 @@ class Kernel:
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Callable[[Formats], str | None] = _nothing  # why it is not for some formats, and left out of their cells
     composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
-    o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """None, or why it can't run some inputs on their device, in one line.
@@ -175,4 +174,4 @@ def delta_alone(kernel: Kernel) -> Kernel:
 def composed(name: str, declaration: Declaration, wanted: Wanted = ALL) -> Kernel:
     """A kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
     compute = partial(run_declared, declaration, wanted=wanted)
-    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True, o_first=True)
+    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True)

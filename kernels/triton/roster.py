@@ -59,7 +59,6 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             takes=COMMON,
             missing_requirement=partial(refusal, declaration=declaration, interpreted=interpreted),
             unsuited=partial(unsuited, declaration.plan),
-            o_first=True,
         )
         for name, declaration in DECLARATIONS.items()
     )

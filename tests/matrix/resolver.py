@@ -1,8 +1,9 @@
 """Who tells which plan a kernel follows that declares none: a plug-in; without it such a plan is not known."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 from torch import Tensor
 
@@ -14,24 +15,19 @@ from tiebreak.plugins import Door
 from tiebreak.reports.records.record import ExperimentRecord, Explanation, Record
 
 
-class BackwardPasses(Protocol):
+@dataclass(frozen=True)
+class BackwardPasses(ABC):
     """The known backward passes that a kernel's gradients are compared with."""
 
-    @property
-    def name(self) -> str:
-        """Return how reports call what gradients are held to."""
+    name: str  # of the backward pass, as reports have it
+    bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
+    slips: Mapping[str, float]  # usual mistakes that explain what is wrong, and their share of its squared error
 
-    @property
-    def bits(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the share of equal bits of dQ, dK and dV, by backward pass."""
-
-    @property
-    def slips(self) -> Mapping[str, float]:
-        """Return usual mistakes that explain what is wrong, and their share of its squared error."""
-
+    @abstractmethod
     def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> Mapping[str, HeadErrors]:
         """Return the errors by head of a batch's gradients, and of the passes that they are held to."""
 
+    @abstractmethod
     def worst(self, errors: Mapping[str, HeadErrors], gradients: Gradients, o: Tensor, batch: SharedBatch) -> float:
         """Return the largest ratio of a head's mean squared error to that of the pass which errs most there."""
 

@@ -1,5 +1,6 @@
 """`tiebreak rules`: acceptance rules of other projects, and what they say of kept records."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,16 @@ from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import pick
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records import selection, store
+from tiebreak.reports.records.order import grouped
+from tiebreak.reports.records.record import Run
 from tiebreak.reports.tables import grids
-from tiebreak.reports.tables.texts import answers_of, rules_tables
+from tiebreak.reports.tables.grids import Grid, Part
+from tiebreak.reports.tables.texts import answers_of, plain_text
+
+_LEGEND = (
+    "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
+    "\nneeds: it lacks what it takes. Rules see the heads drawn at first. tiebreak: the bias in ulps, B: biased."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,6 +62,40 @@ def _rule_lines(name: str, rule: Rule) -> Iterator[str]:
     yield f"  {rule.source}"
     if rule.note:
         yield f"  {rule.note}"
+
+
+def rules_tables(run: Run) -> list[Part]:
+    """Return the tables of a run, one a backend, format and case; records that no rule was asked of are left out."""
+    asked = [record for record in run.records if answers_of(record)]
+    parts: list[Part] = []
+    for (backend, fmt, case), alike in grouped(asked, lambda each: (each.backend, each.format, each.case)).items():
+        told = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
+        rows = [["tiebreak", *map(plain_text, alike)]]
+        for name in dict.fromkeys(name for name, _ in told):
+            rows.append([name, *(_rule_text(answers_of(record).get(name)) for record in alike)])
+        headers = ["rule", *(record.kernel for record in alike)]
+        parts.append(Grid(headers, rows, f"{run.backend_text(backend)}, {fmt}: {case}"))
+        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in told if answer.needs)
+    return [*parts, _LEGEND] if parts else []
+
+
+def _rule_text(answer: records.RuleAnswer | None) -> str:
+    return "" if answer is None else f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
+
+
+def share_text(answer: records.RuleAnswer) -> str:
+    """Return the largest number that a rule looks at, as a share of its limit."""
+    if answer.passed is None:
+        return "needs"
+    share = max(map(_share, answer.readings.values()))
+    return "NaN" if math.isinf(share) else f"{share:.2f}"
+
+
+def _share(reading: records.RuleReading) -> float:
+    """Of its limit, that a number has reached; infinite for NaN, and for anything where the limit is 0."""
+    if reading.number is None or reading.limit is None:
+        return math.inf
+    return reading.number / reading.limit if reading.limit else math.inf if reading.number else 0.0
 
 
 @cache

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, of_tied_outputs, predicted
-from tiebreak.cases.errors import Errors, difference, signed_error_ulps
+from tiebreak.cases.errors import Errors, difference
 from tiebreak.cases.gradients import contains_bias
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, Interval, Value, Verdict, batches_of, heads_to_tell
@@ -38,7 +37,6 @@ from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
-_BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 NO_WORSE = "no more bias than a correctly rounded O", "--no-worse-than rounded"  # what is claimed, and who claims it
 _LONG = 600.0  # seconds that a call which is run on request may take
 _NEXT_LOOK = 3.0  # times the time so far: when one more look is done, for gradients too
@@ -290,34 +288,23 @@ def _beside(sample: Sample, backward: BackwardPasses, made: Gradients, o: Tensor
 
 def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]:
     """What a record keeps beside the measures: of the first batch."""
-    cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
-    evidence: dict[str, Any] = {}
+    assumed, evidence = sample.outputs[0].assumed, dict[str, Any]()
     if sample.fits:
         evidence["fits"] = {
             name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in sample.fits.items()
         }
+    wrong = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
     slips = backward.slips if backward is not None else {}
-    if cell.kernel.external and (sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite):
-        slips = resolver().slips(sample)
+    slips = resolver().slips(sample) if wrong and sample.cell.kernel.external else slips
     evidence |= {"slips": slips} if slips else {}
-    if backward is not None:
-        evidence["backward"] = backward.bits
-    if output.assumed:
-        evidence["assumed"] = output.assumed
-    if (
-        sample.verdict is Verdict.INCONCLUSIVE
-        and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
-    ):
+    evidence |= {} if backward is None else {"backward": backward.bits}
+    evidence |= {"assumed": assumed} if assumed else {}
+    heads = heads_to_tell(sample.errors.bias, sample.heads)
+    if sample.verdict is Verdict.INCONCLUSIVE and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
     for check in checks().values():
         evidence |= check.looks(sample)
-    if bench.case.traced:
-        evidence["histogram"] = _histogram(output, batch)
-        if cell.backend.predicts and cell.kernel.declaration is not None:
-            traced = trace(cell.kernel.declaration, batch.inputs, batch.ref)
-            error = tuple(map(records.finite, traced.error.tolist()))
-            evidence["trace"] = records.TraceRecord(error, tuple(traced.at_one))
     return evidence
 
 
@@ -366,13 +353,6 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
     if records.finite(bias) is None:
         return records.Shown(records.NO_NUMBER)
     return records.Shown.of(KIND.described.headline or "", bias, verdict=verdict)
-
-
-def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord:
-    error = signed_error_ulps(output.o.float(), batch.ref.o, batch.inputs.formats.output)
-    error = error[torch.isfinite(error)]
-    counts = torch.histc(error, _BINS, -_REACH_ULPS, _REACH_ULPS).int().tolist()
-    return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))
 
 
 def digest(output: AttentionOutput) -> str:
