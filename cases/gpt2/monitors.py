@@ -227,19 +227,3 @@ def spectral_norms(block: Block) -> Tensor:
     # Of what is not finite torch would raise.
     norms: Tensor = torch.linalg.matrix_norm(parts.nan_to_num(0.0, 0.0, 0.0), 2)
     return norms.where(finite, torch.nan)
-
-
-def sign_diversity(weight: Tensor, x: Tensor) -> float:
-    """Whether tokens point both ways: 1, or all one way along the weight's main direction: 0 (arXiv 2510.04202).
-
-    It is twice the share of the rarer sign of x, (..., in), times the principal right singular vector of the weight,
-    (out, in). Its collapse is the paper's early warning. NaN where the weight or a token has no direction.
-    """
-    if not torch.isfinite(weight).all():
-        return math.nan
-    with torch.no_grad():
-        cosines = (x @ torch.linalg.svd(weight, full_matrices=False)[2][0]) / x.norm(dim=-1)
-    if not torch.isfinite(cosines).all():
-        return math.nan
-    positive: float = int((cosines > 0).sum()) / cosines.numel()
-    return 2 * min(positive, 1 - positive)

@@ -15,6 +15,7 @@ from tiebreak.cases.gpt2.model import Block, Configuration
 from tiebreak.cases.gpt2.monitors import MEASURES, Recorder, View, direction_cosine, drift
 from tiebreak.cases.gpt2.variants import variants
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.laboratory.training import sign_diversity
 
 VARIANTS = variants(rounded=True)
 LOW = HeadKernel(VARIANTS["flash"].scripted)
@@ -158,5 +159,5 @@ def test_spectral_norms_are_the_largest_singular_values_of_each_head_and_nan_of_
 def test_the_sign_diversity_by_hand(along: list[float], share: float) -> None:
     weight = torch.tensor([[0.0, 3.0], [1.0, 0.0]])  # its principal right singular vector is +-(0, 1)
     x = torch.tensor([[3.0 - at, second] for at, second in enumerate(along)])
-    assert monitors.sign_diversity(weight, x) == pytest.approx(share, nan_ok=True)
-    assert math.isnan(monitors.sign_diversity(weight * math.nan, x))
+    assert sign_diversity(weight, x) == pytest.approx(share, nan_ok=True)
+    assert math.isnan(sign_diversity(weight * math.nan, x))

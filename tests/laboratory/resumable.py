@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -12,7 +14,6 @@ from typing import Any, TypeVar
 from msgspec import ValidationError, convert
 
 from tiebreak.backends.platform import worker_count
-from tiebreak.programs.processes import in_processes
 from tiebreak.reports.cli import positive
 
 _Task = TypeVar("_Task")
@@ -95,3 +96,11 @@ def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
     for number, line in enumerate(lines, start=1):
         rest = (time.monotonic() - started) / number * (total - number)
         print(f"{line}; {number} of {total} {noun}s, {expected(rest)}", flush=True)
+
+
+def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
+    """Run what is left in so many processes of their own, and give each result as it ends; a stop ends them."""
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C goes to all processes of a terminal; this one says what became of it.
+    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap_unordered(run, left)

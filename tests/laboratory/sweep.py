@@ -19,14 +19,14 @@ from msgspec import structs
 
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.data import Batches, DataError, batches_of
+from tiebreak.cases.gpt2.data import Batches, DataError
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
 from tiebreak.kernels.formats import FP32, TF32
 from tiebreak.laboratory import flags, ray_cluster, reduced
 from tiebreak.laboratory.reduced import Otherwise, Reduction, parse_attention, parse_reduction
-from tiebreak.laboratory.resumable import expected, show_progress
+from tiebreak.laboratory.resumable import expected, in_processes, show_progress
 from tiebreak.laboratory.sweep_store import (
     NO_STABILISER,
     Place,
@@ -38,8 +38,8 @@ from tiebreak.laboratory.sweep_store import (
     read_sweep,
 )
 from tiebreak.laboratory.sweep_tables import sweep_tables
+from tiebreak.laboratory.tokens import batches_of
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
-from tiebreak.programs.processes import in_processes
 from tiebreak.reports.cli import HELD, INTERRUPTED
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import unknown

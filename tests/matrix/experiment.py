@@ -87,7 +87,6 @@ class Experiment(ABC):
 
     def on_another(self, change: Callable[[Case], Case]) -> "Experiment | None":
         """Return the same on a changed case; None where it has none."""
-        del change
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -128,7 +127,6 @@ class Offer(ABC):
 
     def featured(self, experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
         """Return experiments with the features that --features names, for kernels one of which takes them."""
-        del experiments, names, kernels
         return []
 
 

@@ -37,27 +37,22 @@ class Resolver(Kind):
 
     def settled(self, cell: Cell, bench: Workbench) -> Settled:
         """Return what is known of the plan of a kernel that declares none, before its cells."""
-        del cell, bench
         return Settled("nothing: no plug-in that tells plans is here")
 
     def resolved(self, sample: Sample, settled: Settled) -> Sample:
         """Return a sample of a kernel that declares none with how known plans fit, and the one that it is held to."""
-        del settled
         return sample
 
     def backward(self, sample: Sample, held_to: HeldTo, settled: Settled) -> BackwardPasses | None:
         """Return what the gradients of a user's kernel are compared with."""
-        del sample, held_to, settled
         return None
 
     def slips(self, sample: Sample) -> Mapping[str, float]:
         """Return the usual mistakes that explain a wrong output, and the share of its bits that each has."""
-        del sample
         return {}
 
     def explained(self, run: Iterable[Record]) -> Mapping[str, Explanation]:
         """Return the best plan of every kernel whose records tell of one, by backend-kernel."""
-        del run
         return {}
 
 

@@ -1,18 +1,13 @@
-"""Processes beside this one: a command run to its end, and tasks spread over several; Ctrl-C ends all of them."""
+"""A command run to its end in a process beside this one, which Ctrl-C ends too."""
 
-import multiprocessing
-import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from tiebreak.reports.errors import UsageError
 
 CELLS = ("-p", "tiebreak.matrix.plugin", "--pyargs", "tiebreak.matrix.test_cells")  # pytest's words for the matrix
 _GRACE_SECONDS = 20.0
-_Task = TypeVar("_Task")
-_Result = TypeVar("_Result")
 
 
 def finished(
@@ -48,11 +43,3 @@ def finished(
                 process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
-
-
-def in_processes(run: Callable[[_Task], _Result], left: Sequence[_Task], workers: int) -> Iterator[_Result]:
-    """Run what is left in so many processes of their own, and give each result as it ends; a stop ends them."""
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C goes to all processes of a terminal; this one says what became of it.
-    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap_unordered(run, left)

@@ -14,7 +14,7 @@ from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments import call
+from tiebreak.matrix.experiments import call, features
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
 from tiebreak.matrix.workbench import Settings
@@ -45,9 +45,9 @@ def mine(pytester: pytest.Pytester) -> str:
 @pytest.fixture
 def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a kernel of one's own and one of the suite, on two calls each and one training run."""
-    monkeypatch.setattr(
-        call, "SCRIPTED", [each.case for each in FEW]
-    )  # all that there are: a run that names none has these
+    # All that there are: a run that names none has these.
+    monkeypatch.setattr(call, "SCRIPTED", [each.case for each in FEW])
+    monkeypatch.setattr(features, "FEATURED", ())
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")
