@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parsed(arguments)
     if options.configs:
-        code: int = loaded("tiebreak.verbs", "check.configs")(arguments)
+        code: int = loaded("tiebreak.verbs", "configs")(arguments)
         return code
     return checked(options, Follower(sys.stderr))
 
@@ -77,9 +77,9 @@ def judged(arguments: Sequence[str]) -> list[Verdict]:
     return follower.verdicts(follower.run)
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def parsed(arguments: Sequence[str], prog: str = "tiebreak check") -> argparse.Namespace:
     parser = Parser(
-        prog="tiebreak check",
+        prog=prog,
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
         epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",

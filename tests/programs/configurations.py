@@ -1,4 +1,4 @@
-"""Configurations of a kernel in classes of equal bits: of each class `tiebreak check --configs` checks the first."""
+"""`tiebreak configs`: `tiebreak check --configs`, which checks the first of each class of equal bits."""
 
 import argparse
 import sys
@@ -30,7 +30,8 @@ _REFUSED = (CannotRunError.__name__,)
 
 def main(arguments: Sequence[str]) -> int:
     """Check with the first of each class of configurations in the target's place."""
-    options, follower = check.parsed(arguments), check.Follower(sys.stderr)
+    options, follower = check.parsed(arguments, "tiebreak configs"), check.Follower(sys.stderr)
+    options.configs = options.configs or [_ALL]
 
     def look(targets: list[str]) -> Looks:
         asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
