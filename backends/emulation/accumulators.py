@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, sequential_matmul, vdpbf16_matmul
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.plugins import Door
 
@@ -38,13 +39,16 @@ MATMULS: Mapping[Accumulator, Matmul] = {
 
 @cache
 def matmul_by(accumulator: Accumulator) -> Matmul:
-    """Return the product that adds up so; of a device the one that its backend brings."""
+    """Return the product that adds up so, of a device what its backend brings; CannotRunError: none does."""
     if accumulator in MATMULS:
         return MATMULS[accumulator]
     brought: list[Mapping[Accumulator, Matmul]] = [
         each.accumulators for each in Door[Any]("tiebreak.backends").usable().values()
     ]
-    return next(own[accumulator] for own in brought if accumulator in own)
+    for own in brought:
+        if accumulator in own:
+            return own[accumulator]
+    raise CannotRunError(f"no backend here says how products are added up by {accumulator.name.lower()}")
 
 
 def row_total(x: Tensor, accumulator: Accumulator) -> Tensor:
