@@ -69,14 +69,20 @@ INVARIANCE, RANGE, REPEATABLE, USAGE = "invariance", "range", "repeatable", "usa
 CONTRACT_ASKED = "shape, format and device of O; inputs and process left as they were"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What looks at every call, and is not asked of a result."""
+
+    looks: Callable[[Sample], Mapping[str, Any]] = lambda sample: {}  # what to keep as evidence
+
+
 @dataclass(frozen=True)
-class Check:
+class Check(Look):
     """One question."""
 
     name: str
     ask: Callable[[Result], Answer | None]  # None: it has nothing to ask of this result
     described: CheckRecord
-    looks: Callable[[Sample], Mapping[str, Any]] = lambda sample: {}  # at a call: what to keep as evidence of it
 
 
 def _check(name: str, about: str, ask: Callable[[Result], Answer | None], **described: Any) -> Check:
@@ -304,8 +310,13 @@ _CHECKS = (
 
 
 @cache
+def looks() -> Mapping[str, Look]:
+    return Door[Look]("tiebreak.checks", Look, {check.name: check for check in _CHECKS}).usable()
+
+
+@cache
 def checks() -> Mapping[str, Check]:
-    return Door("tiebreak.checks", Check, {check.name: check for check in _CHECKS}).usable()
+    return {name: check for name, check in looks().items() if isinstance(check, Check)}
 
 
 def judging() -> frozenset[str]:

@@ -12,7 +12,7 @@ from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import Reference
-from tiebreak.matrix.checks import Check
+from tiebreak.matrix.checks import Look
 from tiebreak.matrix.sample import Sample
 from tiebreak.reports.records import record as records
 
@@ -73,4 +73,4 @@ def _drawn(sample: Sample) -> Mapping[str, Any]:
     return {"histogram": _histogram(sample), "trace": records.TraceRecord(error, tuple(traced.at_one))}
 
 
-CHECK = Check("traces", lambda result: None, records.CheckRecord("what a page draws of a call"), _drawn)
+LOOK = Look(looks=_drawn)

@@ -11,7 +11,7 @@ from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.checks import Check
+from tiebreak.matrix.checks import Look
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import CaseBench
 from tiebreak.reports.cli import HELD, Parser
@@ -136,9 +136,4 @@ def _looks(sample: Sample) -> Mapping[str, Any]:
     return {"rules": said(sample.outputs[0], sample.bench)} if sample.bench.settings.rules else {}
 
 
-CHECK = Check(
-    "acceptance",
-    lambda result: None,
-    records.CheckRecord("acceptance rules in public use: asked, and never judged by"),
-    _looks,
-)
+LOOK = Look(looks=_looks)

@@ -50,6 +50,7 @@ def forget() -> None:
         experiments.offers,
         experiments.kinds,
         checks.checks,
+        checks.looks,
         resolver.resolver,
     ):
         known.cache_clear()

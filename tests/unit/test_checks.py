@@ -139,7 +139,7 @@ def test_no_check_is_met_by_measures_that_are_no_numbers() -> None:
 
 
 def test_those_that_are_looked_at_here_are_checks() -> None:
-    elsewhere = {RUNS, IN_TIME, "acceptance", "traces", "repeatable", "usage", "invariance"}
+    elsewhere = {RUNS, IN_TIME, "repeatable", "usage", "invariance"}
     assert set(checks()) == {name for name, *_ in ANSWERS} | elsewhere
     assert ask_all(result()) == {}
     assert ask("gradients", measured(gradients_nonfinite=None, gradient_error_over_bound=None)) is None

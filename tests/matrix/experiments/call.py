@@ -25,7 +25,7 @@ from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks
+from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, measured
 from tiebreak.matrix.off import gradient_off, o_off
@@ -303,8 +303,8 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is Verdict.INCONCLUSIVE and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
-    for check in checks().values():
-        evidence |= check.looks(sample)
+    for look in looks().values():
+        evidence |= look.looks(sample)
     return evidence
 
 
