@@ -14,7 +14,8 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import Tuning, is_executing
+from tiebreak.kernels.triton.compiling import is_executing
+from tiebreak.kernels.triton.loading import Tuning
 
 # It knows by the function itself what a compiler decides, such as tl.static_assert: imported while the language is
 # patched for interpreting, it would let every static_assert pass for the rest of the process.

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.platform import emulated
@@ -14,6 +15,7 @@ from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Kernel
+from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.kernels.sdpa import cpu_sdpa_flash, sdpa_math
 
@@ -36,6 +38,8 @@ class Backend:
     pace: str = "native"  # how fast cells are there: a column of tests/matrix/order.csv
     slower: float = 1.0  # how many times as much time as on a CPU a kernel may take there
     budget: float | None = None  # seconds of CPU time for a check of a kernel by default; None: all that it takes
+    #: How products are added up on the device, as plans name it; see `tiebreak.backends.emulation.accumulators`.
+    accumulators: Mapping[Accumulator, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict, compare=False)
     bits: str = "bits on this machine"  # what a plan rests on that is told by them
 
     @property
@@ -132,12 +136,12 @@ _Moved = TypeVar("_Moved", AttentionInputs, AttentionOutput, Gradients)
 def to_device(value: _Moved, device: str) -> _Moved:
     """Return the same dataclass with every tensor in it on `device`."""
     moved: dict[str, Any] = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
+    for each in fields(value):
+        part = getattr(value, each.name)
         if isinstance(part, torch.Tensor):
-            moved[field.name] = part.to(device)
+            moved[each.name] = part.to(device)
         elif isinstance(part, Gradients):
-            moved[field.name] = to_device(part, device)
+            moved[each.name] = to_device(part, device)
     return replace(value, **moved)
 
 

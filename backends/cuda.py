@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiebreak.backends.emulation.tensor_cores import MATMULS
 from tiebreak.backends.platform import read
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.backends.torch_device import TorchDevice
@@ -126,5 +127,6 @@ CUDA = _Cuda(
     CudaArithmetic(),
     unavailable,
     cuda_kernels,
+    accumulators=MATMULS,
     bits="bits on this GPU",
 )

@@ -10,8 +10,7 @@ from torch import Tensor
 from tiebreak.cases.bounds import ErrorBounds, lost_of_o_bar, mean_slack
 from tiebreak.cases.errors import has_no_number, units_of
 from tiebreak.cases.gradients import ExactGradients, GradientErrorBounds
-from tiebreak.kernels.formats import Format
-from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
+from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.reference import Reference
 
@@ -88,38 +87,3 @@ class Batch:
         spacing = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration)
         share = outside.div_(slack + spacing)
         return max(0.0, share.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).max().item())
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One element of O-bar, key after key: the paper's equation 5."""
-
-    error: Tensor  # O-bar in the narrow format less O-bar in fp64, after each key, (keys,)
-    p_bar: Tensor  # rounded P-bar of each key, (keys,)
-
-    @property
-    def at_one(self) -> list[int]:
-        """Keys whose P-bar is exactly 1."""
-        return (self.p_bar == 1).nonzero().flatten().tolist()
-
-
-def error_trace(p_bar: Tensor, v: Tensor, fmt: Format) -> Tensor:
-    """Return equation 5: partial sums in fp32, each rounded to O-bar's format, less the same in fp64; fp64, (keys,).
-
-    The arguments are one row of P-bar as the product gets it, and one column of V, (keys,) each.
-    """
-    partial = torch.cumsum(p_bar.float() * v.float(), 0)
-    return partial.to(TORCH_DTYPES[fmt]).double() - torch.cumsum(p_bar.double() * v.double(), 0)
-
-
-def trace(
-    declaration: Declaration, inputs: AttentionInputs, ref: Reference, *, head: int = 0, row: int = 0, column: int = 0
-) -> Trace:
-    """Return the trace of one element of O-bar in the first batch entry, the row untiled and without dither."""
-    dtype = TORCH_DTYPES[inputs.formats.operands]
-    s = ref.s[0, head, row : row + 1].float()
-    row_max = s.amax(-1, keepdim=True)
-    shift = declaration.shift_rule.propose(s, row_max, torch.zeros_like(row_max))
-    p_bar = torch.exp(s - shift)[0].to(dtype).float()
-    v = inputs.expanded_v()[0, head, :, column]
-    return Trace(error_trace(p_bar, v, inputs.formats.operands), p_bar)

@@ -104,6 +104,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
         options=("--captured", str(folder)),
         checksum=partial(_checksum, layer),
+        measured=without_cancelled,
     )
     return Case(
         f"captured[step={name[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
@@ -114,6 +115,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         gradients=layer.made,
         chaotic=layer.made,
         fixed_heads=fixed_heads,
+        group="captured from training runs",
     )
 
 

@@ -10,10 +10,12 @@ from numpy.random import Generator, Philox, SeedSequence
 from torch import Tensor
 
 from tiebreak.cases.claims import Claim
+from tiebreak.cases.errors import Errors
 from tiebreak.kernels.features import Feature
 from tiebreak.kernels.formats import BF16, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.reference import Reference
 
 PAPER = "arXiv 2510.04212"
 OWN = "this suite"
@@ -87,6 +89,7 @@ class FixedHeads:
     formats: tuple[Format, ...]  # it can be given in
     options: tuple[str, ...]  # of the command line, that bring the case in
     checksum: Callable[[], int]  # of the tensors
+    measured: Callable[[Errors, Tensor, AttentionInputs, Reference], Errors]  # of O: the errors that say something
 
     def part(self, batch: int, heads: int) -> slice:
         """Return the key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
@@ -118,6 +121,7 @@ class Case:
     study: bool = False  # whether a neighbour says the same of a kernel: users' own run on it by name alone
     family: tuple[str, float] | None = None  # the one number in which it differs from others, what it is and its value
     needs: frozenset[Feature] = frozenset()  # asked of users' kernels that take these; of any other by name alone
+    group: str = ""  # what the cases that stand beside it are about
     only_claimed: bool = False  # whether kernels of a roster's plan of which it claims nothing run by name alone
 
     @property

@@ -33,6 +33,7 @@ from tiebreak.cases.case import (
     normal_numbers,
     scripted,
 )
+from tiebreak.cases.scripted import SCRIPTED, named
 from tiebreak.kernels.features import (
     BIAS,
     BLOCK_MASK,
@@ -497,3 +498,13 @@ def _scripts_ties(recipe: Recipe) -> bool:
     scores: Scores = recipe.keywords["scores"]
     anywhere = not scores.offsets and scores.positions is None
     return anywhere and 0.0 < scores.top[0] < scores.top[1] <= 8.0 and scores.gap[1] <= 30.0
+
+
+#: The cases of features, and with them all that are scripted.
+FEATURED = named(
+    {
+        "what calls ask beyond softmax(Q K^T) V": FEATURE_CASES,
+        "features as kernels in service have them": SERVICE,
+    }
+)
+EVERY = (*SCRIPTED, *FEATURED)

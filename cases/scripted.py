@@ -24,7 +24,6 @@ from tiebreak.cases.case import (
     scripted,
 )
 from tiebreak.cases.claims import claims_about
-from tiebreak.cases.feature_cases import FEATURE_CASES, SERVICE
 from tiebreak.kernels.formats import FP8_E4M3, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.probe_inputs import pieces, tied_p_bar
@@ -386,11 +385,14 @@ _GROUPS["masks, NaN, Inf, subnormal and very large numbers"] = {
     "subnormal_v": _case("V below the smallest normal value: exact, or flushed to zero", _subnormal, chaotic=True),
 }
 
-_GROUPS["what calls ask beyond softmax(Q K^T) V"] = FEATURE_CASES
-_GROUPS["features as kernels in service have them"] = SERVICE
-#: The scripted cases by what they are about.
-GROUPS: Mapping[str, tuple[Case, ...]] = {
-    group: tuple(replace(case, name=name, claims=(*case.claims, *claims_about(name))) for name, case in cases.items())
-    for group, cases in _GROUPS.items()
-}
-SCRIPTED: tuple[Case, ...] = tuple(case for group in GROUPS.values() for case in group)
+
+def named(groups: Mapping[str, Mapping[str, Case]]) -> tuple[Case, ...]:
+    """Return cases by what they are about, and by name, with all that is claimed about them."""
+    return tuple(
+        replace(case, name=name, group=group, claims=(*case.claims, *claims_about(name)))
+        for group, cases in groups.items()
+        for name, case in cases.items()
+    )
+
+
+SCRIPTED = named(_GROUPS)

@@ -3,12 +3,12 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from tiebreak.kernels.algorithms import Algorithm
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.features import Feature
-from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, Block, TileOrder, Wanted, backward
+from tiebreak.kernels.flash import ALL, BLOCK, DELTA_ALONE, ONE_TILE, Block, TileOrder, Wanted, backward
 from tiebreak.kernels.formats import Formats, hashed_once
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.plans import RoundingPlan
@@ -41,6 +41,28 @@ class Declaration:
     def claimed_as(self) -> str:
         """The name that claims use: the shift rule, unless all kernels of its algorithm have one name."""
         return self.algorithm.claimed_as or self.shift_rule.name
+
+
+LATER_TILES = (ONE_TILE, Block(64, 64), Block(32, 32))  # that are tried after the declared ones
+
+
+@cache
+def nameless(declaration: Declaration) -> Declaration:
+    """Return a declaration without its name: two that do the same are equal."""
+    rule = replace(declaration.shift_rule, name="", source="", accepted=True)
+    return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
+
+
+def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
+    """Return the tiles that a user's kernel may work in, smallest last; if O-bar is rounded they change its bias."""
+    if declaration.tile_named or not declaration.algorithm.tiled:
+        return (declaration,)
+    return tuple(replace(declaration, block=block) for block in (declaration.block, *LATER_TILES))
+
+
+def is_random(declaration: Declaration) -> bool:
+    """Return whether random bits enter O."""
+    return declaration.plan.is_stochastic or declaration.shift_rule.dithered
 
 
 # (inputs on the backend's device, its arithmetic, whether to compute gradients) -> output
@@ -97,7 +119,6 @@ class Kernel:
     origin: tuple[str, ...] = ()  # of a user's own: the words of the command line that bring it in
     unsuited: Callable[[Formats], str | None] = _nothing  # why it is not for some formats, and left out of their cells
     composed: bool = False  # whether it is its declaration, run on the arithmetic of any backend
-    o_first: bool = False  # whether O is computed before it matters whether gradients follow: run for O, it needs none
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
         """Return None, or why it can't run some inputs on their device, in one line.
@@ -150,4 +171,4 @@ def delta_alone(kernel: Kernel) -> Kernel:
 def composed(name: str, declaration: Declaration, wanted: Wanted = ALL) -> Kernel:
     """Return a kernel that is its declaration, run on whatever arithmetic a backend brings, with these gradients."""
     compute = partial(run_declared, declaration, wanted=wanted)
-    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True, o_first=True)
+    return Kernel(name, compute, declaration, takes=declaration.algorithm.takes, composed=True)

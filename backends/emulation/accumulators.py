@@ -1,13 +1,16 @@
 """Accumulators: how products and terms are added up to one fp32 value."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, sequential_matmul, vdpbf16_matmul
-from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
+from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
+from tiebreak.plugins import Door
 
 Matmul = Callable[[Tensor, Tensor], Tensor]  # (..., m, k) x (..., k, n) -> (..., m, n), fp32 in and out
 _AT_ONCE = 2**18  # elements of an operand, at most: 2 MB in fp64
@@ -24,24 +27,28 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     return product.reshape(*a.shape[:-2], m, n)
 
 
-def _on_tensor_cores(target: str, operands: str) -> Matmul:
-    core = core_of(target, operands)
-    return lambda a, b: tensor_core_matmul(a, b, torch.zeros((), device=a.device), core)
-
-
+#: The core's own; those of a device come with its backend.
 MATMULS: Mapping[Accumulator, Matmul] = {
     Accumulator.EXACT: _exact_matmul,
     Accumulator.SEQUENTIAL: sequential_matmul,
-    Accumulator.VOLTA: _on_tensor_cores("sm_70", "fp16"),
-    Accumulator.AMPERE: _on_tensor_cores("sm_80", "bf16"),
-    Accumulator.HOPPER: _on_tensor_cores("sm_90", "bf16"),
-    Accumulator.CDNA3: _on_tensor_cores("gfx942", "bf16"),
     Accumulator.BFMMLA: bfmmla_matmul,
     Accumulator.VDPBF16: vdpbf16_matmul,
     Accumulator.AMX: amx_matmul,
-    Accumulator.ADA_FP8: _on_tensor_cores("sm_89", "fp8_e4m3"),
-    Accumulator.HOPPER_FP8: _on_tensor_cores("sm_90", "fp8_e4m3"),
 }
+
+
+@cache
+def matmul_by(accumulator: Accumulator) -> Matmul:
+    """Return the product that adds up so, of a device what its backend brings; CannotRunError: none does."""
+    if accumulator in MATMULS:
+        return MATMULS[accumulator]
+    brought: list[Mapping[Accumulator, Matmul]] = [
+        each.accumulators for each in Door[Any]("tiebreak.backends").usable().values()
+    ]
+    for own in brought:
+        if accumulator in own:
+            return own[accumulator]
+    raise CannotRunError(f"no backend here says how products are added up by {accumulator.name.lower()}")
 
 
 def row_total(x: Tensor, accumulator: Accumulator) -> Tensor:

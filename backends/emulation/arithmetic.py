@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.accumulators import MATMULS, row_total
+from tiebreak.backends.emulation.accumulators import matmul_by, row_total
 from tiebreak.backends.emulation.rounding import fma, round_to
 from tiebreak.kernels.operands import LOG2_E
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
@@ -28,7 +28,7 @@ class EmulatedArithmetic:
 
     def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
         """Return `a @ b` in the accumulator's order, cast at the end, or after each block of terms."""
-        matmul = MATMULS[accumulator]
+        matmul = matmul_by(accumulator)
         first, *others = torch.split(torch.arange(a.shape[-1]), cast.every) if cast.every else (slice(None),)
         total = self.cast(matmul(a[..., first], b[..., first, :]), cast)
         for terms in others:

@@ -3,6 +3,7 @@
 import enum
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, Format, Rounding
+from tiebreak.kernels.plans import Accumulator
 
 _OF_ZERO = 2.0**FP32.min_exponent  # the power of two that a zero counts as, whatever its format
 _BEYOND = 2.0 ** (FP32.max_exponent + 1)  # the first power of two that fp32 lacks
@@ -196,3 +198,19 @@ def core_of(target: str, a: str, b: str | None = None) -> TensorCore:
         pairs = ", ".join(a if a == b else f"{a} x {b}" for of, a, b in _CORES if of == target)
         raise ValueError(f"{target} doesn't multiply {' by '.join(formats)}; it does {pairs or 'nothing known'}")
     return core
+
+
+def _product(target: str, operands: str) -> Callable[[Tensor, Tensor], Tensor]:
+    core = core_of(target, operands)
+    return lambda a, b: tensor_core_matmul(a, b, torch.zeros((), device=a.device), core)
+
+
+#: What plans name.
+MATMULS = {
+    Accumulator.VOLTA: _product("sm_70", "fp16"),
+    Accumulator.AMPERE: _product("sm_80", "bf16"),
+    Accumulator.HOPPER: _product("sm_90", "bf16"),
+    Accumulator.CDNA3: _product("gfx942", "bf16"),
+    Accumulator.ADA_FP8: _product("sm_89", "fp8_e4m3"),
+    Accumulator.HOPPER_FP8: _product("sm_90", "fp8_e4m3"),
+}

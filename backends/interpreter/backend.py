@@ -10,7 +10,8 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter.assumptions import CARDS, EXACT, Assumptions
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.triton.loading import installed, not_interpreting
+from tiebreak.kernels.triton.compiling import not_interpreting
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import triton_kernels
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.kernels.kernel import Kernel
-from tiebreak.kernels.triton.loading import installed, not_interpreting
+from tiebreak.kernels.triton.compiling import not_interpreting
+from tiebreak.kernels.triton.loading import installed
 from tiebreak.kernels.triton.roster import triton_kernels
 
 #: The cards of --as, and bytes of shared memory that a block may have there (CUDA C++ Programming Guide)

@@ -19,7 +19,7 @@ from tiebreak.backends.interpreter.memory import KernelMemory, arguments_of
 from tiebreak.backends.ptx.execution import Program
 from tiebreak.backends.ptx.threads import Launch
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.kernels.triton.loading import compiling_text
+from tiebreak.kernels.triton.compiling import compiling_text
 
 _FLOATS = {"fp16": "e", "fp32": "f", "f32": "f", "fp64": "d"}
 _program = lru_cache(maxsize=64)(Program)

@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,9 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Tokens = NDArray[np.uint16]
-
-TRAINING_FILE = "train.bin"  # as nanoGPT's prepare.py names it
-_CHUNK = 1 << 24  # tokens looked at together: a file may be larger than memory
 
 
 class DataError(ValueError):
@@ -38,28 +34,6 @@ def corpus() -> Corpus:
     shared = tokens.astype(np.uint16)
     shared.flags.writeable = False
     return Corpus(shared, characters.tobytes().decode("ascii"))
-
-
-def read_bin(folder: Path, vocabulary: int, context: int) -> Tokens:
-    """Map nanoGPT's token file `train.bin` in a folder, uint16, little-endian, without loading it.
-
-    Raises DataError: no file, half a token, no more tokens than `context`, or a token that is not below `vocabulary`.
-    """
-    path = folder / TRAINING_FILE
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; nanoGPT's data/*/prepare.py writes it")
-    size = path.stat().st_size
-    if size % 2:
-        raise DataError(f"{path}: {size} bytes are no whole number of uint16 tokens; the file is cut short")
-    if size // 2 <= context:
-        raise DataError(f"{path}: {size // 2} tokens, at least {context + 1} are needed for a context of {context}")
-    tokens: Tokens = np.memmap(path, dtype="<u2", mode="r")
-    for start in range(0, len(tokens), _CHUNK):
-        beyond = np.flatnonzero(tokens[start : start + _CHUNK] >= vocabulary)
-        if len(beyond):
-            at = start + int(beyond[0])
-            raise DataError(f"{path}: token {tokens[at]} at position {at} is not below the vocabulary of {vocabulary}")
-    return tokens
 
 
 @dataclass(frozen=True)
@@ -95,9 +69,3 @@ class Batches:
             for part in self.batch(step):
                 sha256.update(part.numpy().astype("<i8").tobytes())
         return sha256.hexdigest()
-
-
-def batches_of(folder: Path | None, vocabulary: int, context: int, sequences: int, seed: int) -> Batches:
-    """Return the batches of a run, from token data in a folder (see `read_bin`) or, at None, of the text that ships."""
-    tokens = corpus().tokens if folder is None else read_bin(folder, vocabulary, context)
-    return Batches(tokens, sequences, context, seed)

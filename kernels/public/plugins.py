@@ -3,8 +3,8 @@
 A package names its objects in its pyproject.toml under these groups (examples/my-device):
 
 - ``tiebreak.backends``: a `tiebreak.backends.backend.Backend`
-- ``tiebreak.experiments``: a `tiebreak.matrix.experiment.Kind`
-- ``tiebreak.checks``: a `tiebreak.matrix.checks.Check`
+- ``tiebreak.experiments``: a `tiebreak.matrix.experiment.Kind`, or an `Offer` of more experiments
+- ``tiebreak.checks``: a `tiebreak.matrix.checks.Check`, or a `Look` at every call
 - ``tiebreak.adapters``: a function that is attention
 - ``tiebreak.verbs``: a function from a command's arguments to its exit code; `lab.train` is `tiebreak lab train`
 - ``tiebreak.files``: a `tiebreak.reports.files.FileKind`

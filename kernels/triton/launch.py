@@ -15,8 +15,9 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Cast, RoundingPlan
+from tiebreak.kernels.triton.compiling import is_executing, source
 from tiebreak.kernels.triton.config import Config, power_of_two
-from tiebreak.kernels.triton.loading import is_executing, is_interpreting, source
+from tiebreak.kernels.triton.loading import is_interpreting
 from tiebreak.kernels.vendor import empty
 
 LARGEST_HEAD = 256  # of the head dimension

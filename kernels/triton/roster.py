@@ -12,6 +12,7 @@ from tiebreak.kernels.formats import BF16, FP8_E4M3, FP32, Formats
 from tiebreak.kernels.kernel import Declaration, Kernel
 from tiebreak.kernels.plans import PLANS, STANDARD, Exponential
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.compiling import source
 from tiebreak.kernels.triton.config import Config
 from tiebreak.kernels.triton.launch import (
     FORWARD,
@@ -23,7 +24,6 @@ from tiebreak.kernels.triton.launch import (
     run,
     unsuited,
 )
-from tiebreak.kernels.triton.loading import source
 
 BLOCK = Block(128, 64)
 _RULES_AND_PLANS = {
@@ -59,7 +59,6 @@ def triton_kernels(*, interpreted: bool) -> tuple[Kernel, ...]:
             takes=COMMON,
             missing_requirement=partial(refusal, declaration=declaration, interpreted=interpreted),
             unsuited=partial(unsuited, declaration.plan),
-            o_first=True,
         )
         for name, declaration in DECLARATIONS.items()
     )

@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 
 from tiebreak.reports.records import record as records
-from tiebreak.reports.records.order import grouped
 from tiebreak.reports.records.record import Record, Shown
-from tiebreak.reports.tables.grids import Grid, Part
 
 PASSED_MARK = "·"
 LEGEND = (
@@ -15,10 +13,6 @@ LEGEND = (
     " ?..?: too\nfew heads to tell; skip: can't run there, see below."
 )
 EXCUSED = "excused"  # instead of an outcome
-RULES_LEGEND = (
-    "A number is the largest that a rule looks at, as a share of its limit; FAILS: the rule turns the kernel down;"
-    "\nneeds: it lacks what it takes. Rules see the heads drawn at first. tiebreak: the bias in ulps, B: biased."
-)
 _LEAST = 0.01  # share of its size from which on what has shrunk is told by a number
 _VERDICT: dict[str | None, str] = {records.BIASED: " B", records.UNDECIDED: " ?"}  # the mark after a bias
 _EMPTY = {records.SKIPPED: "skip", records.CRASHED: "crash", records.TIMED_OUT: "time"}  # where there is no result
@@ -129,28 +123,9 @@ def worst(changes: Mapping[str, records.ChangeRecord]) -> str:
     return max(changes, key=rank)
 
 
-def rules_tables(run: records.Run) -> list[Part]:
-    """Return the tables of a run, one for each backend, format and case, without records that no rule judged."""
-    judged = [record for record in run.records if answers_of(record)]
-    parts: list[Part] = []
-    for (backend, fmt, case), alike in grouped(judged, lambda each: (each.backend, each.format, each.case)).items():
-        answers = [(name, answer) for record in alike for name, answer in answers_of(record).items()]
-        rows = [["tiebreak", *map(plain_text, alike)]]
-        for name in dict.fromkeys(name for name, _ in answers):
-            rows.append([name, *(_rule_text(answers_of(record).get(name)) for record in alike)])
-        headers = ["rule", *(record.kernel for record in alike)]
-        parts.append(Grid(headers, rows, f"{run.backend_text(backend)}, {fmt}: {case}"))
-        parts += dict.fromkeys(f"{name} needs {answer.needs}" for name, answer in answers if answer.needs)
-    return [*parts, RULES_LEGEND] if parts else []
-
-
 def answers_of(record: Record) -> dict[str, records.RuleAnswer]:
     """Return the rules' verdicts on a record; empty where none was applied."""
     return dict(record.evidence.get("rules", {}))
-
-
-def _rule_text(answer: records.RuleAnswer | None) -> str:
-    return "" if answer is None else f"{share_text(answer)}{' FAILS' if answer.passed is False else ''}"
 
 
 def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
@@ -158,18 +133,3 @@ def rules_text(answers: Mapping[str, records.RuleAnswer]) -> str:
     verdicts = [answer.passed for answer in answers.values() if answer.passed is not None]
     failed = ", ".join(name for name, answer in answers.items() if answer.passed is False)
     return f"passes {sum(verdicts)} of {len(verdicts)} acceptance rules{f'; turned down by {failed}' if failed else ''}"
-
-
-def share_text(answer: records.RuleAnswer) -> str:
-    """Return the largest number that a rule looks at, as a share of its limit."""
-    if answer.passed is None:
-        return "needs"
-    share = max(map(_share, answer.readings.values()))
-    return "NaN" if math.isinf(share) else f"{share:.2f}"
-
-
-def _share(reading: records.RuleReading) -> float:
-    """Return the share of its limit that a number has reached; infinite for NaN, or where the limit is 0."""
-    if reading.number is None or reading.limit is None:
-        return math.inf
-    return reading.number / reading.limit if reading.limit else math.inf if reading.number else 0.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tiebreak.kernels.triton.loading import not_interpreting
+from tiebreak.kernels.triton.compiling import not_interpreting
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)

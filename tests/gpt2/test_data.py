@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiebreak.cases.gpt2.data import Batches, DataError, corpus, read_bin
+from tiebreak.cases.gpt2.data import Batches, DataError, corpus
+from tiebreak.laboratory.tokens import read_bin
 
 # Of the first 50 batches that every snippet trains on. Another digest is another experiment.
 DIGEST = "68dedc1f4c57799267a4269b5f46146e424ce763bdab0236e536f67abaf41ad2"

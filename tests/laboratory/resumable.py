@@ -99,7 +99,7 @@ def show_progress(lines: Iterable[str], total: int, noun: str) -> None:
         print(f"{line}; {number} of {total} {noun}s, {expected(rest)}", flush=True)
 
 
-def in_processes(run: Callable[[_Task], _Result], left: Sequence[_Task], workers: int) -> Iterator[_Result]:
+def in_processes(run: Callable[[_Task], _Part], left: Sequence[_Task], workers: int) -> Iterator[_Part]:
     """Run what is left in so many processes of their own, and give each result as it ends; a stop ends them."""
     context = multiprocessing.get_context("spawn")
     # Ctrl-C goes to all processes of a terminal; this one says what became of it.

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from tiebreak.backends.platform import describe, worker_count
 from tiebreak.cases.gpt2.attention import Observation
-from tiebreak.cases.gpt2.data import Batches, DataError, batches_of
+from tiebreak.cases.gpt2.data import Batches, DataError
 from tiebreak.cases.gpt2.mitigations import GATED, NO_MITIGATION, QK_CLIP, QK_NORM, Mitigation
 from tiebreak.cases.gpt2.monitors import MEASURES, View
 from tiebreak.cases.gpt2.optimizers import CLIP, Schedule
@@ -38,6 +38,7 @@ from tiebreak.laboratory.sweep_store import (
     read_sweep,
 )
 from tiebreak.laboratory.sweep_tables import sweep_tables
+from tiebreak.laboratory.tokens import batches_of
 from tiebreak.laboratory.training import EXPLOSION_NATS, EXPLOSION_STEPS, LARGEST_LOGIT, Divergence, Recipe, Steps
 from tiebreak.reports.cli import INTERRUPTED, PASSED
 from tiebreak.reports.errors import UsageError

@@ -20,14 +20,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tiebreak.cases.gpt2.attention import Observation, Observer
 from tiebreak.cases.gpt2.data import Batches
 from tiebreak.cases.gpt2.model import GPT2
 from tiebreak.cases.gpt2.monitors import MEASURES, MeasureRecorder
-from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, optimizers
+from tiebreak.cases.gpt2.optimizers import CLIP, Schedule, adamw
 
-PRECISIONS = ("bf16", "fp32")
+OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bf16", "fp32")
 LOG, CHECKPOINT = "log.jsonl", "checkpoint.pt"
 EXPLOSION_NATS = 2.0  # a loss this far above the lowest so far ...
 EXPLOSION_STEPS = 5  # ... in this many steps in a row has exploded
@@ -96,7 +97,7 @@ def joined() -> Iterator[Ranks]:
 @dataclass(frozen=True)
 class Recipe:
     schedule: Schedule  # of the learning rate, and the length of the run
-    optimizer: str = "adamw"  # a name of `optimizers.OPTIMIZERS`
+    optimizer: str = "adamw"  # a name of `OPTIMIZERS`
     precision: str = "fp32"  # of the linear layers: a name of PRECISIONS
     parts: int = 1  # of a batch, equal; one forward and backward pass each, their gradients added up
 
@@ -361,6 +362,25 @@ def load(folder: Path, run: RunSettings) -> dict[str, Any]:
         if there[name] != value:
             raise CheckpointError(f"{path}: was written with {name} = {there[name]}, not {value}")
     return state
+
+
+def optimizers(name: str, model: GPT2) -> list[Optimizer]:
+    """Return the optimisers of a model's weights; their rate is set step by step.
+
+    `adamw` is the paper's. `muon` is Muon with the root mean square of its updates matched to AdamW's (arXiv
+    2502.16982, section 2.2) and decay 0.01 on the blocks' matrices, and AdamW on embeddings, head and vectors.
+    ValueError: no such optimiser, or a torch without Muon.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+    if name == "adamw":
+        return [adamw(list(model.parameters()))]
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 and newer do; or train with adamw")
+    matrices = [weight for weight in model.blocks.parameters() if weight.dim() == 2]
+    chosen = set(map(id, matrices))
+    rest = [weight for weight in model.parameters() if id(weight) not in chosen]
+    return [torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"), adamw(rest)]
 
 
 def sign_diversity(weight: Tensor, x: Tensor) -> float:

@@ -51,6 +51,7 @@ from typing import Any
 
 from tiebreak.cases.verdicts import GAIN, LIMIT, MARGIN_ULPS, WORSE, Interval
 from tiebreak.matrix.result import Result
+from tiebreak.matrix.sample import Sample
 from tiebreak.plugins import Door
 from tiebreak.reports.records.record import (
     CLAIM,
@@ -68,8 +69,15 @@ INVARIANCE, RANGE, REPEATABLE, USAGE = "invariance", "range", "repeatable", "usa
 CONTRACT_ASKED = "shape, format and device of O; inputs and process left as they were"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What looks at every call, and is not asked of a result."""
+
+    looks: Callable[[Sample], Mapping[str, Any]] = lambda sample: {}  # what to keep as evidence
+
+
 @dataclass(frozen=True)
-class Check:
+class Check(Look):
     """A question asked of a result."""
 
     name: str
@@ -299,9 +307,15 @@ _CHECKS = (
 
 
 @cache
+def looks() -> Mapping[str, Look]:
+    """Return every look at calls, checks among them, by name."""
+    return Door[Look]("tiebreak.checks", Look, {check.name: check for check in _CHECKS}).usable()
+
+
+@cache
 def checks() -> Mapping[str, Check]:
     """Return every check, by name."""
-    return Door("tiebreak.checks", Check, {check.name: check for check in _CHECKS}).usable()
+    return {name: check for name, check in looks().items() if isinstance(check, Check)}
 
 
 def judging() -> frozenset[str]:

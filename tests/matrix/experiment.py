@@ -1,11 +1,12 @@
 """Experiments, and cells: backend x kernel x experiment x format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tiebreak.backends.backend import Backend
+from tiebreak.cases.case import Case
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.result import Result
@@ -87,8 +88,8 @@ class Experiment(ABC):
     def run(self, cell: "Cell", bench: Workbench) -> Result:
         """Run one cell; an error of the kernel is raised."""
 
-    def with_features(self, words: Sequence[str]) -> "Experiment | None":
-        """Return the same with further features of inputs, in words; None where it has no inputs to add them to."""
+    def on_another(self, change: Callable[[Case], Case]) -> "Experiment | None":
+        """Return the same on a changed case; None where it has none."""
         return None
 
     def formats(self) -> Sequence[Format] | None:
@@ -123,8 +124,20 @@ class Cell:
         return record_id(self.backend.name, self.kernel.name, self.experiment.name, self.fmt.name)
 
 
+class Offer(ABC):
+    """What brings experiments to a run, of kinds that are there, or of its own."""
+
+    @abstractmethod
+    def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
+        """Return the experiments of a run, perhaps with a folder of captured tensors."""
+
+    def featured(self, experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
+        """Return experiments with the features that --features names, for kernels one of which takes them."""
+        return []
+
+
 @dataclass(frozen=True)
-class Kind:
+class Kind(Offer):
     """A kind of experiments: what it offers, and the measures and descriptions of its records."""
 
     name: str

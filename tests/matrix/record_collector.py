@@ -18,11 +18,14 @@ from msgspec.structs import replace
 
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.platform import describe
+from tiebreak.kernels.declarations import parse_declaration
+from tiebreak.kernels.formats import Rounding
+from tiebreak.kernels.kernel import Declaration
 from tiebreak.matrix import options
 from tiebreak.matrix.checks import GRADIENTS, checks
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
-from tiebreak.matrix.explain import explain, plans
+from tiebreak.matrix.resolver import resolver
 from tiebreak.matrix.run import ended_record
 from tiebreak.matrix.scheduling import CaseScheduling, cell_id
 from tiebreak.matrix.watch import TimedOut, tell_late, timed_out
@@ -349,7 +352,7 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
     measured = {name for record in run.records for name in record.measures}
     used = {name: check for name, check in checks().items() if any(name in record.answers for record in run.records)}
     cases = {record.case: cells[record.id].experiment for record in run.records}
-    explanations = explain(run.records)
+    explanations = resolver().explained(run.records)
     declared = (cells[record.id].kernel.declaration for record in run.records)
     return replace(
         run,
@@ -360,6 +363,20 @@ def described(run: records.Run, cells: Mapping[str, Cell]) -> records.Run:
         explanations=explanations,
         plans=plans(filter(None, declared), explanations),
     )
+
+
+def plans(
+    declared: Iterable[Declaration], explanations: Mapping[str, records.Explanation]
+) -> dict[str, records.PlanRecord]:
+    """Describe the plans that kernels declare or that explanations name: rule or algorithm, and whether a fix."""
+    named = {declaration.label: declaration for declaration in declared}
+    named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
+    described = {}
+    for name, declaration in named.items():
+        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.RTNA)
+        rule = re.split("[@,]", declaration.label)[0]
+        described[name] = records.PlanRecord(rule, not declaration.shift_rule.is_plain, away)
+    return described
 
 
 def measures() -> dict[str, records.MeasureRecord]:

@@ -9,16 +9,14 @@ from typing import TypeVar
 from tiebreak.backends.backend import Backend
 from tiebreak.backends.registry import BACKENDS, COMMONLY, resolved
 from tiebreak.backends.torch_device import torch_devices
-from tiebreak.cases.case import JOINED
-from tiebreak.cases.feature_cases import ADDED, added_features
 from tiebreak.kernels.external import LoadError, distinct_names, external_kernel
 from tiebreak.kernels.formats import FP32
 from tiebreak.kernels.inputs import TORCH_DTYPES
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Cell, Experiment, Pair, SelectionContext
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import kinds, offered, offers
 from tiebreak.reports.errors import UsageError
-from tiebreak.reports.names import first_few, matching, none_named, pick, split, unknown
+from tiebreak.reports.names import matching, none_named, pick, split, unknown
 
 _T = TypeVar("_T")
 _GLOB = frozenset("*?")
@@ -55,7 +53,9 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
     formats = _pick("--dtype", "format", selection.formats, {fmt.name: fmt for fmt in TORCH_DTYPES if fmt != FP32})
     experiments = _pick("--cases", "case", selection.cases, _experiments_by_name(selection))
     if selection.features is not None:
-        experiments = _featured(experiments, selection.features, [kernel for _, kernel in pairs])
+        kernels = [kernel for _, kernel in pairs]
+        changed = (it.featured(experiments, selection.features, kernels) for it in offers().values())
+        experiments = [each for own in changed for each in own]
     for experiment in experiments:
         fixed_formats = experiment.formats() if experiment.options else None  # of captured tensors: a folder is named
         if fixed_formats is not None and not set(fixed_formats) & set(formats):
@@ -68,29 +68,6 @@ def cells(selection: Selection) -> tuple[list[Cell], dict[str, str]]:
         hints = "; ".join(kind.advice for kind in kinds().values() if kind.advice)
         raise UsageError(f"no cell is left: {hints}")
     return selected, reasons
-
-
-def _featured(experiments: Sequence[Experiment], names: str, kernels: Sequence[Kernel]) -> list[Experiment]:
-    """Return the experiments that features can be added to, each with each that is listed."""
-    listed: dict[str, None] = {}
-    for name in split(names):
-        matched = matching(name, ADDED) if set(name) & _GLOB else []
-        listed |= dict.fromkeys(matched or [name])
-        if matched:
-            continue
-        try:
-            features = added_features(name.split(JOINED))
-        except ValueError as error:
-            raise UsageError(f"--features: {error}") from error
-        for feature in features:
-            if not any(feature in kernel.takes for kernel in kernels):
-                able = list(dict.fromkeys(kernel.name for kernel in kernels))
-                verb = "takes" if len(able) == 1 else "take"
-                raise UsageError(f"--features {name}: {first_few(able, 8)} {verb} no {feature.words}")
-    added = [experiment.with_features(name.split(JOINED)) for experiment in experiments for name in listed]
-    if not any(added):
-        raise UsageError("--features: nothing to add, or no call that it could be added to")
-    return [each for each in added if each is not None]
 
 
 def cells_of(experiments: Iterable[Experiment], context: SelectionContext) -> list[Cell]:
@@ -117,8 +94,8 @@ def _experiments_by_name(selection: Selection) -> dict[str, Experiment]:
     chosen = _pick("--experiments", "kind of experiment", selection.experiments, kinds())
     if selection.experiments is None and selection.cases is None:
         chosen = [kind for kind in chosen if not kind.on_request]
-    offered = [kind.offered(selection.captured, cases_named=selection.cases is not None) for kind in chosen]
-    return {experiment.name: experiment for each in offered for experiment in each}
+    names, every = {kind.name for kind in chosen}, offered(selection.captured, cases_named=selection.cases is not None)
+    return {each.name: each for each in every if each.kind in names}
 
 
 def matching_backends(selection: Selection) -> list[Backend]:

@@ -16,17 +16,15 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.cases.batch import Batch
-from tiebreak.cases.captured import without_cancelled
 from tiebreak.cases.case import Case
 from tiebreak.cases.errors import Errors, by_key_head, in_units, measure
 from tiebreak.cases.verdicts import Interval, interval
 from tiebreak.kernels.flash import ALL, DELTA_ALONE
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Declaration, composed, run_forward
+from tiebreak.kernels.kernel import Declaration, composed, is_random, nameless, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
 from tiebreak.kernels.reference import Reference, reference
-from tiebreak.matrix.candidates import is_random, nameless
 
 Named = tuple[str, str, str]  # a backend, a kernel and a format
 EQUAL = 1e-3  # difference of shares of bits up to which plans are not told apart
@@ -303,7 +301,8 @@ class CaseBench:
             measure(o, delta, batch.inputs, batch.ref, batch.bounds.of(declaration), batch.units, batch.size_units),
             outside_values=batch.outside_values(o, declaration),
         )
-        return errors if self.case.fixed_heads is None else without_cancelled(errors, o, batch.inputs, batch.ref)
+        fixed = self.case.fixed_heads
+        return errors if fixed is None else fixed.measured(errors, o, batch.inputs, batch.ref)
 
     def emulated(self, index: int, declaration: Declaration) -> tuple[AttentionOutput, Errors]:
         """Return the errors of a declaration's emulation on a batch."""
@@ -326,7 +325,7 @@ class Workbench:
     settings: Settings
     shared: Path | None = None  # a folder of this run that all workers write to; None: this is the only process
     settled: dict[Named, Settled] = field(default_factory=dict)
-    asked: dict[Named, Any] = field(default_factory=dict)  # see `tiebreak.matrix.settling.probe_of`
+    asked: dict[Named, Any] = field(default_factory=dict)  # of the resolver: what kernels gave on designed inputs
     _held: CaseBench | None = None
 
     def case(self, case: Case, fmt: Format) -> CaseBench:

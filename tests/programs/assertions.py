@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.cases.errors import by_key_head, signed_error_ulps
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.verdicts import LOOKS, MARGIN_ULPS, BiasVerdict, Interval, heads_to_tell, interval, judge
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.formats import Format
@@ -21,7 +21,7 @@ from tiebreak.kernels.reference import reference
 from tiebreak.reports.names import unknown
 
 _FORMATS: dict[torch.dtype, Format] = {dtype: fmt for fmt, dtype in TORCH_DTYPES.items()}
-_SCRIPTED = {case.name: case for case in SCRIPTED}
+_SCRIPTED = {case.name: case for case in EVERY}
 _HEADS = 64  # by which a tie that is always broken one way is told from none
 
 

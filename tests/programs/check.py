@@ -6,7 +6,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import pytest
@@ -18,7 +18,7 @@ from tiebreak.matrix.plugin import WATCH
 from tiebreak.matrix.record_collector import RecordCollector
 from tiebreak.matrix.scheduling import cell_id
 from tiebreak.matrix.watch import Progress, now
-from tiebreak.programs.configurations import Configurations, Looks, outputs_of_calls
+from tiebreak.plugins import loaded
 from tiebreak.programs.processes import CELLS
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, INTERRUPTED, PASSED, USAGE, Parser
@@ -43,20 +43,26 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 if nothing failed, 1 if something failed or is undecided, 2 on bad usage, 130 after Ctrl-C.
     """
-    options, follower = _parsed(arguments), _Follower(sys.stderr)
+    options = parsed(arguments)
     if options.configs:
-        _take_classes(options, follower)
-    code, printed = _run(options, follower)
-    run = follower.run
-    if run is None:
+        code: int = loaded("tiebreak.verbs", "configs")(arguments)
+        return code
+    return checked(options, Follower(sys.stderr))
+
+
+def checked(options: argparse.Namespace, follower: "Follower") -> int:
+    """Run the matrix and say what it came to; return the exit code."""
+    code, printed = run(options, follower)
+    found = follower.run
+    if found is None:
         if follower.interrupted:
             return INTERRUPTED
-        print(f"tiebreak check: {_refusal(printed)}", file=sys.stderr)
+        print(f"tiebreak check: {refusal(printed)}", file=sys.stderr)
         return USAGE
     if options.json is not None:
-        terminal.write(as_json(follower.verdicts(run, options.command)), options.json)
+        terminal.write(as_json(follower.verdicts(found, options.command)), options.json)
     if options.json != terminal.STDOUT:
-        terminal.show(follower.report(run, verbose=options.verbose))
+        terminal.show(follower.report(found, verbose=options.verbose))
     if follower.interrupted:
         return INTERRUPTED
     return {int(pytest.ExitCode.OK): PASSED, USAGE: USAGE}.get(code, FAILED)
@@ -64,16 +70,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_check(arguments: Sequence[str]) -> list[Verdict]:
     """Return the verdicts of the command with these words, run in this process, silently; UsageError: exit code 2."""
-    follower = _Follower(io.StringIO())
-    _, printed = _run(_parsed(arguments), follower)
+    follower = Follower(io.StringIO())
+    _, printed = run(parsed(arguments), follower)
     if follower.run is None:
-        raise UsageError("it was interrupted" if follower.interrupted else _refusal(printed))
+        raise UsageError("it was interrupted" if follower.interrupted else refusal(printed))
     return follower.verdicts(follower.run)
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def parsed(arguments: Sequence[str], prog: str = "tiebreak check") -> argparse.Namespace:
+    """Parse the arguments of the command, or of another that checks kernels."""
     parser = Parser(
-        prog="tiebreak check",
+        prog=prog,
         description="Run attention kernels of your own through the matrix: bias on inputs where rounding is known to"
         " fail, accuracy, gradients, repeatability, short training runs; and the rounding plan that explains them.",
         epilog=f"Adapters by name: {', '.join(ADAPTERS)}.",
@@ -106,24 +113,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _take_classes(options: argparse.Namespace, follower: "_Follower") -> None:
-    """Replace the target by the first of each class of configurations."""
-
-    def look(targets: list[str]) -> Looks:
-        arguments = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
-        _, printed = _run(arguments, collected := _Follower(follower.stream), "--collect-only")
-        if collected.collector is None:
-            raise UsageError(_refusal(printed))
-        follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
-        return outputs_of_calls(collected.collector.expected.values(), collected.collector.settings.seed)
-
-    if options.targets[1:]:
-        raise UsageError(f"--configs: {len(options.targets)} targets; name one")
-    follower.configurations = Configurations(options.targets[0], options.configs, look)
-    options.targets = [members[0] for members in follower.configurations.classes]
-
-
-def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tuple[int, str]:
+def run(options: argparse.Namespace, follower: "Follower", *more: str) -> tuple[int, str]:
     """Run pytest without output; return its exit code and what it printed."""
     words = [*_ALONE, *CELLS, "-n", str(options.workers), *more]
     words += [] if options.log_level is None else [f"--log-level={options.log_level}"]
@@ -143,12 +133,12 @@ def _run(options: argparse.Namespace, follower: "_Follower", *more: str) -> tupl
     return int(code), printed.getvalue()
 
 
-def _refusal(printed: str) -> str:
+def refusal(printed: str) -> str:
     """Return the reason that pytest exits with, worded for a caller who names targets without a flag."""
     return (printed.partition(_EXIT)[2].strip() or printed.strip()).removeprefix("--kernel ")
 
 
-class _Follower:
+class Follower:
     """A pytest plug-in that shows progress on a stream, and keeps the result."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -158,7 +148,7 @@ class _Follower:
         self.collector: RecordCollector | None = None
         self.gate: Gatekeeper | None = None
         self.progress: Progress | None = None
-        self.configurations: Configurations | None = None
+        self.judged: Callable[[Sequence[Verdict]], list[Verdict]] = list  # what there is to say of several verdicts
 
     @property
     def run(self) -> Run | None:
@@ -168,8 +158,7 @@ class _Follower:
     def verdicts(self, run: Run, command: str = "") -> list[Verdict]:
         """Return the verdicts on a run, with what made it fail though no cell did."""
         assert self.collector is not None
-        results = verdicts(run, command, self.collector.failures)
-        return results if self.configurations is None else self.configurations.add_to_verdicts(results)
+        return self.judged(verdicts(run, command, self.collector.failures))
 
     def report(self, run: Run, *, verbose: bool) -> str:
         """Return the verdicts, every failed cell, and what else made the run fail; `verbose`: with the tables."""

@@ -1,5 +1,7 @@
-"""Configurations of a kernel in classes of equal bits: of each class `tiebreak check --configs` checks the first."""
+"""`tiebreak configs`: `tiebreak check --configs`, which checks the first of each class of equal bits."""
 
+import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 
@@ -9,10 +11,11 @@ from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.inputs import AttentionOutput
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.triton.loading import Tuning
-from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall, digest
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.programs import check
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.names import split
 from tiebreak.reports.records.order import grouped
@@ -23,6 +26,26 @@ _ALL, _HEADS = "all", 4  # of each call
 _ASSUMED = "; {} more, by num_warps and the like alone, have the same bits by assumption: the interpreter has no warps"
 Looks = dict[str, dict[str, tuple[str, ...]]]  # by --kernel and call: digests of O, dQ, dK, dV, or what was raised
 _REFUSED = (CannotRunError.__name__,)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb `configs`: check the first of each class of configurations."""
+    options, follower = check.parsed(arguments, "tiebreak configs"), check.Follower(sys.stderr)
+    options.configs = options.configs or [_ALL]
+
+    def look(targets: list[str]) -> Looks:
+        asked = argparse.Namespace(**{**vars(options), "targets": targets, "workers": 0})
+        _, printed = check.run(asked, collected := check.Follower(follower.stream), "--collect-only")
+        if collected.collector is None:
+            raise UsageError(check.refusal(printed))
+        follower.tell(f"a look at {len(targets)} of {options.targets[0]}")
+        return outputs_of_calls(collected.collector.expected.values(), collected.collector.settings.seed)
+
+    if options.targets[1:]:
+        raise UsageError(f"--configs: {len(options.targets)} targets; name one")
+    configurations = Configurations(options.targets[0], options.configs, look)
+    follower.judged, options.targets = configurations.add_to_verdicts, [own[0] for own in configurations.classes]
+    return check.checked(options, follower)
 
 
 class Configurations:

@@ -11,10 +11,10 @@ from tiebreak.kernels.external.kernels import external_kernel
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError
 from tiebreak.kernels.formats import BF16, FP16
-from tiebreak.matrix.asking import ProbedKernel
+from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import Identity, identify
+from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.selection import Selection, matching_backends
-from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.trial import raised
 from tiebreak.reports import terminal
 from tiebreak.reports.cli import FAILED, PASSED, USAGE, Parser, count

@@ -10,7 +10,7 @@ from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import FP32_PLAN, PLANS, DeltaSource, RoundingPlan
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
 from tiebreak.matrix.experiment import Experiment
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import kinds, offered
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.reports.cli import PASSED, Parser
 from tiebreak.reports.names import pick
@@ -24,11 +24,11 @@ _INPUT = "; a failure input"
 def groups() -> dict[str, dict[str, Experiment]]:
     """Return experiments by group and name; calls first."""
     by_group: dict[str, dict[str, Experiment]] = {}
-    for kind in sorted(kinds().values(), key=lambda kind: kind.name != OneCall.kind):
-        for each in kind.offered(None, cases_named=True):
-            heading = each.described().group or kind.described.about
-            condition = ": where --experiments or --cases names it" if kind.on_request else ""
-            by_group.setdefault(heading + condition, {})[each.name] = each
+    for each in sorted(offered(cases_named=True), key=lambda each: each.kind != OneCall.kind):
+        kind = kinds()[each.kind]
+        heading = each.described().group or kind.described.about
+        condition = ": where --experiments or --cases names it" if kind.on_request else ""
+        by_group.setdefault(heading + condition, {})[each.name] = each
     return by_group
 
 

@@ -16,13 +16,13 @@ from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.external.options import LoadError, declared_options
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration, Kernel, composed
-from tiebreak.matrix.asking import ProbedKernel
+from tiebreak.matrix.identification.asking import ProbedKernel
 from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import CASES, KNOWN, QUESTIONS, Tell, apply_limits, judge_pair
 from tiebreak.matrix.pairs.through_model import own_model, through_model
 from tiebreak.matrix.selection import Selection, matching_backends
-from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.trial import raised
 from tiebreak.matrix.workbench import Settings
 from tiebreak.programs.identify import FORMATS

@@ -1,4 +1,4 @@
-"""A process beside this one: a command run to its end; Ctrl-C ends both."""
+"""A command run to its end in another process, which Ctrl-C ends too."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

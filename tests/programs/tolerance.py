@@ -23,15 +23,15 @@ from tiebreak.kernels.declarations import changed
 from tiebreak.kernels.external.loading import EXPECTED
 from tiebreak.kernels.formats import BF16, Format, Formats, Rounding, ulp
 from tiebreak.kernels.inputs import GRADIENT_NAMES, TORCH_DTYPES, AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Declaration
+from tiebreak.kernels.kernel import CannotRunError, Declaration, nameless
 from tiebreak.kernels.plans import BACKWARD_POINTS
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import nameless, on_device
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.identification.candidates import on_device
+from tiebreak.matrix.identification.settling import NORMAL
+from tiebreak.matrix.resolver import plan_of as settled_plan_of
 from tiebreak.matrix.selection import Selection, matching_backends
-from tiebreak.matrix.settling import NORMAL
-from tiebreak.matrix.settling import plan_of as settled_plan_of
 from tiebreak.matrix.trial import raised, refusal
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.programs.identify import FORMATS

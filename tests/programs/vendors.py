@@ -1,10 +1,29 @@
 """`tiebreak list vendors`: plans of kernels that vendors ship, with their sources."""
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 
-from tiebreak.kernels.vendor_plans import VENDOR_PLANS
 from tiebreak.programs.listing import lines_of, matching
 from tiebreak.reports.cli import PASSED
+
+
+@dataclass(frozen=True)
+class VendorPlan:
+    """What a vendor's kernel rounds in bf16, as `--plan` takes it."""
+
+    name: str
+    kernel: str  # what it is called where it is used, and when
+    plan: str  # as `tiebreak.kernels.declarations.parse_declaration` takes it
+    source: str  # repository, path and lines
+    version: str  # commit or release, and date
+    rests_on: str = "source lines; no device that it is for was asked"  # the plan, in words
+    note: str = ""  # what the source does not say, or a plan cannot
+
+
+_TABLES = tomllib.loads((files("tiebreak.kernels") / "vendor_plans.toml").read_text("utf-8"))
+VENDOR_PLANS: Mapping[str, VendorPlan] = {name: VendorPlan(name, **table) for name, table in _TABLES.items()}
 
 
 def main(arguments: Sequence[str]) -> int:

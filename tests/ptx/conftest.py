@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tiebreak.kernels.triton.loading import not_interpreting
+from tiebreak.kernels.triton.compiling import not_interpreting
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -19,9 +19,9 @@ from tiebreak.kernels.formats import BF16, FP32, Format
 from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.kernels.roster import DEFAULT_ROSTER, eight_bit_kernels
-from tiebreak.matrix.asking import DesignedOutput, ProbedKernel
-from tiebreak.matrix.candidates import candidates
-from tiebreak.matrix.designed import DESIGNED
+from tiebreak.matrix.identification.asking import DesignedOutput, ProbedKernel
+from tiebreak.matrix.identification.candidates import candidates
+from tiebreak.matrix.identification.designed import DESIGNED
 from tiebreak.matrix.identification.identity import Identity, identify
 from tiebreak.matrix.identification.space import (
     ALGORITHM,

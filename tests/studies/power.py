@@ -8,9 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY, with_features
 from tiebreak.defects.kernel import SOUND
 from tiebreak.defects.planted import DEFECTS, Defect, on, twin
 from tiebreak.kernels.formats import BF16, FP16
@@ -28,15 +29,15 @@ from tiebreak.studies.pages import PageTable, measured_at, read_rows, table, wri
 from tiebreak.studies.study import Study
 
 TWINS = Path(__file__).with_name("twins.csv")
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 # Normal numbers, with gradients, as `--cases random --features block_mask` has them.
 _ADDED = (("random_causal", "softcap=2", "window=9"), ("random", "block_mask"))
 EXPERIMENTS: Mapping[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
-        *map(OneCall, SCRIPTED),
+        *map(OneCall, EVERY),
         *contract.KIND.experiments,
-        *(OneCall(CASES[name]).with_features(words) for name, *words in _ADDED),
+        *(OneCall(CASES[name]).on_another(partial(with_features, words=words)) for name, *words in _ADDED),
         *USAGE.experiments,
         *INVARIANCE.experiments,
     )

@@ -9,10 +9,10 @@ from tiebreak.cases.verdicts import judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.experiments.call import rule_answers
 from tiebreak.matrix.workbench import CaseBench, Settings
+from tiebreak.programs.rules import rule_answers, share_text
 from tiebreak.reports.records.record import RuleAnswer, Shown
-from tiebreak.reports.tables.texts import share_text, shown_text
+from tiebreak.reports.tables.texts import shown_text
 from tiebreak.studies.pages import PageTable, table
 
 SEED, HEADS = 1, 1024

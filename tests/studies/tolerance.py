@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 from tiebreak.defects.planted import DEFECTS, Defect, on
 from tiebreak.kernels.kernel import CannotRunError
-from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.settling import NORMAL
+from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.identification.settling import NORMAL
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
 from tiebreak.programs.tolerance import Size, tolerances
 from tiebreak.reports.cli import PASSED, Parser

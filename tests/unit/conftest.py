@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiebreak import plugins
-from tiebreak.matrix import checks, experiments
+from tiebreak.matrix import checks, experiments, resolver
 
 # Queries, keys, d, query heads, key heads, causal.
 SHAPES = {
@@ -44,7 +44,15 @@ def laid() -> Callable[..., None]:
 
 def forget() -> None:
     """Look for plug-ins anew."""
-    for known in (plugins.registered, plugins.loaded, experiments.kinds, checks.checks):
+    for known in (
+        plugins.registered,
+        plugins.loaded,
+        experiments.offers,
+        experiments.kinds,
+        checks.checks,
+        checks.looks,
+        resolver.resolver,
+    ):
         known.cache_clear()
     plugins._problems.clear()
 

@@ -10,8 +10,8 @@ from tiebreak.cases.acceptance import FEWEST_SEEDS, OF_GRADIENTS, RULES, Compare
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import BF16, FP16, FP32
 from tiebreak.kernels.vendor import through_autograd
-from tiebreak.matrix.experiments.call import compared
 from tiebreak.matrix.workbench import CaseBench, Settings
+from tiebreak.programs.rules import compared
 
 
 def of(*rows: list[float]) -> ComparedTensor:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tiebreak.backends.emulation.accumulators import MATMULS, row_total
+from tiebreak.backends.emulation.accumulators import matmul_by, row_total
 from tiebreak.backends.emulation.tensor_cores import core_of, tensor_core_matmul
 from tiebreak.kernels.plans import Accumulator
 
@@ -65,7 +65,7 @@ def test_a_row_is_summed_exactly_or_as_a_balanced_tree(accumulator: Accumulator,
 def test_an_exact_product_is_rounded_once(length: int) -> None:
     # Values of 8 bits, whose products fp32 holds exactly.
     a, b = (torch.from_numpy(x).bfloat16().float() for x in (_terms(2, 3, length), _terms(2, length, 4, seed=1)))
-    product = MATMULS[Accumulator.EXACT](a, b)
+    product = matmul_by(Accumulator.EXACT)(a, b)
     assert product.shape == (2, 3, 4)
     assert product.dtype == torch.float32
     for batch, row, column in np.ndindex(2, 3, 4):
@@ -76,13 +76,13 @@ def test_an_exact_product_is_rounded_once(length: int) -> None:
 def test_an_exact_product_does_not_round_its_products() -> None:
     # (1 + 2^-12)^2 - 1 = 2^-11 + 2^-24, but the square is a tie of fp32 whose even neighbour lacks the last term.
     a, b = torch.tensor([[1.0 + 2.0**-12, -1.0]]), torch.tensor([[1.0 + 2.0**-12], [1.0]])
-    assert MATMULS[Accumulator.EXACT](a, b).item() == 2.0**-11 + 2.0**-24
+    assert matmul_by(Accumulator.EXACT)(a, b).item() == 2.0**-11 + 2.0**-24
 
 
 @pytest.mark.parametrize("accumulator", CORES, ids=lambda accumulator: accumulator.value)
 def test_a_product_is_added_to_zero_in_its_core(accumulator: Accumulator) -> None:
     a, b = torch.from_numpy(_terms(2, 3, 70)), torch.from_numpy(_terms(2, 70, 4, seed=1))
-    product = MATMULS[accumulator](a, b)
+    product = matmul_by(accumulator)(a, b)
     assert torch.equal(product, tensor_core_matmul(a, b, torch.zeros(2, 3, 4), core_of(*CORES[accumulator])))
-    others = (MATMULS[other](a, b) for other in Accumulator if other is not accumulator)
+    others = (matmul_by(other)(a, b) for other in Accumulator if other is not accumulator)
     assert not any(torch.equal(product, other) for other in others)

@@ -14,8 +14,7 @@ from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.case import Case, Draw, Shape, normal_numbers
 from tiebreak.cases.errors import measure
-from tiebreak.cases.feature_cases import VARIED, added_features, with_features
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY, VARIED, added_features, with_features
 from tiebreak.kernels.external.kernels import users_kernel
 from tiebreak.kernels.external.options import KernelOptions
 from tiebreak.kernels.features import (
@@ -39,7 +38,7 @@ from tiebreak.matrix.selection import Selection, cells, check_usable
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.errors import UsageError
 
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 TIED = CASES["tied_maxima[k=2]"]
 WORDS = ["value_dim", "padding", "lengths", "window", "block_mask", "bias", "softcap", "sink", "descale", "pages"]
 
@@ -155,7 +154,7 @@ def test_a_users_kernel_is_asked_for_the_features_that_it_has_a_parameter_for(
     context = SelectionContext(pairs, [CPU], BF16, kernels_named=True)
     chosen = [
         call.name
-        for call in map(OneCall, (case for case in SCRIPTED if case.name.startswith("served[")))
+        for call in map(OneCall, (case for case in EVERY if case.name.startswith("served[")))
         for _ in call.pairs(context)
     ]
     assert {name[len("served[") : -1] for name in chosen} == asked

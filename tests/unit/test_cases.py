@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiebreak.cases.case import Case, Scores, scripted
 from tiebreak.cases.claims import BIASED, UNBIASED, Claim, claim, written_claims
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.slips import slips
 from tiebreak.kernels.formats import BF16, FP16, FP32, TF32, Format, Formats
 from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
@@ -20,11 +20,11 @@ from tiebreak.kernels.roster import composed_kernel
 
 pytestmark = pytest.mark.quick
 
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 HEADS = 16
-LONG = {case.name for case in SCRIPTED if case.most_heads is not None}  # rows of which few heads say enough
+LONG = {case.name for case in EVERY if case.most_heads is not None}  # rows of which few heads say enough
 
-each_case = pytest.mark.parametrize("case", SCRIPTED, ids=lambda case: case.name)
+each_case = pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 each_format = pytest.mark.parametrize("fmt", [BF16, FP16], ids=lambda fmt: fmt.name)
 
 
@@ -67,15 +67,15 @@ def test_a_seed_gives_the_same_bits_again_and_another_others_all_on_the_formats_
 
 
 def test_every_case_takes_any_number_of_heads_and_many_are_split_over_the_batch() -> None:
-    for case in SCRIPTED:
+    for case in EVERY:
         assert case.make(1, 0, 5, BF16).q.shape[:2] == (1, min(5, case.most_heads or 5))
     assert CASES["random"].make(0, 0, 64, BF16).q.shape[:2] == (4, 16)
     assert CASES["ties_across_long_blocks"].make(1, 0, 256, BF16).q.shape[:2] == (4, 16), "64 at most"
 
 
 def test_names_and_streams_are_a_case_s_own() -> None:
-    assert len(CASES) == len(SCRIPTED)
-    assert all(case.about and case.source and all(claim.source for claim in case.claims) for case in SCRIPTED)
+    assert len(CASES) == len(EVERY)
+    assert all(case.about and case.source and all(claim.source for claim in case.claims) for case in EVERY)
     written = {name for names, _ in written_claims() for name in names}
     assert [name for name in written if not fnmatch.filter(CASES, name.replace("[", "[[]"))] == []
     assert not _same_bits(_made("repeated_zero").v, _made("repeated_tiny").v)
@@ -104,7 +104,7 @@ def _fp32_scores(inputs: AttentionInputs, order: Callable[[int], list[int]]) -> 
 #: By case: the scores that its recipe scripts.
 SCRIPTS: dict[str, Scores] = {
     case.name: case.recipe.keywords.get("scores", Scores())
-    for case in SCRIPTED
+    for case in EVERY
     if isinstance(case.recipe, partial) and case.recipe.func is scripted and case.name != "low_logits"
 }
 ORDERS = (lambda d: list(range(d)), lambda d: list(range(d))[::-1])  # forward and backward

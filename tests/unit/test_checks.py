@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import Interval
 from tiebreak.matrix.checks import ask_all, checks, judging
 from tiebreak.matrix.experiments import kinds
@@ -165,7 +165,7 @@ def test_a_claim_that_waives_a_check_takes_its_place_whether_it_is_met_or_not(na
 
 
 def test_claims_of_cases_waive_these_and_no_other() -> None:
-    expectations = {claim.expectation for case in SCRIPTED for claim in case.claims}
+    expectations = {claim.expectation for case in EVERY for claim in case.claims}
     claims = [claim for snippet in SNIPPETS.values() for claim in snippet.claims]
     waived = [*(expectation.waives for expectation in expectations), *(claim.waives for claim in claims)]
     assert frozenset[str]().union(*waived) == set(WAIVED)

@@ -16,13 +16,14 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
-from tiebreak.kernels.kernel import Kernel, run_forward
+from tiebreak.kernels.kernel import Kernel, nameless, run_forward, tilings
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import candidates, nameless, tilings
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
-from tiebreak.matrix.explain import explain, plans
+from tiebreak.matrix.identification.candidates import candidates
+from tiebreak.matrix.identification.explain import explain
+from tiebreak.matrix.record_collector import plans
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, SharedBatch, Workbench
 from tiebreak.reports.records.record import (

@@ -11,7 +11,8 @@ from tiebreak.backends.backend import CPU
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
+from tiebreak.cases.scripted import EIGHT_BITS
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external import external_kernel
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 ARITHMETIC = EmulatedArithmetic()
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 WINDOW = Feature("window", "window of keys")  # stands for a feature that is added one day
 
 

@@ -14,7 +14,7 @@ from tiebreak.cases.bounds import ErrorBounds
 from tiebreak.cases.case import Case
 from tiebreak.cases.claims import INACCURATE_OR_BREAKS_DOWN, Claim, breaks_down_in
 from tiebreak.cases.errors import Errors, measure
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel
@@ -27,7 +27,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CLAIM, FAILED, PASSED, Record
 
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 HEADS = 1024
 LOST = 25 * math.log(2.0)  # exp(-LOST) is half of fp16's smallest number: from here on P-bar is 0
 DEVICE = replace(EMULATION, name="device", predicts=False)  # so that kernels run which do not do what they declare
@@ -41,7 +41,7 @@ def _claim(name: str, case: Case) -> Claim | None:
 
 CLAIMED = {
     case.name: [name for name in KERNELS if (claim := _claim(name, case)) is not None and claim.formats == {"fp16"}]
-    for case in SCRIPTED
+    for case in EVERY
 }
 
 

@@ -19,15 +19,14 @@ from tiebreak.kernels.formats import BF16, Rounding, parse_format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
 from tiebreak.kernels.kernel import Declaration, Kernel, composed, run_forward
 from tiebreak.kernels.plans import Accumulator, Cast
-from tiebreak.matrix import designed, settling
-from tiebreak.matrix.asking import ProbedKernel, threads
-from tiebreak.matrix.candidates import candidates
-from tiebreak.matrix.designed import DESIGNED, LONG, SHAPES, Designed
-from tiebreak.matrix.identification import identity, search
+from tiebreak.matrix.identification import designed, identity, search, settling
+from tiebreak.matrix.identification.asking import ProbedKernel, threads
+from tiebreak.matrix.identification.candidates import candidates
+from tiebreak.matrix.identification.designed import DESIGNED, LONG, SHAPES, Designed
 from tiebreak.matrix.identification.identity import Rivals, identify
 from tiebreak.matrix.identification.search import Search
+from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.identification.space import PlanChange, changes, combined, forward_alone, moves, plainness, text
-from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.programs.identify import main
 from tiebreak.reports.tables.texts import explanation_text
 

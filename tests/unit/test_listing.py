@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tiebreak.backends.backend import CPU
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.loading import ADAPTERS
 from tiebreak.kernels.plans import PLANS
@@ -17,7 +17,7 @@ from tiebreak.matrix.questions import invariance, shapes, usage
 from tiebreak.reports import cli
 
 ALL = [
-    *(case.name for case in SCRIPTED),
+    *(case.name for case in EVERY),
     *(case.name for case in contract.CASES),
     "identity",
     *(each.name for each in invariance.QUESTIONS),
@@ -41,8 +41,8 @@ def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.Ca
     lines = told(capsys, "list", "cases")
     assert names(lines) == ALL
     marked = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[1] == "!"]
-    assert marked == [case.name for case in SCRIPTED if case.failure]
-    assert all(any(case.about in line for line in lines) for case in SCRIPTED)
+    assert marked == [case.name for case in EVERY if case.failure]
+    assert all(any(case.about in line for line in lines) for case in EVERY)
     heads = [line for line in told(capsys, "list", "cases", "*,random") if line and not line.startswith(" ")]
     assert heads == ALL, "of all, all is told"
     assert cli.main(["list", "cases", "none"]) == 2
@@ -53,7 +53,7 @@ def test_every_case_and_training_run_is_listed_with_what_it_is(capsys: pytest.Ca
 def test_of_a_case_that_is_named_all_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "list", "cases", "sink_tie", "train_d*")
     assert [line for line in lines if line and not line.startswith(" ")] == ["sink_tie", "train_drift"]
-    sink = next(case for case in SCRIPTED if case.name == "sink_tie")
+    sink = next(case for case in EVERY if case.name == "sink_tie")
     of_sink = lines[: lines.index("")]
     assert sum(line.startswith("  claim ") for line in of_sink) == len(sink.claims)
     assert any(

@@ -36,11 +36,11 @@ from tiebreak.kernels.kernel import Kernel
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.candidates import accepted, candidates
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import contract
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.contract import Contract
+from tiebreak.matrix.identification.candidates import accepted, candidates
 from tiebreak.matrix.measures import BESIDE_A_PLAN, ratio_of_means
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tiebreak.backends.backend import EMULATION
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import composed
@@ -32,7 +32,7 @@ ENTRIES: list[dict[str, Any]] = LIST["table"]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 NUMBER = re.compile(r"x?[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 FIGURE = re.compile(rf"[*]*{NUMBER.pattern}(?: %)?(?: ?(?:±|;|,|to) ?[-+]?[\d,.]+)*[*]*(?: [B?][*]*)?(?: of \d+)?")
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 FROM = re.compile(r"<!-- from (.*?) -->")
 # A figure in a sentence: a number with a fraction, or with a unit. Code, links and versions are none.
 UNIT = r" (?:%|ulps?\b|times\b|of bits|of \d|CPU|m?s\b|seconds\b|minutes?\b|hours?\b|GB|GiB|MiB)"

@@ -8,12 +8,13 @@ import pytest
 from msgspec import structs
 
 from tiebreak.backends.registry import BACKENDS
+from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import FP16
 from tiebreak.kernels.roster import composed_kernel
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.experiments import call
+from tiebreak.matrix.experiments import call, features
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.options import OPTIONS, RECORDED, command, refuse_twice
 from tiebreak.matrix.workbench import Settings
@@ -46,9 +47,9 @@ def mine(pytester: pytest.Pytester) -> str:
 @pytest.fixture
 def baseline(matrix: MatrixRun, kept: Kept, mine: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a kernel of one's own and one of the suite, on two calls each and one training run."""
-    monkeypatch.setattr(
-        call, "SCRIPTED", [each.case for each in FEW]
-    )  # all that there are: a run that names none has these
+    # All that there are: a run that names none has these.
+    monkeypatch.setattr(call, "SCRIPTED", [each.case for each in FEW])
+    monkeypatch.setattr(features, "FEATURED", ())
     both = ("--backend", "cpu", "--kernel", mine, "--kernels", "flash@paper", *QUICK)
     assert matrix(*both, "--experiments", "call", "--save", "base").ret == 0
     run = kept("base")
@@ -106,7 +107,7 @@ def test_what_a_file_of_records_keeps_stands_in_the_command_that_reruns_a_cell(
     settings = Settings(seed=7, heads=32, fair=True, as_rounded=True, cell_timeout=9.5)
     of_own = command(Cell(backend, own, FEW[0], FP16), settings).split()
     of_suite = command(
-        Cell(backend, composed_kernel("standard"), FEW[0].with_features(["sink"]), FP16), settings
+        Cell(backend, composed_kernel("standard"), OneCall(with_features(FEW[0].case, ["sink"])), FP16), settings
     ).split()
     missing = {name for name in RECORDED if f"--{name}" not in (*of_own, *of_suite)}
     assert missing == {"experiments", "budget"}

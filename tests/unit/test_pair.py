@@ -20,11 +20,11 @@ from tiebreak.defects.planted import DEFECTS, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel, composed
-from tiebreak.matrix.asking import ProbedKernel, threads
+from tiebreak.matrix.identification.asking import ProbedKernel, threads
 from tiebreak.matrix.identification.identity import Identity
+from tiebreak.matrix.identification.settling import UnidentifiedError
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.pairs.judgement import apply_limits, judge_pair
-from tiebreak.matrix.settling import UnidentifiedError
 from tiebreak.matrix.workbench import Settings
 from tiebreak.programs import pair as program
 from tiebreak.reports import cli

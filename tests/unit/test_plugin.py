@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tiebreak.backends.backend import CPU, EMULATION, Backend
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.matrix import plugin
 from tiebreak.reports.records import store
 from tiebreak.reports.records.record import CRASHED, PASSED, Run
@@ -96,7 +96,7 @@ class TestCells:
         assert len(set.union(*places.values())) == 2
 
     def test_no_name_has_the_ids_dash(self) -> None:
-        names = [case.name for case in SCRIPTED]
+        names = [case.name for case in EVERY]
         names += [kernel.name for backend in (EMULATION, CPU) for kernel in backend.kernels()]
         assert not [name for name in names if "-" in name]
 
@@ -206,7 +206,7 @@ class TestUserKernel:
         self, matrix: MatrixRun, kept: Kept, pytester: pytest.Pytester
     ) -> None:
         """As where someone allows no worker to be started anew."""
-        cases = [case.name for case in SCRIPTED[:3]]
+        cases = [case.name for case in EVERY[:3]]
         options = ("--kernel", user_kernel(pytester, "os._exit(3)"), "--cases", ",".join(cases), "--heads", "16")
         result = matrix(*options, "-n", "1", "--max-worker-restart", "0")
         assert result.ret != 0

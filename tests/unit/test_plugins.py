@@ -14,12 +14,21 @@ import pytest
 
 from tiebreak import plugins
 from tiebreak.backends import registry
+from tiebreak.backends.backend import CPU
+from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
-from tiebreak.kernels.external import LoadError
+from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.kernels.external import LoadError, external_kernel
 from tiebreak.kernels.external.loading import load
+from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.checks import checks
+from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments.call import OneCall
+from tiebreak.matrix.record_collector import described
+from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.selection import Selection, cells
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.programs.statement.profiles import profile
 from tiebreak.reports import cli
 from tiebreak.reports.errors import UsageError
@@ -188,3 +197,24 @@ def test_an_installation_that_registers_nothing_is_told_what_to_do(
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
     assert cli.main(["audit"]) == 2
     assert capsys.readouterr().err == "tiebreak: its plug-ins are not registered: install it again\n"
+
+
+def test_the_core_judges_a_kernel_without_any_plug_in(
+    plugged: Plug, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plugged("empty", "")
+    monkeypatch.setattr(plugins, "registered", lambda group: {})
+    assert list(kinds()) == ["call"]
+    (tmp_path / "mine.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention\n\n\n"
+        "def mine(q, k, v):\n    return scaled_dot_product_attention(q, k, v)\n"
+    )
+    call = OneCall(next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]"))
+    kernels = (external_kernel(f"{tmp_path / 'mine.py'}:mine", plan) for plan in (None, "flash@fused_fast_exp"))
+    cells = {kernel.declaration: Cell(CPU, kernel, call, BF16) for kernel in kernels}
+    unknown, declared = (run_cell(each, Workbench(Settings(heads=32))) for each in cells.values())
+    assert (unknown.verdict, declared.verdict) == ("biased", "biased")
+    assert (unknown.outcome, declared.outcome) == ("measured", "passed")
+    assert "accuracy" in declared.answers.keys() - unknown.answers.keys()
+    ran = described(Run(describe(), {}, (unknown,)), {unknown.id: cells[None]})
+    assert not ran.explanations

@@ -26,7 +26,7 @@ from tiebreak.kernels.kernel import Declaration, composed
 from tiebreak.kernels.plans import FUSED, Accumulator, Cast, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.reference import reference
 from tiebreak.kernels.shift_rules import SHIFT_RULES
-from tiebreak.matrix.candidates import candidates, on_device
+from tiebreak.matrix.identification.candidates import candidates, on_device
 
 HF32 = Format("hf32", exponent_bits=8, mantissa_bits=11)
 EXACT = EmulatedArithmetic()

@@ -7,7 +7,7 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.batch import Batch
 from tiebreak.cases.bounds import mean_slack
 from tiebreak.cases.case import Case
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.features import FEATURES
 from tiebreak.kernels.formats import BF16
@@ -22,7 +22,7 @@ from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import FAILED, Record
 
-CASES = {case.name: case for case in SCRIPTED}
+CASES = {case.name: case for case in EVERY}
 HEADS = 4  # of a batch: no interval is looked at
 # Scores so large that rounding them can move any weight to any key: there the error bound lets zeros pass.
 BLIND_TO_THE_BOUND = ("huge_logits", "single_maximum_large", "repeated_large[r=60]", "repeated_large[r=10000]")

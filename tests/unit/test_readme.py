@@ -14,7 +14,7 @@ import torch
 from torch.utils import backend_registration
 
 from tiebreak.backends.backend import CPU, EMULATION
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix.experiment import Cell
@@ -73,7 +73,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def case_named(name: str) -> Any:
-    return next(case for case in SCRIPTED if case.name == name)
+    return next(case for case in EVERY if case.name == name)
 
 
 def test_readme_is_short_and_its_commands_run_from_a_fresh_clone() -> None:
@@ -215,7 +215,7 @@ def test_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
     fetched = re.compile(r"""<(?:script|img)[^>]* src=["']?(?:https?:)?//|<link[^>]*rel="(?:stylesheet|icon)"[^>]*//""")
     assert [path for path, text in rendered.items() if fetched.search(text)] == []
     cases = "".join(text for path, text in rendered.items() if path.parent.name == "cases")
-    assert [case.name for case in SCRIPTED if f'aria-label="scores S of one row of {case.name}"' not in cases] == []
+    assert [case.name for case in EVERY if f'aria-label="scores S of one row of {case.name}"' not in cases] == []
     assert 'id="tiebreak.kernels.plans.RoundingPlan"' in rendered[tmp_path / "site" / "docs" / "site" / "api.html"]
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.interpreter import INTERPRETER
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.scripted import EIGHT_BITS, SCRIPTED
+from tiebreak.cases.scripted import EIGHT_BITS
 from tiebreak.kernels.roster import DEFAULT_ROSTER, composed_kernel, eight_bit_kernels
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.selection import Selection, cells
@@ -18,7 +19,7 @@ from tiebreak.reports.errors import UsageError
 
 pytestmark = pytest.mark.quick
 
-OFFERED = [case for case in SCRIPTED if not case.on_request]
+OFFERED = [case for case in EVERY if not case.on_request]
 
 
 def chosen(selection: Selection) -> list[str]:

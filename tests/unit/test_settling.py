@@ -12,12 +12,12 @@ from tiebreak.backends.backend import CPU
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
-from tiebreak.matrix import settling
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.identity import Identification
+from tiebreak.matrix.identification import settling
+from tiebreak.matrix.identification.settling import designed_answers, explaining, plan_of, probe_of
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settling import designed_answers, explaining, plan_of, probe_of
 from tiebreak.matrix.workbench import Emulated, Settings, Settled, Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
@@ -94,7 +94,7 @@ def test_who_waits_takes_what_is_found_meanwhile(
         settling.file_of(tmp_path, key, "settled").write_bytes(msgspec.json.encode(found))
 
     monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked twice"))
-    monkeypatch.setattr("tiebreak.matrix.settling.time.sleep", wait)
+    monkeypatch.setattr("tiebreak.matrix.identification.settling.time.sleep", wait)
     with settling._owned(settling.file_of(tmp_path, key, "owner")) as own:
         assert own
         assert plan_of(named("eager"), Workbench(Settings(), tmp_path)) == found
@@ -121,7 +121,7 @@ def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable
         "from tiebreak.kernels.formats import BF16\n"
         "from tiebreak.matrix.experiment import Cell\n"
         "from tiebreak.matrix.experiments.identity import Identification\n"
-        "from tiebreak.matrix.settling import plan_of\n"
+        "from tiebreak.matrix.identification.settling import plan_of\n"
         "from tiebreak.matrix.workbench import Settings, Workbench\n"
         "cell = Cell(CPU, external_kernel(sys.argv[1]), Identification(), BF16)\n"
         "plan_of(cell, Workbench(Settings(), Path(sys.argv[2])))\n"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.case import JOINED
+from tiebreak.cases.feature_cases import with_features
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.defects.kernel import SOUND, Request, Switch
 from tiebreak.defects.planted import DEFECTS, on, twin, users
@@ -76,7 +77,9 @@ def _bench(heads: int) -> Workbench:
 def judged(kernel: Kernel, case: str, heads: int = 16) -> Record:
     name, *words = case.split(JOINED)
     call = OneCall(CASES[name])
-    return run_cell(Cell(on(), kernel, call.with_features(words) if words else call, BF16), _bench(heads))
+    return run_cell(
+        Cell(on(), kernel, OneCall(with_features(call.case, words)) if words else call, BF16), _bench(heads)
+    )
 
 
 @pytest.mark.parametrize("named", PLANTED)

@@ -21,7 +21,7 @@ from tiebreak.backends.backend import CPU, EMULATION, Backend
 from tiebreak.backends.platform import describe
 from tiebreak.backends.registry import BACKENDS
 from tiebreak.cases.case import Case
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.defects import mutations
 from tiebreak.defects.mutations import consistent_edits, found, leaves, name_of, plain_of, unnoticed
 from tiebreak.kernels.external import external_kernel
@@ -417,7 +417,7 @@ def test_an_edited_record_with_a_digest_of_its_own_is_found_out(message: str, st
 # The 16384 keys of decode_equal_keys take as long as all other cases together. What one recipe makes of several values,
 # which stand in brackets, is computed alike: two of them stand for all.
 STEMS: dict[str, list[Case]] = {}
-for case in SCRIPTED:
+for case in EVERY:
     if not case.on_request and case.name != "decode_equal_keys":
         STEMS.setdefault(case.name.partition("[")[0], []).append(case)
 OF_RUNS = [case for cases in STEMS.values() for case in cases[:2]]

@@ -17,10 +17,10 @@ from tiebreak.kernels.formats import BF16, FP16, Format
 from tiebreak.kernels.inputs import GRADIENT_NAMES
 from tiebreak.kernels.kernel import Kernel, composed
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
-from tiebreak.matrix.settling import NORMAL
+from tiebreak.matrix.identification.asking import threads
+from tiebreak.matrix.identification.settling import NORMAL
 from tiebreak.matrix.workbench import Settings, Settled, SharedBatch, Workbench
 from tiebreak.programs.tolerance import Size, Tolerance, Tolerances, normal_inputs, tolerances
 from tiebreak.reports import cli

@@ -34,8 +34,8 @@ from tiebreak.kernels.kernel import Declaration, run_declared
 from tiebreak.kernels.plans import FP32_PLAN, FUSED, PLANS, PRESETS, Cast, DeltaSource, Exponential, RoundingPlan, SumOf
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.kernels.shift_rules import SHIFT_RULES, ShiftRule
+from tiebreak.kernels.triton.compiling import not_interpreting
 from tiebreak.kernels.triton.launch import run
-from tiebreak.kernels.triton.loading import not_interpreting
 from tiebreak.kernels.triton.roster import BLOCK, DECLARATIONS, triton_kernels
 
 if (reason := not_interpreting()) is not None:

@@ -14,7 +14,7 @@ from tiebreak.backends.interpreter import INTERPRETER
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.plans import FUSED, RoundingPlan
-from tiebreak.kernels.triton import launch, loading
+from tiebreak.kernels.triton import compiling, launch, loading
 from tiebreak.kernels.triton.roster import DECLARATIONS
 
 triton = pytest.importorskip("triton")
@@ -24,7 +24,7 @@ def test_listing_imports_no_triton_and_what_is_loaded_can_be_compiled_whatever_t
     code = (
         "import os, sys, tiebreak.kernels.triton.launch; from tiebreak.backends.interpreter import INTERPRETER\n"
         "INTERPRETER.kernels(), INTERPRETER.unavailable(); print('triton' in sys.modules)\n"
-        "os.environ['TRITON_INTERPRET'] = '1'\nfrom tiebreak.kernels.triton.loading import source\n"
+        "os.environ['TRITON_INTERPRET'] = '1'\nfrom tiebreak.kernels.triton.compiling import source\n"
         "forward = source('forward').forward\nimport triton\nprint(os.environ['TRITON_INTERPRET'])\n"
         "print(type(forward) is triton.JITFunction, type(triton.language.sum) is triton.JITFunction)"
     )
@@ -34,10 +34,10 @@ def test_listing_imports_no_triton_and_what_is_loaded_can_be_compiled_whatever_t
 
 def test_without_triton_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    loading.source.cache_clear()
+    compiling.source.cache_clear()
     assert INTERPRETER.unavailable() == "triton is not installed: pip install 'tiebreak[triton]'"
     with pytest.raises(ValueError, match="triton is not installed"):
-        loading.source("forward")
+        compiling.source("forward")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_launch_reaches_the_compiler_and_compiles_once(monkeypatch: pytest.Mon
     def compile_only(
         call: launch.TritonCall, part: str, kernel: str, grid: object, *args: object, **kwargs: object
     ) -> None:
-        function, options = getattr(loading.source(part), kernel), launch.options(call.config.d)
+        function, options = getattr(compiling.source(part), kernel), launch.options(call.config.d)
         tensors = (call.q, call.k, call.v, call.padding)
         compiled.append(function.warmup(*tensors, *args, C=kwargs["config"], grid=grid, **options))
 
@@ -142,7 +142,6 @@ def test_too_little_shared_memory_is_told_in_one_line(monkeypatch: pytest.Monkey
 def test_o_is_the_same_whether_gradients_follow_or_not(name: str) -> None:
     kernel, x = INTERPRETER.kernel(name), torch.arange(2 * 3 * 5 * 16).reshape(2, 3, 5, 16).sin().bfloat16().float()
     inputs = AttentionInputs(x, x.flip(2), x.flip(3), -x, Formats.of(BF16), noise_seed=3)
-    assert kernel.o_first
     if kernel.has_backward:
         first, second = (INTERPRETER.run(kernel, inputs, gradients=gradients).o for gradients in (True, False))
         assert torch.equal(first, second)

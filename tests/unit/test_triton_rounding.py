@@ -14,8 +14,8 @@ from tiebreak.kernels.flash import Block
 from tiebreak.kernels.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format, Rounding
 from tiebreak.kernels.plans import FP32_PLAN
 from tiebreak.kernels.shift_rules import SHIFT_RULES
+from tiebreak.kernels.triton.compiling import not_interpreting, source
 from tiebreak.kernels.triton.config import Config
-from tiebreak.kernels.triton.loading import not_interpreting, source
 
 if (reason := not_interpreting()) is not None:
     pytest.skip(reason, allow_module_level=True)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.cases.gpt2.snippets import SNIPPETS
-from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.matrix.checks import checks
 from tiebreak.matrix.questions.usage import QUESTIONS
 from tiebreak.programs.findings import KnownFinding, installed, known_findings
@@ -151,9 +151,7 @@ def test_how_large_a_finding_is_stands_in_its_report() -> None:
 
 
 def test_what_guards_a_finding_exists() -> None:
-    guards = (
-        {case.name for case in SCRIPTED} | set(SNIPPETS) | {question.name for question in QUESTIONS} | set(checks())
-    )
+    guards = {case.name for case in EVERY} | set(SNIPPETS) | {question.name for question in QUESTIONS} | set(checks())
     rows = [line.split("|")[1:-1] for line in FINDINGS.splitlines() if line.startswith("| ")]
     cells = [row[4] for row in rows if len(row) == 6]
     assert len(cells) > 25

@@ -11,7 +11,7 @@ import pytest
 
 from tiebreak.backends.backend import CPU
 from tiebreak.backends.probes import plan_changes
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import external_kernel
 from tiebreak.kernels.formats import BF16
 from tiebreak.matrix import workbench
@@ -134,7 +134,7 @@ def test_what_nobody_has_said_of_a_kernel_is_tried_and_what_computes_is_judged(
 ) -> None:
     (pytester.path / "mine.py").write_text(KERNELS, encoding="utf-8")
     mine, bench = external_kernel(f"mine.py:{kernel}", "fp32_inside"), workbench.Workbench(Settings(heads=16))
-    cases = {case.name: case for case in SCRIPTED}
+    cases = {case.name: case for case in EVERY}
     records = [run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), bench) for name in names]
     assert " ".join(record.outcome for record in records) == outcomes
     assert re.search(why, "; ".join(reason for record in records for reason in record.reasons))

@@ -1,1 +1,1 @@
-"""The kernels' source. Loaded by `tiebreak.kernels.triton.loading`."""
+"""The kernels' source. Loaded by `tiebreak.kernels.triton.compiling`."""

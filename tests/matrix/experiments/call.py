@@ -2,10 +2,8 @@
 
 import hashlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from time import process_time
 from typing import Any, ClassVar
 
@@ -14,45 +12,34 @@ from torch import Tensor
 
 from tiebreak.backends.probes import plan_changes
 from tiebreak.backends.registry import target_of
-from tiebreak.cases.acceptance import ComparedTensor, answers
-from tiebreak.cases.batch import Batch, trace
 from tiebreak.cases.bounds import UNDECLARED
-from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import JOINED, Case
 from tiebreak.cases.claims import UNBIASED, Claim, bias_text, claim, comes_of_ties, predicted
-from tiebreak.cases.errors import Errors, difference, signed_error_ulps
-from tiebreak.cases.feature_cases import with_features
+from tiebreak.cases.errors import Errors, difference
 from tiebreak.cases.gradients import contains_bias
-from tiebreak.cases.scripted import GROUPS, SCRIPTED
+from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import LOOKS, MOST_HEADS, BiasVerdict, Interval, Value, batches_of, heads_to_tell
-from tiebreak.kernels.backward_passes import BACKWARD_PASSES
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
-from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionInputs, AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone
+from tiebreak.kernels.inputs import AttentionOutput, Gradients
+from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.attribution import plan_fits, plan_held_to, slip_bits
-from tiebreak.matrix.backward_attribution import BackwardHeldTo, backward_held_to
-from tiebreak.matrix.candidates import accepted, on_device, tilings
-from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks
+from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
+from tiebreak.matrix.resolver import BackwardPasses, plan_of, resolver
 from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sample import OnTheWhole, Sample
-from tiebreak.matrix.settling import plan_of
+from tiebreak.matrix.sample import HeldTo, OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
-from tiebreak.matrix.workbench import CaseBench, Settings, Settled, SharedBatch, Workbench
+from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
 from tiebreak.reports.records import record as records
 
-_BINS, _REACH_ULPS = 64, 2.0  # of the histogram of signed errors
 NO_WORSE = "no more bias than a correctly rounded O", "--no-worse-than rounded"  # what is claimed, and who claims it
-_GROUP_OF = {case.name: about for about, cases in GROUPS.items() for case in cases}
-_CAPTURED = "captured from training runs"
 _LONG = 600.0  # seconds that a call which is run on request may take
 _NEXT_LOOK = 3.0  # times the time so far: when one more look is done, for gradients too
 FAIR_CLAIM = claim(UNBIASED, "--fair: no bias on any failure input", formats="bf16 fp16")
@@ -100,15 +87,15 @@ class OneCall(Experiment):
             family=of,
             at=at,
             failure=case.failure,
-            group=_CAPTURED if case.fixed_heads is not None else _GROUP_OF.get(case.name.partition(JOINED)[0], ""),
+            group=case.group,
             backward=case.gradients,
         )
 
     def formats(self) -> Sequence[Format] | None:
         return self.case.fixed_heads.formats if self.case.fixed_heads else None
 
-    def with_features(self, words: Sequence[str]) -> "OneCall":
-        return OneCall(with_features(self.case, words), self.case)
+    def on_another(self, change: Callable[[Case], Case]) -> "OneCall":
+        return OneCall(change(self.case), self.case)
 
     def check(self, fmt: Format) -> None:
         """Read captured tensors once, and add features to a few heads."""
@@ -117,7 +104,7 @@ class OneCall(Experiment):
             return
         try:
             self.case.make(0, 0, fixed.heads if fixed else 1, fmt)
-        except (CapturedError, ValueError) as error:
+        except ValueError as error:
             raise UsageError(str(error) if fixed else f"--features: {self.name}: {error}") from error
 
     def group(self, fmt: Format) -> str | None:
@@ -196,14 +183,24 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
                 output = _output(cell, bench, index) if index else output
                 sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
         if not look:
-            fits = plan_fits(sample, plan)
-            sample = replace(sample, fits=fits, held_to=plan_held_to(sample, fits, plan))
+            sample = _held_to_a_plan(sample, plan)
         exhausted = not bench.has_batch(len(sample.outputs))
         out_of_time = limit is not None and _NEXT_LOOK * (process_time() - began) > limit
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
         if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
             break
     return sample, plan
+
+
+def _held_to_a_plan(sample: Sample, plan: Settled) -> Sample:
+    """Return the sample with the plan that O is held to: that which its kernel declares, or follows.
+
+    None where the emulation tells nothing: it is what was run, or the case is chaotic or cancels.
+    """
+    if sample.cell.kernel.declaration is None:
+        return resolver().resolved(sample, plan)
+    declared = HeldTo(sample.declaration.label, sample.declaration)
+    return sample if sample.prediction is None else replace(sample, held_to=declared)
 
 
 def _output(cell: Cell, bench: CaseBench, index: int) -> AttentionOutput:
@@ -259,15 +256,15 @@ def _is_settled(check: str, sample: Sample) -> bool:
     return all(limit.kept(numbers) is not None for limit in limits)
 
 
-def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeldTo | None]:
+def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPasses | None]:
     """Add heads until it is settled whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
     if held_to is None or first.gradients is None or not bench.case.normal:
         return sample, None
     backward = None
     if cell.kernel.external:
-        shown = plan.backward if held_to.plan == plan.followed else None
-        backward = backward_held_to(first.gradients, first.o, held_to.declaration, bench.batch(0), shown)
+        backward = resolver().backward(sample, held_to, plan)
+    if backward is not None:
         sample = _add_gradients(sample, backward, first.gradients, first.o, bench.batch(0))
     for look in range(1, LOOKS):
         if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
@@ -283,7 +280,7 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardHeld
     return sample, backward
 
 
-def _add_gradients(sample: Sample, backward: BackwardHeldTo, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
+def _add_gradients(sample: Sample, backward: BackwardPasses, made: Gradients, o: Tensor, batch: SharedBatch) -> Sample:
     """Return the sample with a batch's errors of gradients, and those of the backward passes they are held to."""
     errors, heads = backward.errors(made, o, batch), sample.backward_heads
     joined = errors if heads is None else {name: mine.joined(errors[name]) for name, mine in heads.items()}
@@ -292,8 +289,9 @@ def _add_gradients(sample: Sample, backward: BackwardHeldTo, made: Gradients, o:
     return replace(sample, backward_heads=joined, worst_gradient=largest)
 
 
-def _script(cell: Cell, inputs: AttentionInputs, settings: Settings) -> str | None:
-    """The command that writes a script of a wrong call with torch alone; None: it has no words for such a call."""
+def _script(sample: Sample) -> str | None:
+    """Return the command that writes a script of a wrong call with torch alone; None: it can't express such a call."""
+    cell, inputs, settings = sample.cell, sample.first.inputs, sample.bench.settings
     origin, backend, name = cell.kernel.origin, cell.backend, cell.experiment.name
     if len(origin) != 2 or backend.options or JOINED in name or not set(inputs.required_features()) <= SCRIPTABLE:
         return None
@@ -302,39 +300,27 @@ def _script(cell: Cell, inputs: AttentionInputs, settings: Settings) -> str | No
     return shlex.join(words)
 
 
-def _evidence(sample: Sample, backward: BackwardHeldTo | None) -> dict[str, Any]:
+def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]:
     """Return a record's evidence from the first batch."""
-    cell, bench, output, batch = sample.cell, sample.bench, sample.outputs[0], sample.bench.batch(0)
-    evidence: dict[str, Any] = {}
+    assumed, evidence = sample.outputs[0].assumed, dict[str, Any]()
     if sample.fits:
         evidence["fits"] = {
             name: records.FitRecord(*map(records.finite, (fit.difference.mean, fit.difference.half_width, fit.bits)))
             for name, fit in sample.fits.items()
         }
+    wrong = sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite
     slips = backward.slips if backward is not None else {}
-    wrong = bool(sample.errors.error_over_bound > 1.0 or sample.errors.nonfinite)
-    if cell.kernel.external and wrong:
-        slips = slip_bits(output.o, batch, accepted(on_device(cell.backend), batch.inputs.formats))
+    slips = resolver().slips(sample) if wrong and sample.cell.kernel.external else slips
     evidence |= {"slips": slips} if slips else {}
-    if (wrong or sample.verdict is BiasVerdict.BIASED) and (script := _script(cell, batch.inputs, bench.settings)):
+    if (wrong or sample.verdict is BiasVerdict.BIASED) and (script := _script(sample)):
         evidence[records.SCRIPT] = script
-    if backward is not None:
-        evidence["backward"] = backward.bits
-    if output.assumed:
-        evidence["assumed"] = output.assumed
-    if (
-        sample.verdict is BiasVerdict.UNDECIDED
-        and (heads := heads_to_tell(sample.errors.bias, sample.heads)) < MOST_HEADS
-    ):
+    evidence |= {} if backward is None else {"backward": backward.bits}
+    evidence |= {"assumed": assumed} if assumed else {}
+    heads = heads_to_tell(sample.errors.bias, sample.heads)
+    if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
-    if bench.settings.rules:
-        evidence["rules"] = rule_answers(output, bench)
-    if bench.case.traced:
-        evidence["histogram"] = _histogram(output, batch)
-        if cell.backend.predicts and cell.kernel.declaration is not None:
-            traced = trace(cell.kernel.declaration, batch.inputs, batch.ref)
-            error = tuple(map(records.finite, traced.error.tolist()))
-            evidence["trace"] = records.TraceRecord(error, tuple(traced.at_one))
+    for look in looks().values():
+        evidence |= look.looks(sample)
     return evidence
 
 
@@ -385,13 +371,6 @@ def shown(nonfinite: float, gain: float, bias: float, verdict: str | None) -> re
     return records.Shown.of(KIND.described.headline or "", bias, verdict=verdict)
 
 
-def _histogram(output: AttentionOutput, batch: Batch) -> records.HistogramRecord:
-    error = signed_error_ulps(output.o.float(), batch.ref.o, batch.inputs.formats.output)
-    error = error[torch.isfinite(error)]
-    counts = torch.histc(error, _BINS, -_REACH_ULPS, _REACH_ULPS).int().tolist()
-    return records.HistogramRecord(-_REACH_ULPS, 2 * _REACH_ULPS / _BINS, tuple(counts), len(error) - sum(counts))
-
-
 def digest(output: AttentionOutput) -> str:
     """Return a digest of the bits of O, as records have it. All NaN count as one: sign and payload vary by device."""
     o = output.o.float().contiguous()
@@ -399,46 +378,15 @@ def digest(output: AttentionOutput) -> str:
     return hashlib.sha256(bits.numpy().tobytes()).hexdigest()[:16]
 
 
-@cache
-def eager() -> Declaration:
-    """Return PyTorch's eager attention in the inputs' format, with autograd, as flash-attention's tests compute it."""
-    backward = BACKWARD_PASSES["autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"]
-    return backward.after(parse_declaration("standard,s=input,q=input"))
-
-
-def compared(output: AttentionOutput, bench: CaseBench) -> tuple[ComparedTensor, list[ComparedTensor]]:
-    """Return O of the first batch, and its gradients if any, with the tensors that rules compare them with."""
-    batch = bench.batch(0)
-    eagers, fused = (bench.emulated(0, declaration)[0] for declaration in (eager(), parse_declaration("flash@fused")))
-    fmt = batch.inputs.formats.output
-    o = ComparedTensor(output.o.double(), batch.ref.o, fmt, eagers.o.double(), fused.o.double())
-    if output.gradients is None:
-        return o, []
-    gradients = []
-    for name, exact in zip(GRADIENT_NAMES, batch.gradients.gradients, strict=True):
-        out, theirs, other = (getattr(made.gradients, name).double() for made in (output, eagers, fused))
-        gradients.append(ComparedTensor(out, exact, fmt, theirs, other, f"d{name[1].upper()}"))
-    return o, gradients
-
-
-def rule_answers(output: AttentionOutput, bench: CaseBench) -> dict[str, records.RuleAnswer]:
-    """Return the verdict of every acceptance rule in public use on the first batch's output, as records have it."""
-    rules = {}
-    for name, answer in answers(*compared(output, bench)):
-        numbers = {reading.what: map(records.finite, (reading.number, reading.limit)) for reading in answer.readings}
-        readings = {what: records.RuleReading(*pair) for what, pair in numbers.items()}
-        rules[name] = records.RuleAnswer(answer.passed, readings, answer.needs)
-    return rules
+def calls_on(cases: Sequence[Case], captured: str | None, *, cases_named: bool) -> list[OneCall]:
+    """Return the calls of a run on cases of the suite; captured tensors run alone unless --cases is given."""
+    own = cases if captured is None or cases_named else ()
+    return [OneCall(case) for case in own if cases_named or not case.on_request]
 
 
 class _CallKind(Kind):
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:
-        try:
-            layers = () if captured is None else captured_cases(Path(captured))
-        except CapturedError as error:
-            raise UsageError(str(error)) from error
-        cases = SCRIPTED if captured is None or cases_named else ()
-        return tuple(OneCall(case) for case in (*cases, *layers) if cases_named or not case.on_request)
+        return calls_on(SCRIPTED, captured, cases_named=cases_named)
 
 
 KIND = _CallKind(

@@ -1,15 +1,21 @@
 """Which plan a user's kernel follows, by the search that `tiebreak identify` makes: one cell, on separate inputs."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.kernel import CannotRunError, Kernel
-from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext
+from tiebreak.matrix.experiment import Cell, Experiment, SelectionContext
+from tiebreak.matrix.identification import settling
+from tiebreak.matrix.identification.attribution import plan_fits, plan_held_to, slip_bits
+from tiebreak.matrix.identification.backward_attribution import BackwardHeldTo, backward_held_to
+from tiebreak.matrix.identification.explain import explain
 from tiebreak.matrix.identification.identity import identify
+from tiebreak.matrix.resolver import Resolver
 from tiebreak.matrix.result import Result
-from tiebreak.matrix.settling import UnidentifiedError, plan_of, probe_of
-from tiebreak.matrix.workbench import Workbench
+from tiebreak.matrix.sample import HeldTo, Sample
+from tiebreak.matrix.workbench import Settled, Workbench
 from tiebreak.reports.records import record as records
 
 _BITS = "bits_of_plan"
@@ -32,9 +38,9 @@ class Identification(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         try:
-            plan_of(cell, bench)  # first: if it ends the process, the other cells know
-            identity = identify(probe_of(cell, bench), bench.settings.seed, beyond_known=False)
-        except UnidentifiedError as error:
+            settling.plan_of(cell, bench)  # first: if it ends the process, the other cells know
+            identity = identify(settling.probe_of(cell, bench), bench.settings.seed, beyond_known=False)
+        except settling.UnidentifiedError as error:
             raise CannotRunError(str(error)) from error
         share = identity.share or 0.0
         return Result(
@@ -44,7 +50,28 @@ class Identification(Experiment):
         )
 
 
-KIND = Kind(
+class _Resolver(Resolver):
+    def plan_of(self, cell: Cell, bench: Workbench) -> Settled:
+        return settling.plan_of(cell, bench)
+
+    def resolved(self, sample: Sample, settled: Settled) -> Sample:
+        fits = plan_fits(sample, settled)
+        return replace(sample, fits=fits, held_to=plan_held_to(sample, fits, settled))
+
+    def backward(self, sample: Sample, held_to: HeldTo, settled: Settled) -> BackwardHeldTo | None:
+        output, shown = sample.outputs[0], settled.backward if held_to.plan == settled.followed else None
+        if output.gradients is None:
+            return None
+        return backward_held_to(output.gradients, output.o, held_to.declaration, sample.bench.batch(0), shown)
+
+    def slips(self, sample: Sample) -> Mapping[str, float]:
+        return slip_bits(sample.outputs[0].o, sample.bench.batch(0), sample.cell.backend)
+
+    def explained(self, run: Iterable[records.Record]) -> Mapping[str, records.Explanation]:
+        return explain(run)
+
+
+KIND = _Resolver(
     Identification.kind,
     records.ExperimentRecord(
         "the plan that a user's kernel follows, where it declares none",

@@ -10,8 +10,8 @@ from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.kernel import Declaration
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.asking import DesignedOutput
 from tiebreak.matrix.identification import space
+from tiebreak.matrix.identification.asking import DesignedOutput
 
 _FEW = 3  # plans that lead on where the best one does not
 _LOST = 1e-3  # share of bits, on an input, below which a miss counts as none: fp32's order of summation

@@ -11,11 +11,10 @@ from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDA
 from tiebreak.kernels.declarations import FORWARD, INPUT, changed, parse_declaration, shortest, values_apart, values_of
 from tiebreak.kernels.flash import BLOCK, ONE_TILE, Block, TileOrder
 from tiebreak.kernels.formats import FP16, FP32, TF32, Format, Rounding
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import Declaration, nameless
 from tiebreak.kernels.operands import folds_scale
 from tiebreak.kernels.plans import FUSED, OUTPUT, PLANS, Cast, Exponential, Follows, RoundingPlan, Steps, SumOf
 from tiebreak.kernels.shift_rules import SHIFT_RULES, with_number
-from tiebreak.matrix.candidates import nameless
 
 # Changes that are no field of a plan.
 TILE, SPLITS, ORDER, RULE, ALGORITHM, FAST = "tile", "splits", "order", "rule", "algorithm", "exponential"

@@ -20,10 +20,9 @@ from tiebreak.cases.verdicts import (
     judge,
 )
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration
-from tiebreak.matrix.asking import ProbedKernel
-from tiebreak.matrix.attribution import slip_bits
-from tiebreak.matrix.candidates import accepted, is_random, on_device, tilings
+from tiebreak.kernels.kernel import Declaration, is_random, tilings
+from tiebreak.matrix.identification.asking import ProbedKernel
+from tiebreak.matrix.identification.attribution import slip_bits
 from tiebreak.matrix.measures import ratio_of_means
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
@@ -176,8 +175,7 @@ class PairedCall:
         """Return the usual mistakes that explain errors beyond the bounds; several may have the bits of one input."""
         if _share_of_bounds(errors) <= 1.0:
             return ()
-        batch = self.bench.batch(0)
-        mistakes = slip_bits(o, batch, accepted(on_device(side.backend), batch.inputs.formats))
+        mistakes = slip_bits(o, self.bench.batch(0), side.backend)
         return sorted(mistakes, key=mistakes.__getitem__, reverse=True)
 
     def _plan_bits(self, at: int) -> float | None:

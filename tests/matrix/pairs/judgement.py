@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from tiebreak.cases.scripted import GROUPS, SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external.isolation import own_randomness
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.plans import Accumulator
-from tiebreak.matrix.asking import threads
 from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.experiments.questions import INVARIANCE
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.identification.identity import FAILING
 from tiebreak.matrix.pairs import DECLARED, Side
 from tiebreak.matrix.pairs.calls import PairedCall
@@ -30,11 +30,11 @@ from tiebreak.reports.tables.texts import percent
 
 Tell = Callable[[str], None]
 QUESTIONS = {experiment.name: experiment for experiment in INVARIANCE.experiments}
-KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in SCRIPTED} | QUESTIONS
+KNOWN: Mapping[str, Experiment] = {case.name: OneCall(case) for case in EVERY} | QUESTIONS
 #: Normal numbers, inputs on which rounding is known to fail, what calls ask more, questions of a second or two. Without
 #: near ties: whether they come to tie depends on which keys share a tile, and two renderings of a plan differ there.
 CASES = (
-    *(case.name for case in GROUPS["normal numbers"]),
+    *(case.name for case in EVERY if case.group == "normal numbers"),
     *(name for name in (*FAILING, "tied_maxima_positive_v", "equal_keys") if "near_tie" not in name),
     *("padded", "sink_at_maximum", "window_cuts_tie", "served[sink]"),
     *(f"invariance[{name}]" for name in ("batch", "split", "padding", "memory", "decode")),

@@ -20,7 +20,7 @@ from tiebreak.kernels.inputs import TORCH_DTYPES, AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, composed, first_line
 from tiebreak.kernels.plans import Cast
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.asking import threads
+from tiebreak.matrix.identification.asking import threads
 from tiebreak.matrix.pairs import Side
 from tiebreak.matrix.trial import raised
 from tiebreak.reports.errors import UsageError

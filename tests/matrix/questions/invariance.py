@@ -19,8 +19,7 @@ from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.features import CAUSAL
 from tiebreak.kernels.flash import Block
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError, Kernel, composed
-from tiebreak.matrix.candidates import is_random
+from tiebreak.kernels.kernel import CannotRunError, Kernel, composed, is_random
 from tiebreak.matrix.questions.comparison import DQ, OF_QUERIES, Answers, Cut, O, WithoutBias, joined
 from tiebreak.matrix.questions.placements import fused, misaligned, read_as_contiguous, transposed
 from tiebreak.matrix.questions.session import SHARE, Material, Question, Session

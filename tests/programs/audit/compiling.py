@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from tiebreak.kernels.triton.loading import compiling_text, installed, missing
+from tiebreak.kernels.triton.compiling import compiling_text
+from tiebreak.kernels.triton.loading import installed, missing
 from tiebreak.kernels.triton.roster import Compilation, compilations
 
 # PTX of 3.6 and 3.7 gives the line inside a called function alone, and so not whose cast it is.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiebreak.backends.backend import to_device
 from tiebreak.cases.captured import CapturedError, captured_cases
-from tiebreak.cases.scripted import SCRIPTED
+from tiebreak.cases.feature_cases import EVERY
 from tiebreak.kernels.external import UserKernel, external_kernel
 from tiebreak.kernels.external.call import FULL
 from tiebreak.kernels.external.caller import Caller
@@ -121,7 +121,7 @@ def _inputs(options: argparse.Namespace) -> AttentionInputs:
     fmt = FORMATS[options.dtype]
     try:
         captured = () if options.captured is None else captured_cases(options.captured)
-        cases = {case.name: case for case in (*captured, *SCRIPTED)}
+        cases = {case.name: case for case in (*captured, *EVERY)}
         if options.case not in cases:
             raise UsageError(f"--case: {unknown('case', options.case, cases, '`tiebreak list cases` names')}")
         case = cases[options.case]

@@ -11,7 +11,7 @@ from tiebreak.backends.torch_device import PREFIX, torch_device
 from tiebreak.kernels.formats import BF16
 from tiebreak.kernels.kernel import Kernel
 from tiebreak.matrix.experiment import Experiment, SelectionContext
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import offered
 from tiebreak.matrix.selection import cells_of
 from tiebreak.matrix.workbench import Settings
 from tiebreak.reports.records.order import grouped
@@ -52,8 +52,7 @@ PROFILES: Mapping[str, Selector] = {
 def profile(name: str) -> Profile:
     """Return the profile of that name: for users' kernels, the cases of one with a backward pass."""
     asks, settings = PROFILES[name], Settings()
-    offered = [experiment for kind in kinds().values() for experiment in kind.offered(None, cases_named=False)]
-    experiments = [experiment for experiment in offered if experiment.tags & asks.tags]
+    experiments = [each for each in offered(cases_named=False) if each.tags & asks.tags]
     inputs = [(kind, each) for each in experiments if (kind := each.input_kind(BF16)) is not None]
     users = SelectionContext([(CPU, replace(ABSENT, external=True))], [CPU], BF16, kernels_named=True)
     cases = (name for name in BACKENDS if BACKENDS.origin(name) == "tiebreak")

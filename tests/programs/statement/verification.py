@@ -23,12 +23,12 @@ from tiebreak.cases.verdicts import LOOKS, BiasVerdict, Interval, judge
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import TORCH_DTYPES
-from tiebreak.kernels.kernel import Kernel
-from tiebreak.matrix.candidates import tilings
+from tiebreak.kernels.kernel import Kernel, tilings
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, ask_all
 from tiebreak.matrix.experiment import Cell, Experiment
-from tiebreak.matrix.experiments import kinds
+from tiebreak.matrix.experiments import kinds, offered
 from tiebreak.matrix.experiments.call import FAIR_CLAIM, NO_WORSE, OneCall, shown, where_bias_is
+from tiebreak.matrix.experiments.features import added_to
 from tiebreak.matrix.experiments.training import MEASURED, TrainingRun, training_result
 from tiebreak.matrix.measures import MORE_OF_O, OF_GRADIENTS, OF_O
 from tiebreak.matrix.options import narrowing, refuse_wrong, stated
@@ -111,7 +111,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
     name, *features = record.case.split(JOINED)
     experiment = _offered(record.experiment).get(name)
     if experiment is not None and features:
-        experiment = experiment.with_features(features)
+        experiment = added_to(experiment, features)
     if experiment is None:
         raise ValueError(f"case: {record.case}: not one of the suite's, so it can't be verified")
     backend, card = backends[record.backend], run.options.get("as")
@@ -123,7 +123,7 @@ def _cell(record: Record, run: Run, kernels: dict[tuple[str, str], Kernel]) -> C
 
 @cache
 def _offered(kind: str) -> Mapping[str, Experiment]:
-    return {each.name: each for each in kinds()[kind].offered(None, cases_named=True)}
+    return {each.name: each for each in offered(cases_named=True) if each.kind == kind}
 
 
 def _kernel(record: Record, backend: Backend) -> Kernel:

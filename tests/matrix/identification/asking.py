@@ -12,7 +12,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
-from tiebreak.matrix.designed import DESIGNED, Designed
+from tiebreak.matrix.identification.designed import DESIGNED, Designed
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Emulated, same_bits
 

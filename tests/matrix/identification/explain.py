@@ -1,7 +1,6 @@
 """Which known plan an undeclared kernel follows, over all of its cells, by the share of equal bits."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,15 +9,14 @@ from tiebreak.cases.verdicts import MARGIN_ULPS
 from tiebreak.kernels.algorithms import FLASH_ATTENTION, SPLIT_ATTENTION, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.flash import ONE_TILE
-from tiebreak.kernels.formats import FP32, Rounding
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.formats import FP32
+from tiebreak.kernels.kernel import Declaration, is_random, nameless
 from tiebreak.kernels.plans import Accumulator, Cast, Steps
-from tiebreak.matrix.candidates import is_random, nameless
-from tiebreak.matrix.settling import RANDOM
+from tiebreak.matrix.identification.settling import RANDOM
 from tiebreak.matrix.workbench import EQUAL
 from tiebreak.reports.records import record as records
 from tiebreak.reports.records.order import grouped
-from tiebreak.reports.records.record import Explanation, FitRecord, PlanRecord, Record
+from tiebreak.reports.records.record import Explanation, FitRecord, Record
 
 
 @dataclass(frozen=True)
@@ -87,17 +85,6 @@ def explain(run: Iterable[Record]) -> dict[str, Explanation]:
     records_that_tell = (record for record in run if _fits(record) or records.IDENTITY in record.evidence)
     kernels = grouped(records_that_tell, lambda record: f"{record.backend}-{record.kernel}")
     return {name: _explain(group) for name, group in kernels.items()}
-
-
-def plans(declared: Iterable[Declaration], explanations: Mapping[str, Explanation]) -> dict[str, PlanRecord]:
-    """Describe the plans that kernels declare or that explanations name: rule or algorithm, and whether a fix."""
-    named = {declaration.label: declaration for declaration in declared}
-    named |= {plan: parse_declaration(plan) for explanation in explanations.values() for plan in explanation.plans}
-    described = {}
-    for name, declaration in named.items():
-        away = tuple(point for point, cast in declaration.plan.casts() if cast.rounding is Rounding.RTNA)
-        described[name] = PlanRecord(re.split("[@,]", declaration.label)[0], not declaration.shift_rule.is_plain, away)
-    return described
 
 
 def _fits(record: Record) -> Mapping[str, FitRecord]:

@@ -13,6 +13,7 @@ from tiebreak.kernels.backward_passes import BackwardPass, passes_after
 from tiebreak.kernels.inputs import GRADIENT_NAMES, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, run_backward
 from tiebreak.kernels.plans import DeltaSource
+from tiebreak.matrix.resolver import BackwardPasses
 from tiebreak.matrix.sample import HeadErrors
 from tiebreak.matrix.workbench import SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED_BACKWARD
@@ -32,16 +33,13 @@ _OfHeads = Mapping[str, HeadErrors]  # of dQ, dK and dV
 
 
 @dataclass(frozen=True)
-class BackwardHeldTo:
-    """The known backward passes that a kernel's gradients are compared with."""
+class BackwardHeldTo(BackwardPasses):
+    """The known backward passes that gradients are held to, with the plan of O."""
 
-    name: str  # of the backward pass, as reports have it
-    bits: Mapping[str, Mapping[str, float]]  # by backward pass, the share of equal bits of dQ, dK and dV
     forward: Declaration  # the plan that O is held to
     passes: Mapping[str, str]  # the names of those that dQ, dK and dV are held to
     like: BackwardPass  # the one whose gradients, without a rounding, errors are measured from
     alike: Sequence[str]  # the names of all that compute delta as the kernel does
-    slips: Mapping[str, float]  # usual mistakes that explain what is wrong, and their share of its squared error
 
     def errors(self, gradients: Gradients, o: Tensor, batch: SharedBatch) -> _OfHeads:
         """Return the errors by head of a batch's gradients, and of the passes that they are held to."""

@@ -21,13 +21,13 @@ from tiebreak.cases.errors import signed_error_ulps
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration, first_line
+from tiebreak.kernels.kernel import Declaration, first_line, is_random
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.asking import DesignedOutput, ProbedKernel
-from tiebreak.matrix.backward_attribution import backward_pass_of
-from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, is_random, on_device
-from tiebreak.matrix.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.identification.asking import DesignedOutput, ProbedKernel
+from tiebreak.matrix.identification.backward_attribution import backward_pass_of
+from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
+from tiebreak.matrix.identification.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
@@ -54,10 +54,7 @@ class UnidentifiedError(Exception):
 
 def plan_of(cell: Cell, bench: Workbench) -> Settled:
     """Return the knowledge about the plan of a cell's kernel; the first caller settles it for all processes."""
-    kernel, backend = cell.kernel, cell.backend
-    if kernel.declaration is not None:
-        return Settled("what it declares", kernel.declaration.label)
-    key = backend.name, kernel.name, cell.fmt.name
+    key = cell.backend.name, cell.kernel.name, cell.fmt.name
     if key not in bench.settled:
         probed = probe_of(cell, bench)
         bench.settled[key] = _once(bench.shared, "-".join(key), lambda: _settle(probed, bench.settings.seed))

@@ -8,13 +8,12 @@ from tiebreak.backends.backend import Backend
 from tiebreak.backends.probes import plan_changes
 from tiebreak.kernels.algorithms import FLASH_ATTENTION_1, STANDARD_ATTENTION
 from tiebreak.kernels.declarations import parse_declaration
-from tiebreak.kernels.flash import ONE_TILE, Block
+from tiebreak.kernels.flash import ONE_TILE
 from tiebreak.kernels.formats import BF16, Formats, Rounding
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import LATER_TILES, Declaration, nameless
 from tiebreak.kernels.plans import FUSED
 from tiebreak.kernels.roster import DEFAULT_ROSTER
 
-_LATER = (ONE_TILE, Block(64, 64), Block(32, 32))  # tiles that are tried after the declared ones
 # Plans of fused, eager and published kernels, in any tiles, with S in base e or two.
 _PLAIN = (
     "flash@paper",
@@ -87,7 +86,7 @@ def candidates(products: tuple[str, ...] = ()) -> Mapping[str, Declaration]:
             declarations.setdefault(text, declaration)
             tiled = declaration.algorithm.tiled and not declaration.tile_named
             tiled = tiled and text.partition(",")[0] not in _UNTILED
-            blocks = _LATER if text in (*_PLAIN, *_MORE) or text.endswith("base=2") else (ONE_TILE,)
+            blocks = LATER_TILES if text in (*_PLAIN, *_MORE) or text.endswith("base=2") else (ONE_TILE,)
             # In one tile flash attention 1 is standard attention.
             for block in blocks[text.startswith(FLASH_ATTENTION_1.name) :] if tiled else ():
                 declarations[f"{text},tile={block}"] = replace(declaration, block=block, tile_named=True)
@@ -126,22 +125,3 @@ def _p_alone(declaration: Declaration, formats: Formats) -> bool:
     """Return whether P is in 8 bits and nothing else is."""
     plan, fewest = declaration.plan, BF16.mantissa_bits
     return plan.p_bar.fmt.mantissa_bits < fewest <= formats.v.mantissa_bits and not plan.quantizes
-
-
-@cache
-def nameless(declaration: Declaration) -> Declaration:
-    """Return a declaration without its name: two that do the same are equal."""
-    rule = replace(declaration.shift_rule, name="", source="", accepted=True)
-    return replace(declaration, plan=replace(declaration.plan, name=""), shift_rule=rule)
-
-
-def tilings(declaration: Declaration) -> tuple[Declaration, ...]:
-    """Return the tiles that a user's kernel may work in, smallest last; if O-bar is rounded they change its bias."""
-    if declaration.tile_named or not declaration.algorithm.tiled:
-        return (declaration,)
-    return tuple(replace(declaration, block=block) for block in (declaration.block, *_LATER))
-
-
-def is_random(declaration: Declaration) -> bool:
-    """Return whether random bits enter O."""
-    return declaration.plan.is_stochastic or declaration.shift_rule.dithered

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tiebreak.backends.backend import Backend
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.errors import measure
 from tiebreak.cases.slips import slips
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import Declaration
+from tiebreak.kernels.kernel import nameless
 from tiebreak.kernels.reference import reference
-from tiebreak.matrix.candidates import MATCHED_BY_ERROR_SIZE, accepted, nameless, on_device
+from tiebreak.matrix.identification.candidates import MATCHED_BY_ERROR_SIZE, accepted, on_device
 from tiebreak.matrix.sample import HeldTo, Sample
 from tiebreak.matrix.workbench import EQUAL, Fit, Settled, SharedBatch, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
@@ -25,10 +26,10 @@ _LOOSEST = "the loosest plan of random bits"
 def plan_fits(sample: Sample, settled: Settled) -> Mapping[str, Fit]:
     """Return how known plans fit the output of a kernel that declares none.
 
-    If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where the
-    kernel declares its plan, or bits show nothing.
+    If the kernel follows one plan and that plan has the bits here too, only this plan; otherwise all. Empty where bits
+    show nothing.
     """
-    if sample.cell.kernel.declaration is not None or not sample.bench.case.bits_tell or sample.has_cancelled:
+    if not sample.bench.case.bits_tell or sample.has_cancelled:
         return {}
     o, batch, plans = sample.outputs[0].o, sample.bench.batch(0), on_device(sample.cell.backend)
     if settled.followed is not None:
@@ -48,14 +49,12 @@ def _plans_on_other_inputs(settled: Settled) -> tuple[str, ...]:
 
 
 def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> HeldTo | None:
-    """Return the plan that a kernel declares, follows here, or follows on other inputs.
+    """Return the plan that a kernel follows here, or follows on other inputs.
 
     A kernel that follows a plan on most inputs and none on others (it clamps its logits, say) is compared with its own
-    plan on the others. If it follows another plan at another shape, it is compared with that one there. None where the
-    emulation shows nothing: it is the kernel itself, or the case is chaotic or cancels.
+    plan on the others. If it follows another plan at another shape, it is compared with that one there. None where bits
+    show nothing.
     """
-    if sample.prediction is not None:
-        return HeldTo(sample.declaration.label, sample.declaration)
     plans = accepted(on_device(sample.cell.backend), sample.bench.batch(0).inputs.formats)
     plans = {**plans, **MATCHED_BY_ERROR_SIZE}
     bits = {name: fit.bits for name, fit in fits.items() if name in plans}
@@ -68,7 +67,7 @@ def plan_held_to(sample: Sample, fits: Mapping[str, Fit], settled: Settled) -> H
     return max(held, key=lambda each: sample.bench.emulated(0, each.declaration)[1].rms_ulps, default=None)
 
 
-def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaration]) -> dict[str, float]:
+def slip_bits(o: Tensor, batch: SharedBatch, backend: Backend) -> dict[str, float]:
     """Return the mistakes that explain an output, and the share of bits that the nearest plan has of each.
 
     A mistake explains an output whose errors against the mistake's exact result are within the rounding-error bound of
@@ -81,12 +80,13 @@ def slip_bits(o: Tensor, batch: SharedBatch, candidates: Mapping[str, Declaratio
     if _share_of_bound(ours, some) <= 1.0:
         return {}
     explaining: dict[str, float] = {}
+    candidates = accepted(on_device(backend), batch.inputs.formats).values()
     for slip in slips(some.inputs):
         wrong, seen = SharedBatch(slip.inputs, reference(slip.inputs)), slip.seen(ours)
         emptied = _rows_without_keys(slip.inputs) & ~_rows_without_keys(some.inputs)
         seen = torch.where(emptied, 0.0, seen)  # what a row gives whose keys the mistake hides is not asked
         if emptied.double().mean() < _MOST and _share_of_bound(seen, wrong) <= 1.0:
-            plans = {nameless(wrong.clipped(plan)) for plan in candidates.values()}
+            plans = {nameless(wrong.clipped(plan)) for plan in candidates}
             bits = max(equal_bits(seen, wrong.predicted(plan)) for plan in plans)
             explaining |= {slip.about: bits} if bits >= FOLLOWED else {}
     return explaining
