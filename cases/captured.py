@@ -1,9 +1,9 @@
 """Captured tensors as cases: q, k, v and dO as a training run has kept them (docs/your-kernel.md).
 
-A case claims nothing, but it is a failure input: `--fair` asks for no bias on it.
+A case claims nothing, but it is a failure input: `--fair` asks for no bias on it. Gradients are of the dO in the file.
 
 A layer whose metadata say that it is made, by a fuzzer or by hand, may have what no training run leaves behind: NaN and
-Inf, padding, rows without a key, another order in memory. Its gradients are measured, its bits not predicted.
+Inf, padding, rows without a key, another order in memory. Its bits are not predicted.
 """
 
 import math
@@ -112,7 +112,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         layer.path.name,
         partial(_inputs, layer=layer, fixed_heads=fixed_heads),
         failure=True,
-        gradients=layer.made,
+        gradients=True,
         chaotic=layer.made,
         fixed_heads=fixed_heads,
         group="captured from training runs",

@@ -2,10 +2,12 @@
 
 A row of attention knows nothing of other rows, and a key whose P is 0 adds an exact 0. So a kernel that needs more rows
 gets dummies, and one that needs more keys gets them where its own mask hides them, or a causal one: behind the last key
-that a row sees. No bit of the others changes.
+that a row sees. One whose head dimensions are larger gets columns of zeros before those of the call, and q times a
+power of two, so that its scale is that of the call. No bit of the others changes.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.external.call import Call, Placed, broken
 from tiebreak.kernels.external.isolation import CLOCK, kept_state
 from tiebreak.kernels.external.options import AUTOGRAD, NO_BACKWARD, Convention, KernelOptions
-from tiebreak.kernels.features import OBLONG_CAUSAL, PAGES, PLACED
+from tiebreak.kernels.features import OBLONG_CAUSAL, OWN_SCALE, PAGES, PLACED
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Blame, CannotRunError, in_one_line
 from tiebreak.kernels.triton.loading import Tuning, is_interpreting
@@ -42,6 +44,9 @@ class Arranged:
     inputs: AttentionInputs
     rows: slice  # of its queries, those of the other call
     keys: slice  # the same of its keys
+    column: int = 0  # of q and k, at which the other call begins
+    column_of_v: int = 0  # the same of V, dO and O
+    factor: float = 1.0  # that q was multiplied by
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,6 @@ class Caller:
 
     def missing_requirement(self, inputs: AttentionInputs) -> str | None:
         """Return None, or why the function can't take some inputs though it takes all their features, in one line."""
-        dims, d = self.convention.options.head_dims, inputs.q.shape[3]
-        if dims and d not in dims:
-            return f"it has head dimensions {', '.join(map(str, dims))}, not {d}"
         causal = inputs.causal or inputs.window[1] == 0
         if inputs.window != (None, None) and "sliding_window" in self.convention.values and not causal:
             return "its sliding_window is that of a causal mask"
@@ -102,6 +104,29 @@ class Caller:
 
     def arranged(self, inputs: AttentionInputs) -> Arranged:
         """Return the call to make: these inputs, or larger ones with dummies if needed; ValueError: there is none."""
+        wide, factor = self._widened(inputs)
+        longer = self._lengthened(wide)
+        added, of_v = (now.shape[3] - before.shape[3] for now, before in ((wide.q, inputs.q), (wide.v, inputs.v)))
+        return replace(longer, column=added, column_of_v=of_v, factor=factor)
+
+    def _widened(self, inputs: AttentionInputs) -> tuple[AttentionInputs, float]:
+        """Return the inputs in a head dimension that the kernel has, and the factor of q; ValueError: it has none."""
+        dims, d = self.convention.options.head_dims, inputs.q.shape[3]
+        if not dims or d in dims:
+            return inputs, 1.0
+        wider, factor = min((dim for dim in dims if dim > d), default=0), 1.0
+        if inputs.softmax_scale is None and wider and not (factor := math.sqrt(wider / d)).is_integer():
+            inputs, factor = replace(inputs, softmax_scale=inputs.scale), 1.0
+        takes_scale = OWN_SCALE in self.convention.values.values()
+        if not wider or (inputs.softmax_scale is not None and not takes_scale) or math.log2(factor) % 1:
+            raise ValueError(f"it has head dimensions {', '.join(map(str, dims))}, not {d}")
+        q, k, v, do = (
+            (x, (wider - d if x.shape[3] == d else 0, 0)) for x in (inputs.q * factor, inputs.k, inputs.v, inputs.do)
+        )
+        return replace(inputs, q=pad(*q), k=pad(*k), v=pad(*v), do=pad(*do)), factor
+
+    def _lengthened(self, inputs: AttentionInputs) -> Arranged:
+        """Return the inputs with the rows and keys that the kernel needs."""
         (queries, keys), options = (inputs.q.shape[2], inputs.k.shape[2]), self.convention.options
         rows, columns = (-(-length // options.multiple_of) * options.multiple_of for length in (queries, keys))
         # With a mask of scores to say it by, a causal flag that is right in square calls alone need not.
@@ -232,7 +257,7 @@ class StartedRun:
     @property
     def o(self) -> Tensor:
         """O, (batch, heads, N, d) in fp32."""
-        return self.call.restored(self.returned)[:, :, self.arranged.rows]
+        return self.call.restored(self.returned)[:, :, self.arranged.rows, self.arranged.column_of_v :]
 
     def finished(self, do: Tensor | None = None) -> AttentionOutput:
         """Return O and, if there is a backward pass, the gradients of this dO or the inputs'; raise like `compute`."""
@@ -253,8 +278,9 @@ class StartedRun:
         if made is None:
             return AttentionOutput(self.o, backward_error=failure, backward_raised=cause)
         (dq, dk, dv), dsink = map(self.call.restored, made[:3]), (x.detach().float() for x in made[3:])
-        rows, keys = self.arranged.rows, self.arranged.keys
-        gradients = Gradients(dq[:, :, rows], dk[:, :, keys], dv[:, :, keys], None, *dsink)
+        at = self.arranged
+        dq, dk = at.factor * dq[:, :, at.rows, at.column :], dk[:, :, at.keys, at.column :]
+        gradients = Gradients(dq, dk, dv[:, :, at.keys, at.column_of_v :], None, *dsink)
         return AttentionOutput(self.o, gradients=gradients)
 
     def check_inputs(self) -> None:

@@ -18,6 +18,7 @@ from tiebreak.cases.captured import CapturedError, captured_cases
 from tiebreak.cases.case import Case
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import BiasVerdict, judge
+from tiebreak.defects.planted import DEFECTS, on, twin
 from tiebreak.kernels.features import COMMON
 from tiebreak.kernels.formats import BF16, FP16, Format, Formats
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput
@@ -175,6 +176,18 @@ class TestLooks:
         assert sample.heads == in_all
         assert sample.errors.elements == in_all * 2
         assert sample.exhausted is (in_all == 40)
+
+    @pytest.mark.parametrize(
+        ("kernel", "outcome"), [("tiled", {"gradients": True}), ("unscaled_dk", {"gradients": False})]
+    )
+    def test_a_backward_pass_is_held_to_the_do_that_was_kept(
+        self, tmp_path: Path, kernel: str, outcome: Mapping[str, bool]
+    ) -> None:
+        """TransformerEngine 3216: dK 88 times too large on a layer of a training run."""
+        case = only_case(tmp_path, normal((1, 4, 16, 64)))
+        tested = DEFECTS[kernel].kernel if kernel in DEFECTS else twin(kernel)
+        record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=4)))
+        assert {name: record.answers[name].passed for name in outcome} == outcome
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:
         case = only_case(tmp_path, normal((2, 8, 48, 32)), CAUSAL)

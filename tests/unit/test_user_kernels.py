@@ -6,6 +6,7 @@ What wrong ones fall by is tried with planted defects (test_planted_defects.py).
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from tiebreak.matrix import workbench
 from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.workbench import Settings
+from tiebreak.matrix.workbench import Settings, Workbench
 from tiebreak.reports.records.record import CLAIM, FOLLOWED, FOLLOWS, PREDICTION, UNEXPLAINED, Record, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
@@ -222,3 +223,45 @@ def test_a_correctly_rounded_output_is_no_worse_than_itself_though_it_is_not_fai
     assert [record.tied for record in kept().records] == [False, False]
     (reason,) = (record.reasons[0] for record in kept().records if record.case == "tied_maxima[k=2]")
     assert re.search(r"claim failed: .* bias \+0\.2\d\d .* measured, bias -0\.0\d\d .* of O rounded once", reason)
+
+
+@pytest.mark.parametrize(("wrong", "failed"), [("", set()), ("dq = 2 * dq", {"gradients"})])
+def test_a_kernel_of_one_head_dimension_is_asked_all_in_it(tmp_path: Path, wrong: str, failed: set[str]) -> None:
+    """Columns of zeros come first, and q is twice as large: the scores of d = 64, in a kernel that has 256 alone."""
+    (tmp_path / "wide.py").write_text(WIDE.replace("pass  # wrong", wrong or "pass"), encoding="utf-8")
+    mine = external_kernel(f"{tmp_path}/wide.py:wide", None, ("head_dims=[256]",))
+    cases = {case.name: case for case in EVERY}
+    for name in ("sink_tie", "random_causal"):
+        record = run_cell(Cell(CPU, mine, OneCall(cases[name]), BF16), Workbench(Settings(heads=16)))
+        assert {check for check, answer in record.answers.items() if answer.passed is False} == failed, record.reasons
+
+
+WIDE = """
+import torch
+
+
+class Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        assert q.shape[-1] == 256
+        s = q.float() @ k.float().mT / 16
+        if causal:
+            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(s.shape[-1] - s.shape[-2] + 1), -torch.inf)
+        p = torch.softmax(s, -1)
+        ctx.save_for_backward(q, k, v, p)
+        return (p.to(v.dtype).float() @ v.float()).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, p = ctx.saved_tensors
+        dv = p.to(v.dtype).float().mT @ do.float()
+        dp = do.float() @ v.float().mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / 16
+        dq, dk = ds @ k.float(), ds.mT @ q.float()
+        pass  # wrong
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def wide(q, k, v, *, causal=False):
+    return Wide.apply(q, k, v, causal)
+"""

@@ -182,7 +182,8 @@ class Session:
     def _first(self) -> tuple[CallShape, Answers]:
         """The first shape in which the kernel can be called, and that call's answer; without one its last error."""
         failure: Exception | None = None
-        for shape in SHAPES:
+        dims = self.options.head_dims
+        for shape in (replace(shape, d=dims[0]) for shape in SHAPES) if dims else SHAPES:
             inputs = self.draw_small(shape)
             refusal = self.kernel.refusal(to_device(inputs, self.cell.backend.device))
             if refusal is not None:
