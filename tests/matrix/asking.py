@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from tiebreak.backends.backend import Backend
 from tiebreak.kernels.formats import Format
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import CannotRunError, Declaration, Kernel
-from tiebreak.matrix.designed import Designed
+from tiebreak.matrix.designed import DESIGNED, Designed
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import Emulated, same_bits
 
@@ -40,6 +41,7 @@ class Miss:
 class Answer(Emulated):
     o: Tensor
     name: str  # of the input
+    shared: Emulated | None = None  # the same inputs, and what plans make of them, of every kernel that is asked
     misses: dict[Declaration, Miss] = field(default_factory=dict)  # of plans that were held against it
 
     def missed(self, declaration: Declaration) -> float:
@@ -48,7 +50,7 @@ class Answer(Emulated):
     def miss(self, declaration: Declaration) -> Miss:
         key = self.clipped(declaration)
         if key not in self.misses:
-            prediction = self.output(key).o
+            prediction = (self.shared or self).predicted(key)
             missed, between = ~same_bits(self.o, prediction), 0.0
             if rows := int(missed.any(-1).sum()):
                 ulp = torch.maximum(self.o.abs(), prediction.abs()) * 2.0**-self.inputs.formats.operands.mantissa_bits
@@ -56,6 +58,11 @@ class Answer(Emulated):
                 between = torch.log2(1.0 + ulps.nan_to_num_(_FAR)).mean().item()
             self.misses[key] = Miss(missed.double().mean().item(), rows, between)
         return self.misses[key]
+
+
+@lru_cache(maxsize=2 * len(DESIGNED))  # of two formats
+def _emulated(designed: Designed, fmt: Format, seed: int) -> Emulated:
+    return Emulated(designed.make(fmt, seed))
 
 
 @dataclass(frozen=True)
@@ -71,16 +78,16 @@ class Asked:
         """As `answer`, of an input that the format can hold; remembered, so that the kernel is asked once."""
         name = f"{designed.name}#{seed}" if seed else designed.name
         unasked = name not in self.answers and name not in self.refused and self.fmt in designed.formats
-        if unasked and (answer := self.answer(name, designed.make(self.fmt, seed))) is not None:
+        if unasked and (answer := self.answer(name, _emulated(designed, self.fmt, seed))) is not None:
             self.answers[name] = answer
         return self.answers.get(name)
 
-    def answer(self, name: str, inputs: AttentionInputs) -> Answer | None:
+    def answer(self, name: str, shared: Emulated) -> Answer | None:
         """Its answer; None where it does not take such inputs. It may raise anything on those that it should take."""
-        why = refusal(self.backend, self.kernel, inputs)
+        why = refusal(self.backend, self.kernel, shared.inputs)
         try:
             if why is None:
-                return Answer(inputs, self.run(inputs), name)
+                return Answer(shared.inputs, self.run(shared.inputs), name, shared)
         except CannotRunError as error:
             why = str(error)
         self.refused[name] = why

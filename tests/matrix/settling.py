@@ -28,7 +28,7 @@ from tiebreak.matrix.backward_attribution import backward_pass_of
 from tiebreak.matrix.candidates import BY_LAW, accepted, drawn, on_device
 from tiebreak.matrix.designed import BINDING, DESIGNED, OF_SUMS
 from tiebreak.matrix.experiment import Cell
-from tiebreak.matrix.workbench import Emulated, Settled, SharedBatch, Workbench, equal_bits
+from tiebreak.matrix.workbench import Settled, SharedBatch, Workbench, equal_bits
 from tiebreak.reports.records.record import FOLLOWED
 from tiebreak.reports.tables.run import counted
 
@@ -206,17 +206,18 @@ def on_normal_numbers(asked: Asked, seed: int) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=len(_ASKED))  # every kernel that follows no plan on designed inputs meets the O of all of them
-def _emulated(at: int, fmt: Format, seed: int) -> Emulated:
-    return Emulated(_ASKED[at].make(seed, 0, HEADS, fmt))
+def _emulated(at: int, fmt: Format, seed: int) -> SharedBatch:
+    inputs = _ASKED[at].make(seed, 0, HEADS, fmt)
+    return SharedBatch(inputs, reference(inputs))
 
 
-def _on(asked: Asked, number: int, seed: int) -> list[tuple[Tensor, Emulated]]:
+def _on(asked: Asked, number: int, seed: int) -> list[tuple[Tensor, SharedBatch]]:
     """Return what it makes of so many inputs, but for those that it can't run."""
     answers = []
     for at in range(number):
         emulated = _emulated(at, asked.fmt, seed)
         try:
-            answer = asked.answer(_ASKED[at].name, emulated.inputs)
+            answer = asked.answer(_ASKED[at].name, emulated)
         except Exception:  # the cell of that case says what it raised
             if asked.backend.poisoned():
                 raise
@@ -240,13 +241,12 @@ def _random(asked: Asked, inputs: AttentionInputs) -> bool:
     return any((o != like).any(-1).double().mean().item() > _OTHER_ROWS for o, like in pairs)
 
 
-def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, Emulated]]) -> str:
+def _of_its_law(fmt: Format, plans: Mapping[str, Declaration], answers: Sequence[tuple[Tensor, SharedBatch]]) -> str:
     """The plan of random bits whose errors are as large as the kernel's, input by input: its bits are its own."""
     apart = dict.fromkeys(plans, 0.0)
     for o, emulated in answers:
-        exact = reference(emulated.inputs).o
         ours, *theirs = (
-            signed_error_ulps(each, exact, fmt).square().nanmean()
+            signed_error_ulps(each, emulated.ref.o, fmt).square().nanmean()
             for each in (o, *map(emulated.predicted, plans.values()))
         )
         for name, square in zip(plans, theirs, strict=True):
@@ -258,8 +258,7 @@ def _backward(asked: Asked, followed: str, seed: int) -> tuple[str, int] | None:
     """The backward pass that gradients on normal numbers come from, where there are any."""
     if not asked.kernel.has_backward:
         return None
-    forward, inputs = on_device(asked.backend)[followed], NORMAL[0].make(seed, 0, HEADS, asked.fmt)
-    batch = SharedBatch(inputs, reference(inputs))
+    forward, batch = on_device(asked.backend)[followed], _emulated(0, asked.fmt, seed)
     with suppress(Exception):  # the cells with gradients say what the kernel raised
         output = asked.backend.run(asked.kernel, batch.inputs, gradients=True)
         return None if output.gradients is None else backward_pass_of(output.gradients, output.o, forward, batch)

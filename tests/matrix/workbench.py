@@ -37,6 +37,7 @@ _FP32 = Cast(FP32)
 _LARGEST = 2**20  # elements of a result that is kept: a larger one costs as much to find memory for as to compute
 _WIDENED = 2**18  # elements of what is kept in fp64 too: 2 MB
 _KEPT = 2**24  # elements of all of them, at most: they are forgotten beyond
+_PLANS = 256  # of which O is kept: a search tries thousands
 
 
 class SharedEmulation(EmulatedArithmetic):
@@ -167,6 +168,8 @@ class Emulated:
         """O, which is kept."""
         key = self.clipped(declaration)
         if key not in self._predicted:
+            if len(self._predicted) >= _PLANS:
+                self._predicted.clear()
             self._predicted[key] = self.output(key).o
         return self._predicted[key]
 

@@ -17,8 +17,8 @@ from tiebreak.matrix.experiment import Cell, Experiment
 from tiebreak.matrix.experiments.call import Call
 from tiebreak.matrix.experiments.identity import Identification
 from tiebreak.matrix.run import run_cell
-from tiebreak.matrix.settling import settled
-from tiebreak.matrix.workbench import Settings, Settled, Workbench
+from tiebreak.matrix.settling import asking, designed_answers, explaining, settled
+from tiebreak.matrix.workbench import Emulated, Settings, Settled, Workbench
 
 CASES = {case.name: case for case in SCRIPTED}
 # Eager attention in one tile, S in fp32; of `clamped` no known plan explains the designed inputs.
@@ -64,6 +64,15 @@ def test_no_order_and_no_subset_of_cells_changes_a_record(named: Callable[[str],
     assert rounds[0] == rounds[1]
     assert rounds[2].items() <= rounds[0].items()
     assert rounds[0][cells[0].id].answers["accuracy"].met is (name == "eager")
+
+
+def test_plans_compute_o_of_designed_inputs_once_for_all_kernels(
+    named: Callable[[str], Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = settled(named("eager"), Workbench(Settings()))
+    monkeypatch.setattr(Emulated, "output", lambda *_: pytest.fail("a plan has computed it anew"))
+    asked = asking(named("eager"), Workbench(Settings()))
+    assert explaining(asked, designed_answers(asked)) == found.followed
 
 
 def test_one_process_asks_and_the_others_take_what_it_found(

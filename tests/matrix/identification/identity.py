@@ -21,7 +21,7 @@ from tiebreak.matrix.identification import space
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.space import Change, changes, forward_alone, text
 from tiebreak.matrix.settling import DESIGNED_MISSED, designed_answers, unexplained
-from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
+from tiebreak.matrix.workbench import CaseBench, Emulated, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
@@ -218,7 +218,7 @@ def _held_out(asked: Asked, plan: Declaration, seed: int) -> tuple[dict[str, flo
     """
     shares, elsewhere = {}, {}
     for case in _HELD_OUT:
-        answer = asked.answer(case.name, case.make(seed, 0, _HEADS, asked.fmt))
+        answer = asked.answer(case.name, Emulated(case.make(seed, 0, _HEADS, asked.fmt)))
         if answer is None:
             continue
         usual = answer.inputs.q.shape[-1] == HEAD_DIMENSION
@@ -235,7 +235,7 @@ def _in_other_shapes(asked: Asked, plan: Declaration, tell: Callable[[str], None
     others = {}
     for designed in SHAPES:
         tell(f"asking {designed.name}")
-        if answer := asked.answer(designed.name, designed.make(asked.fmt)):
+        if answer := asked.answer(designed.name, Emulated(designed.make(asked.fmt))):
             others[designed.name] = _elsewhere(answer, plan, asked.fmt, space.QUICK)
     return {name: other for name, other in others.items() if other is not None}
 

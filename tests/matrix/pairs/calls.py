@@ -68,7 +68,7 @@ class PairedCall:
     def _o(self, letter: str, side: Side) -> Tensor:
         asked, name = Asked(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
-            answer = asked.answer(name, self.bench.batch(len(self.outputs)).inputs)
+            answer = asked.answer(name, self.bench.batch(len(self.outputs)))
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
