@@ -80,8 +80,7 @@ def test_readme_is_short_and_its_commands_run_from_a_fresh_clone() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= MOST_WORDS
     shown = [command.partition(" #")[0].rstrip() for command in commands(README)]
     assert shown == ["make matrix", "make test", "pip install .", "tiebreak check my.py:attention"]
-    called = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1].split()
-    assert called[:2] + called[-1:] == ["exec", "make", "test"]
+    assert "make --keep-going test ||" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.relative_to(ROOT).as_posix())
