@@ -127,6 +127,7 @@ class ErrorBounds:
     inputs: AttentionInputs
     ref: Reference
     _bounds: dict[Hashable, Tensor] = field(default_factory=dict)
+    _of_p: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def shared_by(self, declaration: Declaration, points: tuple[str, ...] = _IN_O) -> Hashable:
         """What a declaration's bounds follow from: kernels that are equal in it share their bounds."""
@@ -139,7 +140,7 @@ class ErrorBounds:
     @cached_property
     def values(self) -> Tensor:
         """|V|."""
-        return self.inputs.expanded(self.inputs.whole_v.double().abs())
+        return self.inputs.expanded(self.inputs.whole_v.abs().double())
 
     @cached_property
     def _product_error(self) -> Tensor:
@@ -231,17 +232,20 @@ class ErrorBounds:
             return self._bounds[key]
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
-        dp = self.of_probabilities(declaration)
+        up_to_p = self.shared_by(declaration, IN_P)
+        if up_to_p not in self._of_p:  # which many plans share
+            dp = self.of_probabilities(declaration)
+            self._of_p[up_to_p] = dp.sum(-1, keepdim=True), dp @ self.values
+        total, weighted = self._of_p[up_to_p]
         steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-        relative = dp.sum(-1, keepdim=True) + self.of_sink(declaration)
-        relative = relative + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
+        relative = total + self.of_sink(declaration) + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
         sees = ref.p.any(-1, keepdim=True)
         least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)
         casts = 2 if self.inputs.sink is not None and plan.sink is SinkEntry.AFTERWARDS else 1
-        bound = dp @ self.values + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
+        bound = weighted + relative * ref.magnitude + casts * _roundoff(plan.o) * ref.o.abs() + least
         # Inf * 0: the scores' rounding can move any weight to any key.
         self._bounds[key] = bound.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return self._bounds[key]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ def units_of(ref: Tensor, fmt: Format) -> Tensor:
 
 def in_units(difference: Tensor, units: Tensor) -> Tensor:
     """Differences from the reference in its units (`units_of`), NaN where one is not finite."""
-    return (difference * units).nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+    errors = difference * units
+    if math.isfinite(errors.sum().item()):  # as almost always, and cheap to ask
+        return errors
+    return errors.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 _LARGEST = frozenset({"max_ulps", "error_over_bound", "outside_values"})  # of `Errors`: others are sums, or of heads
@@ -57,12 +61,12 @@ class Errors:
     elements: int  # all elements
     outside_values: float = 0.0  # largest distance of O from the range of V, likewise of what rounding allows
 
-    @property
+    @cached_property
     def bias(self) -> Interval:
         """Mean signed error in ulps."""
         return interval(_finite(self.head_bias))
 
-    @property
+    @cached_property
     def coherence_excess(self) -> Interval:
         """Row coherence, less what it would be if the errors of a row, of the size they have, were independent."""
         return interval(_finite(self.head_coherence))
@@ -72,7 +76,7 @@ class Errors:
         """Root mean square error in ulps."""
         return _finite(self.head_square).mean().sqrt().item()
 
-    @property
+    @cached_property
     def delta_bias(self) -> Interval:
         """Mean of delta_lp - delta_hp, relative to mean |delta_hp|."""
         finite = torch.isfinite(self.head_delta)
@@ -110,7 +114,9 @@ def _independent(square: Tensor, counted: Tensor) -> Tensor:
 def by_key_head(x: Tensor, groups: int) -> Tensor:
     """Mean over all that shares one key head, NaN left out: (batch, heads, ...) -> (batch * key heads,)."""
     batch, heads = x.shape[:2]
-    return x.reshape(batch * heads // groups, -1).nanmean(1)
+    rows = x.reshape(batch * heads // groups, -1)
+    means = rows.mean(1)
+    return rows.nanmean(1) if means.isnan().any() else means  # the same to the bit; a mean takes a fifth of the time
 
 
 def measure(
@@ -135,17 +141,22 @@ def measure(
     wide = output.double()
     difference = wide - ref.o
     error = in_units(difference, units_of(ref.o, inputs.formats.output) if units is None else units)
-    counted = (~error.isnan()).sum(-1).double()  # of every row, as the two sums
-    error.nan_to_num_(nan=0.0)
+    sizes = [wide, ref.o, difference.abs().div_(bound)]
+    if output.is_contiguous() and math.isfinite(error.sum().item()):  # nothing is left out, as almost always
+        finite = finite_out = torch.ones((), dtype=torch.bool)
+        counted = error.new_full(error.shape[:-1], error.shape[-1])  # of every row, as the two sums
+    else:
+        finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
+        counted = (~error.isnan()).sum(-1).double()
+        error.nan_to_num_(nan=0.0)
+        sizes = [size.where(finite & finite_out, 0.0) for size in sizes]
     total, square = error.sum(-1), torch.linalg.vector_norm(error, dim=-1).square()
     excess = (total / counted).abs() - _independent(square / counted, counted)
-    finite, finite_out = torch.isfinite(ref.o), torch.isfinite(output)
-    both = finite & finite_out
     if delta is None:
         delta = (wide * inputs.do).sum(-1, keepdim=True)
     elements = by_key_head(counted, inputs.groups)
     head_square = by_key_head(square, inputs.groups) / elements
-    over_bound = (difference.abs() / bound).where(both, 0.0).nan_to_num_(nan=0.0).max().item()
+    over_bound = sizes[2].nan_to_num_(nan=0.0).max().item()
     return Errors(
         head_bias=by_key_head(total, inputs.groups) / elements,
         head_square=head_square,
@@ -155,10 +166,10 @@ def measure(
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=error.abs().max().item(),
+        max_ulps=max(abs(end.item()) for end in error.aminmax()),
         error_over_bound=math.nan if has_no_number(output, ref) else over_bound,
-        output_size=wide.where(both, 0.0).abs().sum().item(),
-        reference_size=ref.o.where(both, 0.0).abs().sum().item(),
+        output_size=sizes[0].abs().sum().item(),
+        reference_size=sizes[1].abs().sum().item(),
         left_out=ref.o.numel() - int(ref.o.count_nonzero()),
         nonfinite=int((finite & ~finite_out).count_nonzero()),
         missed=int((~finite & finite_out).count_nonzero()),
@@ -168,7 +179,8 @@ def measure(
 
 def has_no_number(output: Tensor, ref: Reference) -> bool:
     """Tell whether all of O is NaN or Inf though the reference is not: its largest error is that of no element."""
-    return not torch.isfinite(output).any() and bool(torch.isfinite(ref.o).any())
+    some = output[:1, :1]  # mostly a number: to ask it is cheap
+    return not (torch.isfinite(some).any() or torch.isfinite(output).any()) and bool(torch.isfinite(ref.o).any())
 
 
 def _largest(numbers: list[float]) -> float:

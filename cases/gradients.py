@@ -280,7 +280,7 @@ def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int)
             nonfinite += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
             size = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).norm().item()
         squares += size**2
-        worst = max(worst, error.div_(limit).abs_().max().item())
+        worst = max(worst, *(abs(end.item()) for end in error.div_(limit).aminmax()))
     faults = Faults(nonfinite, max(worst, math.sqrt(squares) / norm if norm else 0.0))
     return ErrorsOfOne(torch.cat(rows).reshape(*out.shape[:-1], 1), torch.cat(along), faults)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 _MASK = 0xFFFFFFFF
@@ -28,18 +29,18 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
         # Without the inner mix, two rows of counters have the same numbers in another order whenever their states
         # differ in low bits only: among 4,096 rows of 4,096, some would.
         state = _mix(_mix(counter if isinstance(counter, int) else _wide(counter)) + state)
-    return torch.as_tensor(state)
+    return torch.as_tensor(state.astype(np.int64) if isinstance(state, np.ndarray) else state)
 
 
-def _wide(counter: torch.Tensor) -> torch.Tensor:
+def _wide(counter: torch.Tensor) -> Any:
     if counter.is_floating_point() or counter.is_complex() or counter.dtype == torch.bool:
         raise TypeError(f"a counter is an int or an integer tensor, not {counter.dtype}")
-    return counter.to(torch.int64)
+    return counter.numpy().astype(np.uint32) if counter.device.type == "cpu" else counter.to(torch.int64)
 
 
 def _mix(x: Any) -> Any:
-    # Of an int, or of int64 that holds uint32: torch has no logical shift, and few operations on uint32. A product may
-    # wrap around 2**64, which leaves its low 32 bits right. The first step makes a tensor that may be written to.
+    # Of an int, of NumPy's uint32, or of int64 that holds uint32: torch has no logical shift, and few operations on
+    # uint32. A product may wrap around, which leaves its low 32 bits right. The first step makes a copy to write to.
     x = x & _MASK
     x ^= x >> 16
     x *= 0x7FEB352D

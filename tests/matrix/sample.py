@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class HeadErrors:
         return HeadErrors(*(torch.cat([mine, vars(more)[name]]) for name, mine in vars(self).items()))
 
 
+def _gains(groups: int, ours: Tensor, exact: Tensor) -> Tensor:
+    """Return the gain errors of one entry of a batch, which stays in a core's cache, (key heads,)."""
+    return by_key_head(((ours - exact) * exact)[None], groups) / by_key_head(exact.square()[None], groups)
+
+
 @dataclass(frozen=True)
 class OnTheWhole:
     """By how much the gradients of a batch are too large on the whole, by key head, (heads,) each."""
@@ -62,7 +67,7 @@ class OnTheWhole:
         """Return those of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
         pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
-        gains = (by_key_head((ours - x) * x, n) / by_key_head(x.square(), n) for ours, x, n in pairs)
+        gains = (torch.cat(list(map(partial(_gains, n), ours, x))) for ours, x, n in pairs)
         return cls(delta_errors_of(gradients.dq, batch.inputs, batch.ref, exact[0]), tuple(gains))
 
 

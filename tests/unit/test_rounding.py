@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tiebreak.backends.emulation import rounding
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels import counter
 from tiebreak.kernels.formats import (
@@ -230,3 +231,10 @@ def test_errors() -> None:
     for mode, bits in ((Rounding.STOCHASTIC, None), (Rounding.UP, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(ValueError, match="STOCHASTIC"):
             round_to(torch.ones(1), BF16, mode, random_bits=bits)
+
+
+def test_a_cast_of_the_processor_that_loses_subnormals_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, own = torch.tensor([2.0**-130, 1.0]).repeat(16), torch.Tensor.bfloat16
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: own(x.masked_fill(x.abs() < BF16.smallest_normal, 0.0)))
+    monkeypatch.setattr(rounding, "_rounds_to_even", functools.cache(rounding._rounds_to_even.__wrapped__))
+    assert torch.equal(round_to(x, BF16), x)
