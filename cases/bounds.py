@@ -143,11 +143,6 @@ class ErrorBounds:
         return self.inputs.expanded(self.inputs.whole_v.abs().double())
 
     @cached_property
-    def _sees(self) -> Tensor:
-        """Which rows see a key, (batch, heads, queries, 1)."""
-        return self.ref.p.any(-1, keepdim=True)
-
-    @cached_property
     def _product_error(self) -> Tensor:
         """The error that fp32 allows the products and sums of Q K^T."""
         q, k = self.inputs.q.double(), self.inputs.whole_k.double()
@@ -193,17 +188,6 @@ class ErrorBounds:
 
     def of_probabilities(self, declaration: Declaration) -> Tensor:
         """Return a bound on |dP| for every P, fp64, (batch, heads, queries, keys)."""
-        return self._weighted(declaration)[0]
-
-    def _weighted(self, declaration: Declaration) -> tuple[Tensor, Tensor]:
-        """Return that bound and what it is times |V|, which many plans share."""
-        key = self.shared_by(declaration, IN_P)
-        if key not in self._of_p:
-            dp = self._of_probabilities(declaration)
-            self._of_p[key] = dp, dp @ self.values
-        return self._of_p[key]
-
-    def _of_probabilities(self, declaration: Declaration) -> Tensor:
         ref, plan = self.ref, declaration.plan.in_formats(self.inputs.formats)
         (top, at, distance), ds = self._tops, self.of_scores(declaration)
         exponent = ds.add_(ds.gather(-1, at)).add_(distance, alpha=2 * FP32.unit_roundoff).add_(_EXPONENTIAL_ERROR)
@@ -245,11 +229,15 @@ class ErrorBounds:
             return self._bounds[key]
         ref, keys = self.ref, self.inputs.k.shape[-2]
         plan = declaration.plan.in_formats(self.inputs.formats)
-        dp, weighted = self._weighted(declaration)
+        up_to_p = self.shared_by(declaration, IN_P)
+        if up_to_p not in self._of_p:  # which many plans share
+            dp = self.of_probabilities(declaration)
+            self._of_p[up_to_p] = dp.sum(-1, keepdim=True), dp @ self.values
+        total, weighted = self._of_p[up_to_p]
         steps = _roundings(self.inputs, declaration) * (_roundoff(plan.o_bar) + _roundoff(plan.row_sum))
-        relative = dp.sum(-1, keepdim=True) + self.of_sink(declaration)
-        relative = relative + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
-        least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * self._sees
+        relative = total + self.of_sink(declaration) + steps + keys * FP32.unit_roundoff + _narrowing(plan.pv)
+        sees = ref.p.any(-1, keepdim=True)
+        least = self.inputs.formats.output.smallest_subnormal + lost_of_o_bar(self.inputs, declaration) * sees
         if plan.v8 is not None:
             relative = relative + plan.v8.relative_error
             least = least + _step(plan.v8, self.inputs.expanded_v(), -2).amax(-2, keepdim=True)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ class Errors:
     elements: int  # all elements
     outside_values: float = 0.0  # largest distance of O from the range of V, likewise of what rounding allows
 
-    @property
+    @cached_property
     def bias(self) -> Interval:
         """The mean signed error in ulps."""
         return interval(_finite(self.head_bias))
 
-    @property
+    @cached_property
     def coherence_excess(self) -> Interval:
         """Row coherence minus its value if the errors of a row, at the same size, were independent."""
         return interval(_finite(self.head_coherence))
@@ -75,7 +76,7 @@ class Errors:
         """The root mean square error in ulps."""
         return _finite(self.head_square).mean().sqrt().item()
 
-    @property
+    @cached_property
     def delta_bias(self) -> Interval:
         """The mean of delta_lp - delta_hp, relative to mean |delta_hp|."""
         finite = torch.isfinite(self.head_delta)
@@ -165,7 +166,7 @@ def measure(
         head_coherence=by_key_head(excess, inputs.groups),
         head_delta=by_key_head(delta.double() - ref.delta, inputs.groups),
         head_delta_size=by_key_head(ref.delta.abs(), inputs.groups),
-        max_ulps=largest(error),
+        max_ulps=max(abs(end.item()) for end in error.aminmax()),
         error_over_bound=math.nan if has_no_number(output, ref) else over_bound,
         output_size=sizes[0].abs().sum().item(),
         reference_size=sizes[1].abs().sum().item(),
@@ -174,12 +175,6 @@ def measure(
         missed=int((~finite & finite_out).count_nonzero()),
         elements=output.numel(),
     )
-
-
-def largest(x: Tensor) -> float:
-    """Return the largest absolute value; NaN where one is."""
-    lowest, highest = x.aminmax()
-    return max(abs(lowest.item()), abs(highest.item()))
 
 
 def has_no_number(output: Tensor, ref: Reference) -> bool:

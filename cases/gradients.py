@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiebreak.cases.bounds import IN_P, ErrorBounds
-from tiebreak.cases.errors import by_key_head, largest
+from tiebreak.cases.errors import by_key_head
 from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, judge
 from tiebreak.kernels.formats import FP32, Format
 from tiebreak.kernels.inputs import AttentionInputs, AttentionOutput, Gradients, sum_groups
@@ -280,7 +280,7 @@ def _errors(out: Tensor, exact: Tensor, bound: Tensor, norm: float, groups: int)
             nonfinite += int((torch.isfinite(theirs) & ~torch.isfinite(ours)).sum())
             size = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).norm().item()
         squares += size**2
-        worst = max(worst, largest(error.div_(limit)))
+        worst = max(worst, *(abs(end.item()) for end in error.div_(limit).aminmax()))
     faults = Faults(nonfinite, max(worst, math.sqrt(squares) / norm if norm else 0.0))
     return ErrorsOfOne(torch.cat(rows).reshape(*out.shape[:-1], 1), torch.cat(along), faults)
 

@@ -33,15 +33,14 @@ def random_bits(seed: int, *counters: torch.Tensor | int) -> torch.Tensor:
 
 
 def _wide(counter: torch.Tensor) -> Any:
-    """Return an integer tensor as int64; on the host as NumPy's uint32, which torch has few operations on."""
     if counter.is_floating_point() or counter.is_complex() or counter.dtype == torch.bool:
         raise TypeError(f"a counter is an int or an integer tensor, not {counter.dtype}")
     return counter.numpy().astype(np.uint32) if counter.device.type == "cpu" else counter.to(torch.int64)
 
 
 def _mix(x: Any) -> Any:
-    # Of an int, of uint32, or of int64 that holds uint32: torch has no logical shift. A product may wrap around 2**64,
-    # which leaves its low 32 bits right. The first step makes an array that may be written to.
+    # Of an int, of NumPy's uint32, or of int64 that holds uint32: torch has no logical shift, and few operations on
+    # uint32. A product may wrap around, which leaves its low 32 bits right. The first step makes a copy to write to.
     x = x & _MASK
     x ^= x >> 16
     x *= 0x7FEB352D

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class HeadErrors:
         return HeadErrors(*(torch.cat([mine, vars(more)[name]]) for name, mine in vars(self).items()))
 
 
+def _gains(groups: int, ours: Tensor, exact: Tensor) -> Tensor:
+    """Return the gain errors of one entry of a batch, which stays in a core's cache, (key heads,)."""
+    return by_key_head(((ours - exact) * exact)[None], groups) / by_key_head(exact.square()[None], groups)
+
+
 @dataclass(frozen=True)
 class OnTheWhole:
     """The factor by which the gradients of a batch are too large, by key head, (heads,) each."""
@@ -61,13 +66,8 @@ class OnTheWhole:
     def of(cls, gradients: Gradients, batch: Batch) -> "OnTheWhole":
         """Return the factors of a batch."""
         exact, groups = batch.gradients.gradients, (batch.inputs.groups, 1, 1)  # K and V have key heads alone
-        made = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, batch.gradients.squares, strict=True)
-        # An entry of the batch at a time, which stays in a core's cache.
-        gains = (
-            torch.cat([by_key_head(((one - of) * of)[None], n) for one, of in zip(ours, x, strict=True)])
-            / (squares if n == 1 else by_key_head(x.square(), n))
-            for ours, x, n, squares in made
-        )
+        pairs = zip((gradients.dq, gradients.dk, gradients.dv), exact, groups, strict=True)
+        gains = (torch.cat(list(map(partial(_gains, n), ours, x))) for ours, x, n in pairs)
         return cls(delta_errors_of(gradients.dq, batch.inputs, batch.ref, exact[0]), tuple(gains))
 
 

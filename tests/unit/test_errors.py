@@ -18,6 +18,7 @@ from tiebreak.cases.errors import (
     measure,
     merge,
     signed_error_ulps,
+    units_of,
 )
 from tiebreak.cases.scripted import SCRIPTED
 from tiebreak.cases.verdicts import MARGIN_ULPS, BiasVerdict, Interval, interval, judge, quantile
@@ -197,6 +198,18 @@ def test_what_is_left_out_not_finite_and_missed_is_counted() -> None:
     assert math.isfinite(errors.rms_ulps)
     assert math.isfinite(errors.gain)
     assert errors.bias.mean == errors.max_ulps == 0.0
+
+
+def test_heads_beside_one_of_nan_have_the_same_bits_as_where_nothing_is_left_out() -> None:
+    inputs = _inputs("random_mixed_v")
+    ref, out = reference(inputs), reference(inputs).o.bfloat16().float()
+    units = units_of(ref.magnitude, BF16)
+    whole = measure(out, None, inputs, ref, torch.ones_like(ref.o), size_units=units)
+    out[-1, -1] = NAN
+    beside = measure(out, None, inputs, ref, torch.ones_like(ref.o), size_units=units)
+    heads = [field.name for field in fields(Errors) if field.name.startswith("head_")]
+    assert [name for name in heads if not torch.equal(vars(beside)[name][:-1], vars(whole)[name][:-1])] == []
+    assert (beside.left_out, beside.elements) == (whole.left_out, whole.elements)
 
 
 def test_a_difference_is_paired_head_by_head() -> None:

@@ -86,18 +86,16 @@ class ProbedKernel:
         """Return the output on a designed input, computed once; None if the format or the kernel does not take it."""
         name = f"{designed.name}#{seed}" if seed else designed.name
         unasked = name not in self.answers and name not in self.refused and self.fmt in designed.formats
-        if unasked:
-            shared = _emulated(designed, self.fmt, seed)
-            if (answer := self.answer(name, shared.inputs, shared)) is not None:
-                self.answers[name] = answer
+        if unasked and (answer := self.answer(name, _emulated(designed, self.fmt, seed))) is not None:
+            self.answers[name] = answer
         return self.answers.get(name)
 
-    def answer(self, name: str, inputs: AttentionInputs, shared: Emulated | None = None) -> DesignedOutput | None:
+    def answer(self, name: str, shared: Emulated) -> DesignedOutput | None:
         """Return the output on some inputs; None where the kernel does not take them. It may raise anything else."""
-        why = refusal(self.backend, self.kernel, inputs)
+        why = refusal(self.backend, self.kernel, shared.inputs)
         try:
             if why is None:
-                return DesignedOutput(inputs, self.run(inputs), name, shared)
+                return DesignedOutput(shared.inputs, self.run(shared.inputs), name, shared)
         except CannotRunError as error:
             why = str(error)
         self.refused[name] = why

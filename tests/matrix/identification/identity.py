@@ -21,7 +21,7 @@ from tiebreak.matrix.identification.designed import BINDING, DESIGNED, HEAD_DIME
 from tiebreak.matrix.identification.search import Search
 from tiebreak.matrix.identification.settling import DESIGNED_MISSED, designed_answers, unexplained
 from tiebreak.matrix.identification.space import PlanChange, changes, forward_alone, text
-from tiebreak.matrix.workbench import CaseBench, Settings, same_bits
+from tiebreak.matrix.workbench import CaseBench, Emulated, Settings, same_bits
 from tiebreak.reports.records.record import FOLLOWED, FOLLOWS, UNEXPLAINED, Estimate, Explanation
 from tiebreak.reports.tables.run import counted
 from tiebreak.reports.tables.texts import percent
@@ -225,7 +225,7 @@ def _held_out(probed: ProbedKernel, plan: Declaration, seed: int) -> tuple[dict[
     """
     shares, elsewhere = {}, {}
     for case in _HELD_OUT:
-        answer = probed.answer(case.name, case.make(seed, 0, _HEADS, probed.fmt))
+        answer = probed.answer(case.name, Emulated(case.make(seed, 0, _HEADS, probed.fmt)))
         if answer is None:
             continue
         usual = answer.inputs.q.shape[-1] == HEAD_DIMENSION
@@ -242,7 +242,7 @@ def _in_other_shapes(probed: ProbedKernel, plan: Declaration, tell: Callable[[st
     others = {}
     for designed in SHAPES:
         tell(f"asking {designed.name}")
-        if answer := probed.answer(designed.name, designed.make(probed.fmt)):
+        if answer := probed.answer(designed.name, Emulated(designed.make(probed.fmt))):
             others[designed.name] = _elsewhere(answer, plan, probed.fmt, space.QUICK)
     return {name: other for name, other in others.items() if other is not None}
 

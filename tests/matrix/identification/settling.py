@@ -214,7 +214,7 @@ def _outputs_on(probed: ProbedKernel, number: int, seed: int) -> list[tuple[Tens
     for at in range(number):
         emulated = _emulated(at, probed.fmt, seed)
         try:
-            answer = probed.answer(_ASKED[at].name, emulated.inputs)
+            answer = probed.answer(_ASKED[at].name, emulated)
         except Exception:  # the cell of that case says what it raised
             if probed.backend.poisoned():
                 raise

@@ -67,7 +67,7 @@ class PairedCall:
     def _o(self, letter: str, side: Side) -> Tensor:
         probed, name = ProbedKernel(side.backend, side.kernel, self.bench.fmt), self.bench.case.name
         try:
-            answer = probed.answer(name, self.bench.batch(len(self.outputs)).inputs)
+            answer = probed.answer(name, self.bench.batch(len(self.outputs)))
         except Exception as error:  # whatever the kernel raises
             if side.backend.poisoned():
                 raise
