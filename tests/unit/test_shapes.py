@@ -20,6 +20,7 @@ from tiebreak.matrix.experiment import Cell
 from tiebreak.matrix.questions.shapes import QUESTIONS
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
+from tiebreak.reports import cli
 from tiebreak.studies.power import EXPERIMENTS
 
 pytestmark = pytest.mark.quick
@@ -126,3 +127,11 @@ def test_a_defect_of_some_shapes_is_pointed_at(name: str) -> None:
 
 def test_words_of_a_call_are_the_fields_that_are_not_as_usual() -> None:
     assert ShapedCall("asks", "source", d=96, parameter="sink").words == "d=96, parameter=sink"
+
+
+def test_shapes_are_listed_with_who_reported_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "shapes"]) == 0
+    printed = capsys.readouterr().out
+    for call in reported():
+        assert call.words in printed
+        assert call.source in printed
