@@ -253,7 +253,8 @@ class _Kernel:
             where = f"{self.worst.case}: {self._brief(self.worst)}"
             return f"{word} on {len(cells)} of {counted(len(self.ran), 'input')} ({where})"
         if not self.asked:
-            return NOT_ASKED
+            passed = sorted({name for cell in self.ran for name in cell.answers if cell.passed(name)})
+            return f"{NOT_ASKED}; {first_few(passed, _LISTED)} passed" if passed else NOT_ASKED
         unbiased = sum(cell.verdict == records.UNBIASED for cell in self.asked)
         words = {"biased": len(self.biased), "NaN or Inf": len(self.nonfinite)}
         counts = [f"{word} on {number}" for word, number in words.items() if number]
