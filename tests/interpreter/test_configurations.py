@@ -70,8 +70,8 @@ def test_the_configuration_that_sums_in_bf16_is_caught_and_named(
     )
     assert " 1 more, by num_warps and the like alone, have the same bits by assumption: " in configs
     assert configs.endswith("; refused on every call: [forward.COLUMNS=128+NARROW=False]")
-    assert classes[0].startswith("  equal bits  [forward.COLUMNS=64+NARROW=True]: wrong on 1 of 1 input (")
-    assert classes[1].startswith("  equal bits  [forward.COLUMNS=64+NARROW=False]: no failure input was run, ")
+    assert classes[0].startswith("  equal bits  [forward.COLUMNS=64+NARROW=True]: FAIL: wrong on 1 of 1 input (")
+    assert classes[1].startswith("  equal bits  [forward.COLUMNS=64+NARROW=False]: PASS: no failure input was run, ")
     worst, sound = store.load(tmp_path / "v.json", Verdicts).verdicts
     assert (worst.headline, worst.ok, sound.ok) == (headline, False, True)
     assert (worst.findings[0].name, worst.findings[0].cases) == ("configs", ("random",))

@@ -51,7 +51,7 @@ def report() -> Iterator[str]:
     rows = read_rows(NAMED, NamedRow)
     seconds = [row.seconds for row in rows if row.case]
     yield (
-        f"{len(seconds)} of {len(rows)} fall within {math.ceil(max(seconds))} CPU seconds of one core, half within"
+        f"{len(seconds)} of {len(rows)} fail within {math.ceil(max(seconds))} CPU seconds of one core, half within"
         f" {median(seconds):.1f} ([`named.csv`](../tests/studies/named.csv), measured at {measured_at(NAMED)})."
     )
 

@@ -199,7 +199,7 @@ def strict(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     [
         ("strided_views", strict, {}, "contiguous=true says so: ValueError: q, k and v must be contiguous"),
         ("scaled_do", eager, {"backward": "none"}, "has no backward pass"),
-        ("log_sum_exp", eager, {"layout": "hnd"}, "is not checked"),
+        ("log_sum_exp", eager, {"layout": "hnd"}, "is called for every sequence"),
         ("split", eager, {}, "no parameter num_splits"),
         ("batch", eager, {"layout": "hnd"}, "it sees no batch"),
         ("memory", eager, {"contiguous": True}, "it is given no views"),

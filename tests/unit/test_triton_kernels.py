@@ -353,7 +353,7 @@ NOT_KEPT = {
     "exponential": (replace(FUSED, exponential=Exponential(correction=(1e-4,))), "know no fast exponential"),
     "p_bar": (replace(FUSED, p_bar=Cast(BF16, Rounding.STOCHASTIC)), "do not round p_bar stochastic"),
     "backward": (replace(FUSED, delta_from=DeltaSource.UNNORMALISED), "have no backward pass of autograd.s"),
-    "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.RTZ)), "do not round o zero"),
+    "accumulated": (replace(FUSED, o=Cast(BF16, Rounding.RTZ)), "do not round o rtz"),
 }
 
 

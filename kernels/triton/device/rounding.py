@@ -14,7 +14,7 @@ def narrow(x, C: tl.constexpr):
     if not C.narrows:
         return x
     elif C.rounding.name == "RTNA":
-        return _native(rounded(x, x, FMT, "away"), FMT)  # to even, it leaves alone what is rounded
+        return _native(rounded(x, x, FMT, "rtna"), FMT)  # to even, it leaves alone what is rounded
     elif C.saturates:  # NVIDIA's casts to 8 bits do, not those of every device
         return _native(tl.where(x > FMT.largest, FMT.largest, tl.where(x < -FMT.largest, -FMT.largest, x)), FMT)
     else:
@@ -47,7 +47,7 @@ def rounded(x, random, F: tl.constexpr, HOW: tl.constexpr):
         x: fp32.
         random: uint32, of x's shape; used by "stochastic" only.
         F: `Format`.
-        HOW: "away" (ties go there) or "stochastic" (up with probability of the discarded fraction).
+        HOW: "rtna" (ties away) or "stochastic" (up with probability of the discarded fraction).
     """
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -73,7 +73,7 @@ def _subnormal(size, random, F: tl.constexpr, HOW: tl.constexpr):
     """Return magnitudes below the format's smallest normal value, whose spacing is fixed, rounded."""
     steps = size / F.smallest_subnormal
     whole = tl.floor(steps)
-    if HOW == "away":
+    if HOW == "rtna":
         return (whole + (steps - whole >= 0.5).to(tl.float32)) * F.smallest_subnormal
     else:
         scaled = (steps - whole) * 4294967296.0
