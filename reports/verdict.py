@@ -318,6 +318,10 @@ class _Kernel:
             Finding("checks", passed if self.ok else ""),
             Finding("rounding", self._rounding()),
             Finding(
+                "not given",
+                ", ".join(sorted({name for cell in self.cells for name in cell.evidence.get("never_given", ())})),
+            ),
+            Finding(
                 "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
             ),
             Finding("backward", self._backward()),

@@ -247,6 +247,12 @@ class Convention:
         named = {word: feature for feature in others for word in feature.keywords if word in self.parameters}
         return named if scale is None else {scale: OWN_SCALE, **named}
 
+    @property
+    def never_given(self) -> tuple[str, ...]:
+        """The optional parameters that no call of the suite gives a value."""
+        given = {*self.values, *self.options.options, self.causal, self.mask, self.splits, self.out}
+        return tuple(name for name in self.parameters if name not in given | self.required)
+
     @cached_property
     def takes(self) -> frozenset[Feature]:
         """The features of inputs that it takes."""

@@ -449,3 +449,9 @@ def test_a_function_without_a_file_is_checked_in_this_process_alone(tmp_path: Pa
     assert checked.headline.startswith(f"PASS: attention on cpu, bf16: {words}")
     with pytest.raises(UsageError, match=r"^tiebreak.check has no heds; it has backend, "):
         tiebreak.check(names["attention"], heds=16)  # type: ignore[call-arg]
+
+
+def test_optional_parameters_that_no_call_gives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.py").write_text(KERNEL.replace("scale=None", "scale=None, dropout_p=0.0, alibi_slopes=None"))
+    assert check.main(["mine.py:attention", "--cases", "random", *HEADS, "-n", "0"]) == 0
+    assert "  not given   alibi_slopes, dropout_p" in capsys.readouterr().out.splitlines()
