@@ -45,6 +45,7 @@ def test_a_checker_sees_real_types_in_a_users_file_and_wrong_keywords(tmp_path: 
     words = ["--config-file", str(CHECKOUT / "pyproject.toml"), "--no-error-summary", str(file)]
     command = [sys.executable, "-m", "mypy", *words]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
     said = dict.fromkeys(LINES, "")
     for number, kind, text in re.findall(rf"^{re.escape(str(file))}:(\d+): (\w+): (.*)$", done.stdout, re.M):
         line = [*LINES][int(number) - 2]
