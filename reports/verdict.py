@@ -288,7 +288,7 @@ class _Kernel:
             return str(next(iter(off)))
         not_passed = _not_passed(cell)
         clause = _first_clause(cell.answers[not_passed[-1]].why if not_passed else cell.outcome)
-        if cell.shown is None or cell.verdict == records.UNBIASED:
+        if cell.shown is None or cell.verdict in (None, records.UNBIASED):
             return clause
         unit = self.run.measures[cell.shown.kind].unit if cell.shown.kind in self.run.measures else ""
         return f"{' '.join(filter(None, (_bare(cell), unit)))}, {clause}"

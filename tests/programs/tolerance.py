@@ -246,6 +246,8 @@ def _limit(name: str, bound: Tensor, norm: float | None, exact: Tensor, fmt: For
     atol = (bound - rtol * exact.abs()).max().item()
     if not math.isfinite(atol):
         raise CannotRunError("the rounding of its scores can move any weight to any key: there is no bound")
+    if not exact.norm():
+        raise CannotRunError(f"{name} is 0 there, of which no share tells anything")
     ulps, share = (bound / row_units(exact, fmt)).max().item(), None if norm is None else norm / exact.norm().item()
     return Tolerance(name, _up(atol), rtol, _up(ulps), None if share is None else _up(share))
 
@@ -305,8 +307,8 @@ def _headline(name: str, found: Sequence[Tolerances]) -> tuple[str, int]:
     each, one = max(((each, one) for each in found for one in each.outputs), key=lambda entry: entry[1].kernel.worst)
     at = f"of {one.output} in {each.format} at {each.size}"
     if one.kernel.worst > 1.0:
-        return f"{name}: FAIL: its error is {one.kernel.worst:.3g} times the tolerance {at}", FAILED
-    return f"{name}: PASS: its error is at most {one.kernel.worst:.2g} times its tolerance, {at}", PASSED
+        return f"FAIL: {name}: its error is {one.kernel.worst:.3g} times the tolerance {at}", FAILED
+    return f"PASS: {name}: its error is at most {one.kernel.worst:.2g} times its tolerance, {at}", PASSED
 
 
 def _parts(found: Sequence[Tolerances]) -> Iterator[grids.Part]:

@@ -1,6 +1,7 @@
 """The shapes of calls: the smallest inputs of public reports have their right values, and wrong shapes are named."""
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from tiebreak.backends.backend import EMULATION
 from tiebreak.cases.shapes import ShapedCall, covering, dimensions, reported, separating
-from tiebreak.defects.planted import DEFECTS, on
+from tiebreak.defects.kernel import SOUND
+from tiebreak.defects.planted import DEFECTS, on, users
 from tiebreak.kernels.declarations import parse_declaration
 from tiebreak.kernels.formats import BF16, Formats
 from tiebreak.kernels.inputs import AttentionInputs
@@ -135,3 +137,24 @@ def test_shapes_are_listed_with_who_reported_them(capsys: pytest.CaptureFixture[
     for call in reported():
         assert call.words in printed
         assert call.source in printed
+
+
+def _refusing(sound: Any, request: Any) -> Any:
+    if request.keys > 1000:
+        raise NotImplementedError("too many keys")
+    return sound(request)
+
+
+@pytest.mark.parametrize(
+    ("switches", "outcome"),
+    [
+        ({"prepared": _refusing}, "measured"),
+        ({"prepared": _refusing, "dk": lambda sound, request, ds: 0.0 * sound(request, ds)}, "failed"),
+    ],
+)
+def test_a_call_that_is_refused_hides_no_other_and_a_gradient_wrong_everywhere_is_wrong_here(
+    switches: Mapping[str, Any], outcome: str
+) -> None:
+    kernel = users(partial(SOUND["tiled"], **switches), "mine")
+    record = run_cell(Cell(on(), kernel, EXPERIMENTS["shapes"], BF16), Workbench(Settings(seed=1, heads=16)))
+    assert record.outcome == outcome, record.reasons

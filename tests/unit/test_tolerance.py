@@ -129,7 +129,7 @@ def test_the_command_prints_a_table_a_json_and_lines_that_run(
     shape = ["--shape", "16,48", "--shape", "16,32,causal"]
     assert cli.main(["tolerance", FUSED, *shape, "--dtype", "bf16,fp16", "--json", "t.json"]) == cli.PASSED
     shown = capsys.readouterr().out
-    assert shown.startswith(f"{FUSED} on emulation: PASS: ")
+    assert shown.startswith(f"PASS: {FUSED} on emulation: ")
     assert "bf16 16,48" in shown
     assert "fp16 16,32,causal" in shown
     assert "a bias passes" in shown

@@ -13,7 +13,7 @@ from torch import Tensor
 from tiebreak.backends.backend import EMULATION, Backend, to_device
 from tiebreak.cases.bounds import UNDECLARED
 from tiebreak.cases.case import HEADS_PER_BATCH, Draw, Shape
-from tiebreak.cases.verdicts import WAYS
+from tiebreak.cases.verdicts import WAYS, WORSE
 from tiebreak.kernels.external.call import CONTIGUOUS, Call, Made, Placed, Places
 from tiebreak.kernels.external.kernels import UserKernel
 from tiebreak.kernels.external.options import NO_BACKWARD, KernelOptions, convention
@@ -266,14 +266,15 @@ class Session:
         """How much of an emulation's mean squared error counts, by part: what the kernel had of it in its first call.
 
         For O it is at most 1. For gradients it is at least `WAYS`: autograd's, with P in 16 bits, had 5.3 times the
-        error of FlashAttention-2's where scores are large, those for another parameter 1,000 times.
+        error of FlashAttention-2's where scores are large, those for another parameter 1,000 times. Beyond `WAYS` times
+        `WORSE` the first call is wrong itself, which is no reason to let others be.
         """
         inputs, ours = self.inputs(), self.plain
         theirs, levels = self.emulated(inputs, gradients=len(ours) > 1), {}
         for part, x in ours.items():
             ours_squared, theirs_squared = (worst_head(each, exact(inputs, part)) for each in (x, theirs[part]))
             ratio = ours_squared / theirs_squared if theirs_squared else 1.0
-            levels[part] = min(1.0, ratio) if part == O else max(1.0, ratio) * WAYS
+            levels[part] = min(1.0, ratio) if part == O else min(max(1.0, ratio), WAYS * WORSE) * WAYS
         return levels
 
     def multiple(self, size: int) -> int:

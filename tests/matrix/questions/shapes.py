@@ -10,14 +10,13 @@ from tiebreak.cases.shapes import PARAMETERS, ShapedCall, covering, dimensions, 
 from tiebreak.kernels.external.call import Places
 from tiebreak.kernels.features import CAUSAL, FEATURES, GROUPED
 from tiebreak.kernels.inputs import AttentionInputs
-from tiebreak.kernels.kernel import CannotRunError
+from tiebreak.kernels.kernel import Blame, CannotRunError
 from tiebreak.matrix.questions.comparison import BATCH, Answers, Cut, O, WithinError
 from tiebreak.matrix.questions.placements import far_apart
 from tiebreak.matrix.questions.session import Question, Session
 from tiebreak.matrix.questions.usage import compare_with_emulation
 
-_MOST = 2**19  # scores of a call, beyond which it has few rows
-_FEW_ROWS = 5
+_HEADS = 6  # which has divisors that are odd, and others
 _MANY = 2**12  # entries of a batch
 _REPORTED = {
     "head_dimensions": "head dimensions of kernels in service, one of V that is another among them",
@@ -36,9 +35,15 @@ def _hold(session: Session, results: WithinError, call: ShapedCall, index: int) 
     """Compare a call with its emulation; return whether it is wrong, None where the kernel does not take it."""
     call = replace(call, queries=session.multiple(call.queries), keys=session.multiple(call.keys))
     inputs, words = call.inputs(session.small_draw(index), session.shape.d), call.words
-    if not session.takes(inputs):
+    try:
+        if not session.takes(inputs):
+            return None
+        answer = session.place(inputs, gradients=call.gradients).answers()
+    except CannotRunError as error:  # it refuses this call, and no other
+        if error.blame is Blame.KERNEL:
+            raise
+        session.refused[str(error)] = None
         return None
-    answer = session.place(inputs, gradients=call.gradients).answers()
     if call.batch > _MANY:  # which a reference takes seconds for: the last entries, against a call of them alone
         last = inputs.part(slice(-BATCH, None))
         results.compare(words, session.answers(last), answer, last, Cut(batch=slice(-BATCH, None)))
@@ -88,12 +93,9 @@ def shapes(session: Session, results: WithinError) -> None:
 
 
 def _shaped(chosen: Mapping[str, Any]) -> ShapedCall:
-    """Return a choice as a call of at most about `_MOST` scores; causal rows see a key each."""
+    """Return a choice as a call."""
     window = chosen["keys"] // 5 if chosen["parameter"] == "window" else 0
-    call = ShapedCall("shapes", "pairs of sizes", **chosen, window=window)
-    if call.batch * call.heads * call.queries * call.keys > _MOST:
-        call = replace(call, queries=_FEW_ROWS)
-    return replace(call, queries=min(call.queries, call.keys))
+    return ShapedCall("shapes", "pairs of sizes", heads=_HEADS, **chosen, window=window)
 
 
 def offsets(session: Session, results: WithinError) -> None:
