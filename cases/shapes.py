@@ -79,7 +79,7 @@ def _bias(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInp
 
 
 def _block_mask(inputs: AttentionInputs, call: ShapedCall, draw: Draw) -> AttentionInputs:
-    """Hide half of the blocks, but the last of each row, which a causal mask leaves alone."""
+    """Hide half of the blocks, but never the first of a row, which a causal mask leaves alone."""
     blocks = (-(-x.shape[2] // _BLOCK) for x in (inputs.q, inputs.k))
     seen = draw.uniform(0.0, 1.0, *_shape(inputs, call, *blocks)) < 0.5
     seen[..., 0] = True

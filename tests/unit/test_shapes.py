@@ -19,6 +19,7 @@ from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import composed
 from tiebreak.kernels.reference import reference, reference_gradients
 from tiebreak.matrix.experiment import Cell
+from tiebreak.matrix.questions import shapes as questions
 from tiebreak.matrix.questions.shapes import QUESTIONS
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.workbench import Settings, Workbench
@@ -82,6 +83,8 @@ def test_every_two_sizes_meet_in_few_calls() -> None:
     for a, b in combinations(values, 2):
         assert {(call[a], call[b]) for call in calls} == set(product(values[a], values[b]))
     assert len(calls) <= 2 * 4 * 4
+    made = [questions._shaped(call) for call in calls]
+    assert [{name: getattr(call, name) for name in values} for call in made] == calls, "a call is not what was chosen"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 from tiebreak.cases.shapes import PARAMETERS, ShapedCall, covering, dimensions, reported, separating
@@ -83,7 +82,7 @@ def shapes(session: Session, results: WithinError) -> None:
     if CAUSAL in session.kernel.takes:
         values["causal"] = [False, True]
     known: list[tuple[Mapping[str, Any], bool]] = []
-    for index, chosen in zip(count(), covering(values), strict=False):
+    for index, chosen in enumerate(covering(values)):
         call = _shaped(chosen)
         is_wrong = _hold(session, results, call, index)
         if is_wrong is not None:
