@@ -83,7 +83,7 @@ class Verdict(Data, frozen=True, omit_defaults=False):
 
     @property
     def statement(self) -> str:
-        """The headline without the names that it begins with."""
+        """The headline without the names of kernel, backend and formats."""
         return self.headline.replace(f" {_names(self.kernel, self.backend, self.formats)}", " ", 1)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Verdicts(FileData, frozen=True):
     verdicts: tuple[Verdict, ...]  # one a kernel and backend
 
 
-def _fallen(cell: Record) -> FailedCell:
+def _failed_cell(cell: Record) -> FailedCell:
     told = dict(line.split(": ", 1) for line in again(cell))
     traceback = cell.evidence.get(records.TRACEBACK, "")
     words = (told["rerun"], told.get("debug", ""), told.get("script", ""), traceback)
@@ -193,7 +193,7 @@ class _Kernel:
             unknown=sum(cell.verdict in (None, records.UNDECIDED) for cell in self.asked),
             tied=self.tied,
             findings=self._findings(),
-            failed=tuple(map(_fallen, self.failed)),
+            failed=tuple(map(_failed_cell, self.failed)),
             failures=tuple(self.failures),
             plan=explained,
             declared=self.declared,
@@ -214,7 +214,7 @@ class _Kernel:
             return WRONG if self.wrong else UNDECIDED
         if self.biased and self.tied == len(self.biased) and not self.nonfinite:
             return TIED
-        if self.biased or self.nonfinite:  # NaN that fells nothing is as a case claims of its kind
+        if self.biased or self.nonfinite:  # NaN that fails nothing is as a case claims of its kind
             return records.BIASED
         all_unbiased = all(cell.verdict == records.UNBIASED for cell in self.asked)
         return None if not self.asked else FAIR if all_unbiased else MARGIN

@@ -1,4 +1,4 @@
-"""The types of the public names: type checkers read it in the place of __init__.py, and nothing imports it."""
+"""The types of the public names: type checkers read it instead of __init__.py, and nothing imports it."""
 
 from tiebreak.kernels.external import kernel as kernel
 from tiebreak.programs.assertions import assert_fair as assert_fair

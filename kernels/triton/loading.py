@@ -1,4 +1,4 @@
-"""Whether Triton is here, and how its kernels are launched."""
+"""Find Triton, and how its kernels are launched."""
 
 import importlib.metadata
 import importlib.util

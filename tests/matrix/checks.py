@@ -71,7 +71,7 @@ CONTRACT_ASKED = "shape, format and device of O; inputs and process left as they
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What looks at every call, and is not asked of a result."""
+    """Evidence that is collected from every call; it is no question about a result."""
 
     looks: Callable[[Sample], Mapping[str, Any]] = lambda sample: {}  # what to keep as evidence
 

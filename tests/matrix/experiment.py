@@ -125,7 +125,7 @@ class Cell:
 
 
 class Offer(ABC):
-    """What brings experiments to a run, of kinds that are there, or of its own."""
+    """A source of experiments for a run, of kinds that are there or of a new one."""
 
     @abstractmethod
     def offered(self, captured: str | None, *, cases_named: bool) -> Sequence[Experiment]:

@@ -93,7 +93,7 @@ class Share:
 
     @property
     def passes(self) -> bool:
-        """Whether atol and rtol let it pass."""
+        """True if atol and rtol let it pass."""
         return self.elements <= 1.0
 
     @property
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--as", dest="card", metavar="CARD", help="of --backend interpreter, ptx: compute as this card")
     add("--declare", action="append", default=[], metavar="WORD=VALUE", help="as of tiebreak check")
     add("--seed", type=count, default=1, metavar="N", help="of the numbers (default: 1)")
-    add("--paste", action="store_true", help="print lines for a test of yours, in the place of the table")
+    add("--paste", action="store_true", help="print lines for a test of yours instead of the table")
     add("--json", metavar="FILE", help="write all as JSON too; -: to the terminal, and nothing else")
     return parser
 

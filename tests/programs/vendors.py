@@ -11,7 +11,7 @@ from tiebreak.reports.cli import PASSED
 
 @dataclass(frozen=True)
 class VendorPlan:
-    """What a vendor's kernel rounds in bf16, as `--plan` takes it."""
+    """The rounding of a vendor's kernel in bf16, as `--plan` takes it."""
 
     name: str
     kernel: str  # what it is called where it is used, and when
