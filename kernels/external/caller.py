@@ -114,11 +114,12 @@ class Caller:
         dims, d = self.convention.options.head_dims, inputs.q.shape[3]
         if not dims or d in dims:
             return inputs, 1.0
-        wider, factor = min((dim for dim in dims if dim > d), default=0), 1.0
-        if inputs.softmax_scale is None and wider and not (factor := math.sqrt(wider / d)).is_integer():
+        wider = min((dim for dim in dims if dim > d), default=d)
+        factor = math.sqrt(wider / d) if inputs.softmax_scale is None else 1.0
+        if math.log2(factor) % 1:  # q times it would be rounded: the kernel has to be given the scale
             inputs, factor = replace(inputs, softmax_scale=inputs.scale), 1.0
         takes_scale = OWN_SCALE in self.convention.values.values()
-        if not wider or (inputs.softmax_scale is not None and not takes_scale) or math.log2(factor) % 1:
+        if wider == d or (inputs.softmax_scale is not None and not takes_scale):
             raise ValueError(f"it has head dimensions {', '.join(map(str, dims))}, not {d}")
         q, k, v, do = (
             (x, (wider - d if x.shape[3] == d else 0, 0)) for x in (inputs.q * factor, inputs.k, inputs.v, inputs.do)

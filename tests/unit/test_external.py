@@ -424,3 +424,19 @@ def test_a_kernel_that_raises_on_shapes_is_told_of_the_layout(
         run(loaded(f"def f(q, k, v): {body}", *declared), inputs(8, keys, groups=groups))
     notes = getattr(caught.value, "__notes__", [])
     assert [note.endswith("--declare layout=bnhd") for note in notes] == [True] * noted
+
+
+@pytest.mark.parametrize(
+    ("dims", "factor", "scale"),
+    [([16], 1.0, None), ([64], 2.0, None), ([32], 1.0, 0.25), ([144], 1.0, 0.25), ([32, 64], 1.0, 0.25)],
+)
+def test_a_larger_head_dimension_keeps_the_scores(
+    loaded: Callable[..., Kernel], dims: list[int], factor: float, scale: float | None
+) -> None:
+    """In 64 q is doubled; in 32 and in 144, whose root of the ratio is no power of two, the scale is given."""
+    mine, call = loaded("f = plain", f"head_dims={dims}"), inputs()
+    arranged = mine.caller.arranged(call)  # type: ignore[attr-defined]
+    wide = arranged.inputs
+    assert (wide.q.shape[3], arranged.factor, wide.softmax_scale) == (min(dims), factor, scale)
+    now, before = (each.q.double() @ each.k.double().mT * each.scale for each in (wide, call))
+    torch.testing.assert_close(now, before, rtol=1e-13, atol=1e-13)  # fp64, in any order of summation
