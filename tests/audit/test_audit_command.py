@@ -96,7 +96,7 @@ def test_what_is_as_expected_holds_and_what_was_not_compared_is_told(
         ),
     ],
 )
-def test_what_changed_falls(
+def test_what_changed_fails(
     compiler: Compiler, expectation: Path, capsys: pytest.CaptureFixture[str],
     texts: dict[str, str], refused: set[tuple[str, str]], lines: list[str],
 ) -> None:  # fmt: skip

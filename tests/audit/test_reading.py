@@ -157,7 +157,7 @@ RNE = "v_add3_u32 0x7fff + last bit"
          ("fp32", "v_exp_f32", "v_log_f32")),
     ],
 )  # fmt: skip
-def test_a_planted_change_is_seen_and_falls(kernel: str, change: Plant, field: str, value: object) -> None:
+def test_a_planted_change_is_seen_and_fails(kernel: str, change: Plant, field: str, value: object) -> None:
     assert change[0] in KERNELS[kernel]
     before, after = audit(KERNELS[kernel], kernel), audit(KERNELS[kernel].replace(*change, 1), kernel)
     assert getattr(after, field) == value

@@ -432,7 +432,7 @@ def test_an_optimizer_that_is_not_there_is_told(model: GPT2, monkeypatch: pytest
         optimizers("muon", model)
 
 
-def test_the_schedule_warms_up_and_falls_to_a_hundredth() -> None:
+def test_the_schedule_warms_up_and_fails_to_a_hundredth() -> None:
     schedule = Schedule(steps=110, rate=1.0, warm_up=10)
     assert [schedule.at(step) for step in (0, 9, 10)] == pytest.approx([0.1, 1.0, 1.0])
     assert schedule.at(60) == pytest.approx(0.505)

@@ -93,13 +93,13 @@ def judge(old: Record, new: Record, *, across: bool = False, fail: Limits | None
         ),
     ],
 )
-def test_what_makes_the_gate_fall(old: Any, new: Any, message: str) -> None:
+def test_what_makes_the_gate_fail(old: Any, new: Any, message: str) -> None:
     comparison = judge(record(**old), new.get("replaced") or record(**new))
     assert [worse for worse, _ in comparison] == [True]
     assert comparison[0][1].startswith(message)
 
 
-def test_a_pass_that_its_own_answers_contradict_or_without_a_result_falls() -> None:
+def test_a_pass_that_its_own_answers_contradict_or_without_a_result_fails() -> None:
     """Though the baseline has the same answers: nothing in it got worse."""
     missed = answered(CLAIM, False, "unbiased", "+0.2", "us")
     assert judge(record(**missed), record(**missed)) == []
@@ -177,7 +177,7 @@ PASSING, FAILING, NOTHING = Answer(True, "b"), Answer(False, "b"), {"shown": Non
         ({}, {}, {"outcome": "skipped", "skipped": "no time"}, "says skipped, and its answers come to passed"),
     ],
 )
-def test_what_its_own_numbers_refute_falls_in_a_new_cell_too_and_is_no_baseline(
+def test_what_its_own_numbers_refute_fails_in_a_new_cell_too_and_is_no_baseline(
     measures: dict[str, Any] | None, answers: dict[str, Any], fields: dict[str, Any], message: str, tiebreak: Call
 ) -> None:
     sound = record(case="b")
@@ -369,7 +369,7 @@ def test_an_excuse_hides_nothing_from_the_baseline() -> None:
     assert judge(excused, record())[0] == (False, "passed, failed in the baseline")
 
 
-def test_the_command_falls_with_exit_code_1_and_the_way_to_rerun(tiebreak: Call) -> None:
+def test_the_command_fails_with_exit_code_1_and_the_way_to_rerun(tiebreak: Call) -> None:
     old, new = run(record(), record(case="b")), run(record(**BIASED), record(case="b"))
     failed = tiebreak("gate", old, new)
     assert failed.code == 1

@@ -73,7 +73,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(telling: Run) -> None:
     assert html.count("<script") == 2
 
 
-def test_it_answers_its_title_then_says_what_fell_then_the_findings() -> None:
+def test_it_answers_its_title_then_says_what_failed_then_the_findings() -> None:
     wrong = {"checks": {"bound": records.CheckRecord("within its bound", wrong=True)}}
     bad = record("mine", outcome="failed", answers={"bound": records.Answer(False, "within", "<5 times>")})
     html = page([run(bad, options={"kernel": "x.py:mine"}, **wrong)], ["here"], [])

@@ -150,7 +150,7 @@ def test_deselected_cells_and_node_ids_narrow_too(
     assert baseline.read_bytes() == before
 
 
-def test_a_run_that_stopped_falls_and_updates_nothing(matrix: Matrix, pytester: pytest.Pytester) -> None:
+def test_a_run_that_stopped_fails_and_updates_nothing(matrix: Matrix, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(mine=KERNEL.format(body="pass"))
     cells = [*OWN, "--cases", "random,random_causal"]
     assert matrix("--baseline", "base.json", "--update-baseline", cells=cells).ret == 0

@@ -27,7 +27,7 @@ def show(telling: Run, tiebreak: Call) -> Callable[..., str]:
     return call
 
 
-def test_the_table_shows_every_cell_and_what_fell(show: Callable[..., str]) -> None:
+def test_the_table_shows_every_cell_and_what_failed(show: Callable[..., str]) -> None:
     out = show()
     assert "17 cells: 12 passed, 3 failed, 1 crashed, 1 skipped" in out
     assert f"failed cpu-sdpa-no_tail-bf16\n    claim failed: unbiased\n    rerun: {runnable('pytest')}" in out

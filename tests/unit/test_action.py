@@ -76,7 +76,7 @@ def program(folder: Path, name: str, script: str) -> None:
     file.chmod(0o755)
 
 
-def test_a_kernel_that_falls_is_shown_in_the_summary_at_its_line_and_in_an_artifact(step: Step, tmp_path: Path) -> None:
+def test_a_kernel_that_fails_is_shown_in_the_summary_at_its_line_and_in_an_artifact(step: Step, tmp_path: Path) -> None:
     ran = step("check", target="mine.py:attention", options=NARROW)
     assert ran.code == 1
     (error,) = [line for line in ran.printed.splitlines() if line.startswith("::")]

@@ -209,7 +209,7 @@ class LostUpdate(Attention):
         return dq if self.calls == 4 else super().dq(dq, added, request, keys)
 
 
-def test_a_backward_pass_that_errs_more_falls_in_one_line_with_numbers() -> None:
+def test_a_backward_pass_that_errs_more_fails_in_one_line_with_numbers() -> None:
     answer = judged(users(LostUpdate, "LostUpdate"), "random_odd", heads=64).answers["gradients"]
     assert answer.passed is False
     assert "of dQ " in answer.why

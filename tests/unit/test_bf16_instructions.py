@@ -161,7 +161,7 @@ def test_a_product_whose_sum_is_rounded_in_blocks_loses_what_each_block_adds() -
     assert arithmetic.matmul(terms, ones, Cast(BF16, every=4096), Accumulator.EXACT).item() == 18432.0
 
 
-def test_a_cell_that_fell_says_what_predicts_it() -> None:
+def test_a_cell_that_failed_says_what_predicts_it() -> None:
     class OnArm(EmulatedArithmetic):
         def matmul(self, a: Tensor, b: Tensor, cast: Cast, accumulator: Accumulator) -> Tensor:
             return super().matmul(a, b, cast, Accumulator.BFMMLA)

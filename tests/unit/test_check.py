@@ -86,7 +86,7 @@ def test_a_wrong_gradient_is_named_first_with_a_next_step_and_nothing_that_reass
     assert "    rerun: " in shown
 
 
-def test_why_a_run_fell_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_run_failed_is_told_though_no_cell_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where nothing ran, and where the gate found something: by cells that the baseline has and the run has not."""
     skipped = ("mine.py:attention", "--cases", "random_grouped", "--heads", "16", "-n", "0")
     assert check.main([*skipped, "--save", "base"]) == 1
@@ -406,7 +406,7 @@ def validated(text: str) -> Any:
     return plain
 
 
-def test_what_falls_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
+def test_what_fails_is_exit_code_1_and_json_is_the_verdict_and_nothing_else(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check.main(["mine.py:attention", "--fair", *FEW, "-n", "0", "--json", "-"]) == 1

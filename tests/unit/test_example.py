@@ -17,7 +17,7 @@ SOUND = "acc = acc * rescale + _product(p.to(v.dtype), v[..., tile, :])"
 PLANTED = "acc = (acc * rescale + _product(p.to(v.dtype), v[..., tile, :])).to(v.dtype).float()"
 
 
-def test_its_ci_holds_and_a_planted_change_makes_the_gate_fall_and_name_it(
+def test_its_ci_holds_and_a_planted_change_makes_the_gate_fail_and_name_it(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What CI runs once all is installed, as it stands in the workflow, in a copy of the repository."""

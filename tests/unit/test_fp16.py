@@ -78,7 +78,7 @@ def test_what_is_claimed_in_fp16_alone_holds(case: str) -> None:
         ("stabilized_v1@paper", "tied_maxima[k=2]", "claim failed: output shrinks to 0.18 .. 0.59 "),
     ],
 )
-def test_a_kernel_that_is_not_as_broken_as_it_declares_falls(declared: str, case: str, message: str) -> None:
+def test_a_kernel_that_is_not_as_broken_as_it_declares_fails(declared: str, case: str, message: str) -> None:
     sound, declaration = composed_kernel("flash@fused"), composed_kernel(declared).declaration
     record = _record(DEVICE, replace(sound, declaration=declaration), case)
     assert record.outcome == FAILED

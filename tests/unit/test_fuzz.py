@@ -312,7 +312,7 @@ def attention(q, k, v, *, causal=False, scale=None):
 """
 
 
-def test_a_planted_defect_is_found_made_small_and_falls_again_by_the_command_that_is_told(
+def test_a_planted_defect_is_found_made_small_and_fails_again_by_the_command_that_is_told(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TIEBREAK_FUZZ", raising=False)

@@ -125,7 +125,7 @@ def test_a_switch_is_put_back_after_an_error_too_and_told(body: str, name: str) 
     assert state() == before
 
 
-def test_a_kernel_that_changes_its_process_falls_and_takes_no_other_cell_with_it(
+def test_a_kernel_that_changes_its_process_fails_and_takes_no_other_cell_with_it(
     tmp_path: Path, undisturbed: list[tuple[object, ...]]
 ) -> None:
     before = state()

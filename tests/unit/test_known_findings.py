@@ -68,7 +68,7 @@ def test_each_state_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("ids", "code"), [("present", 1), ("absent,lacking,elsewhere", 0), ("broken", 1), ("abs*,pres*", 1)]
 )
-def test_a_ci_falls_by_what_is_present_or_can_not_be_told(
+def test_a_ci_fails_by_what_is_present_or_can_not_be_told(
     ids: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["findings", "absent", "--fail-if-present", ids]) == code

@@ -59,7 +59,7 @@ def record(folder: Path, body: str) -> Record:
     ],
     ids=["memory", "threads", "files"],
 )
-def test_a_kernel_that_leaks_falls_and_what_it_leaks_is_told(tmp_path: Path, body: str, message: str) -> None:
+def test_a_kernel_that_leaks_fails_and_what_it_leaks_is_told(tmp_path: Path, body: str, message: str) -> None:
     result = record(tmp_path, body)
     assert result.outcome == FAILED
     why = result.answers["contract"].why

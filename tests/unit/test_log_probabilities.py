@@ -303,7 +303,7 @@ def test_a_cell_keeps_what_machines_are_compared_by() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_cell_falls_where_log_probabilities_are_no_numbers_and_is_skipped_where_it_is_refused() -> None:
+def test_a_cell_fails_where_log_probabilities_are_no_numbers_and_is_skipped_where_it_is_refused() -> None:
     (experiment,), bench = KIND.experiments, Workbench(Settings())
 
     def lost(inputs: AttentionInputs) -> AttentionOutput:

@@ -208,7 +208,7 @@ def test_a_sound_kernel_that_has_no_plans_bits_passes(case: str) -> None:
     assert answer(twin("split"), case).passed is True
 
 
-def test_one_head_that_cancels_does_not_fall_and_a_share_of_all_heads_does() -> None:
+def test_one_head_that_cancels_does_not_fail_and_a_share_of_all_heads_does() -> None:
     plans = torch.linspace(0.05, 0.15, HEADS, dtype=torch.float64)
     outlier = plans.clone()
     outlier[0] *= 1000

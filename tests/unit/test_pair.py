@@ -257,7 +257,7 @@ def test_the_same_bits_in_calls_and_not_through_a_model_are_not_told() -> None:
         assert statement(calls, _model(0.5, rms=None))[0] == UNDECIDED
 
 
-def test_a_limit_that_is_passed_or_not_known_falls() -> None:
+def test_a_limit_that_is_passed_or_not_known_fails() -> None:
     found = structs.replace(_judged(_sound(), _sound(), "random"), model=_model(1.0, largest=None))
     assert apply_limits(found, {"rms": 0.04}) is found
     for limits, said in (({"rms": 0.02}, "rms is 0.03, 0.02 is allowed"), ({"largest": 9.0}, "largest is not known")):

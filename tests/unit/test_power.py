@@ -24,7 +24,7 @@ def test_a_defect_is_caught_where_it_takes_the_fewest_heads() -> None:
     assert caught(results) == {"scaled_twice": Caught("padded", "bound range", 16)}
 
 
-def test_what_is_missed_or_falls_sooner_than_in_its_row_is_told() -> None:
+def test_what_is_missed_or_fails_sooner_than_in_its_row_is_told() -> None:
     found = {name: Caught(defect.case, defect.checks, defect.heads) for name, defect in DEFECTS.items()}
     assert [*first_catches(found)] == []
     del found["scaled_twice"]

@@ -327,7 +327,7 @@ def test_a_devices_own_kernels_are_asked_where_the_question_is_named() -> None:
     }
 
 
-def test_a_devices_own_kernel_whose_calls_differ_falls() -> None:
+def test_a_devices_own_kernel_whose_calls_differ_fails() -> None:
     sound, calls = sdpa_math(), itertools.count(1)
 
     def compute(*given: Any) -> AttentionOutput:

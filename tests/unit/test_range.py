@@ -53,7 +53,7 @@ def unattributed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "plan_of", lambda *_: workbench.Settled("nothing was asked"))
 
 
-def test_zeros_fall_in_every_case_in_which_they_are_wrong() -> None:
+def test_zeros_fail_in_every_case_in_which_they_are_wrong() -> None:
     records = {name: run(returning(0.0), case) for name, case in CASES.items()}
     assert {name for name, record in records.items() if record.outcome != FAILED} == ZEROS_ARE_RIGHT | LONG
     for name in BLIND_TO_THE_BOUND:  # by their range alone

@@ -163,7 +163,7 @@ ON_CPU = replace(sdpa.CUDA_FLASH, operator=sdpa.CPU_FLASH.operator)
     ],
     ids=["flash", "math", "another device's"],
 )
-def test_a_silent_fall_back_is_an_error(
+def test_a_silent_fail_back_is_an_error(
     forced: Implementation, instead: SDPBackend, ran: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "sdpa_kernel", lambda backends: sdpa_kernel([instead]))

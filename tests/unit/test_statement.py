@@ -537,7 +537,7 @@ def failing(keep: Keep, ran: Run) -> Path:
     return keep(changed, "failing")
 
 
-def test_what_fell_makes_the_statement_fall_unless_a_waiver_covers_it_until_its_last_day(
+def test_what_failed_makes_the_statement_fail_unless_a_waiver_covers_it_until_its_last_day(
     failing: Path, tmp_path: Path, stating: Calls, verified: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, waivers = tmp_path / "handed_in", tmp_path / "waivers.toml"

@@ -139,7 +139,7 @@ def test_cells_that_crashed_alike_are_one_entry_with_one_command() -> None:
     ]
 
 
-def test_in_brief_a_cell_that_fell_is_a_line_and_only_the_first_have_one() -> None:
+def test_in_brief_a_cell_that_failed_is_a_line_and_only_the_first_have_one() -> None:
     off = replace(record(case="off", outcome=records.FAILED), evidence={"off": {"dQ is off by 700 % of its size": 7.0}})
     alike, many = [crashed(f"case{at}", "ValueError: no") for at in range(2)], "abcdefgh"
     lines = run_tables.brief([record(), off, *alike, *(record(case=name, outcome=records.FAILED) for name in many)])

@@ -137,7 +137,7 @@ def test_a_run_that_drifts_as_claimed_holds() -> None:
     assert "--kernels flash@train_l_rounded --cases train_drift" in record.command
 
 
-def test_a_run_that_breaks_its_claim_falls_with_the_number() -> None:
+def test_a_run_that_breaks_its_claim_fails_with_the_number() -> None:
     claim = SnippetClaim(frozenset({FAIR.name}), "delta_error_mean", "a test", low=1.0)
     snippet = replace(SHORT, name="a test", own_claims=(claim, replace(claim, low=-1.0, high=2.0)))
     record = run(Cell(EMULATION, FAIR, TrainingRun(snippet), BF16))
@@ -198,7 +198,7 @@ def test_a_users_kernel_trains_with_its_own_backward_pass_and_is_held_to_fairnes
     assert held.answers[CLAIM].asked == DRIFT.claims_about(VARIANTS[FAIR.name])[0].text
 
 
-def test_gradients_of_nan_fall_and_a_kernel_without_a_causal_mask_does_not_train(mine: str) -> None:
+def test_gradients_of_nan_fail_and_a_kernel_without_a_causal_mask_does_not_train(mine: str) -> None:
     nan, not_causal = (
         train(external_kernel(mine.replace(":mine", f":{name}")), backend=CPU)
         for name in ("nan_backward", "not_causal")

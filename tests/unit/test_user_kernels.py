@@ -183,7 +183,7 @@ def equal_bits(record: Record) -> float:
 
 
 @pytest.mark.processor
-def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_falls(judge: MatrixRun, kept: Kept) -> None:
+def test_a_plan_without_tiles_is_of_the_kernels_own_and_another_fails(judge: MatrixRun, kept: Kept) -> None:
     """In one tile the maxima of `growing_maximum` are not the first thing in O-bar, and nothing is claimed of that."""
     products, cases = plan_changes(CPU.arithmetic, CPU.device), "growing_maximum,ties_across_blocks"
     result = judge("unfused", "--plan", ",".join(("paper", *products)), cases=cases)

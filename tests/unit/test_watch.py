@@ -158,7 +158,7 @@ def test_where_a_kernel_was_is_read_off_the_thread_that_ran_it(tmp_path: Path) -
     assert timed_out(file) == ("no result after 60 s of CPU time; it was in spins (attention.py, line 9)", True)
 
 
-def test_a_cell_falls_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
+def test_a_cell_fails_by_its_time_only_the_second_time_and_in_the_users_code(collecting: Collecting) -> None:
     """Where the user's code was once, and the suite's the second time, is undecided of the kernel."""
     cells = [Cell(CPU, composed_kernel("flash@paper"), OneCall(case), BF16) for case in SCRIPTED[:4]]
     collector = collecting(*cells)
