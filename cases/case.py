@@ -84,17 +84,25 @@ Recipe = Callable[[Draw], AttentionInputs]
 class FixedHeads:
     """The heads of a case that exist and are not generated, such as captured ones."""
 
+    entries: int  # of the batch
     heads: int  # query heads in all
     groups: int  # query heads per key head: they stay together
+    cut: str  # what of the call these leave out, in words
     formats: tuple[Format, ...]  # it can be given in
     options: tuple[str, ...]  # of the command line, that bring the case in
     checksum: Callable[[], int]  # of the tensors
     measured: Callable[[Errors, Tensor, AttentionInputs, Reference], Errors]  # of O: the errors that say something
 
-    def part(self, batch: int, heads: int) -> slice:
-        """Return the key heads of batch `batch`, of whole groups and about `heads` query heads; empty past the last."""
-        size, key_heads = max(1, heads // self.groups), self.heads // self.groups
-        return slice(min(batch * size, key_heads), min((batch + 1) * size, key_heads))
+    def part(self, batch: int, heads: int) -> tuple[slice, slice]:
+        """Return the entries and their key heads that batch `batch` has, about `heads` query heads; past the last none.
+
+        Entries stay whole; one of more heads than that is cut into parts, of whole groups.
+        """
+        key_heads = self.heads // self.entries // self.groups
+        size = max(1, min(heads // self.groups, key_heads))
+        entries = max(1, heads // (key_heads * self.groups))
+        entry, part = divmod(batch, -(-key_heads // size))
+        return slice(entry * entries, (entry + 1) * entries), slice(part * size, (part + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,11 @@ class Case:
         return not (self.cancels or self.chaotic)
 
     @property
+    def passes_tell(self) -> bool:
+        """True if gradients are compared with those of known backward passes: of normal numbers, and of captured dO."""
+        return self.normal or (self.fixed_heads is not None and self.bits_tell)
+
+    @property
     def version(self) -> int:
         """The recipe's revision, or the checksum of existing heads: records of other versions are not comparable."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()
@@ -138,8 +151,7 @@ class Case:
         """Return whether there is a batch `batch` where a batch has `heads` query heads."""
         if self.fixed_heads is None:
             return True
-        part = self.fixed_heads.part(batch, heads)
-        return bool(part.start < part.stop)
+        return self.fixed_heads.part(batch, heads)[0].start < self.fixed_heads.entries
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
         """Return inputs of one batch of heads: the same on every platform.
