@@ -63,6 +63,21 @@ class _Layer:
         """Return the file's key of q, k, v or do."""
         return f"layer{self.number}.{part}"
 
+    def part(self, batch: int, heads: int) -> tuple[slice, slice]:
+        """Return the entries and their key heads that batch `batch` has, about `heads` query heads; past the last none.
+
+        Entries stay whole; one of more heads than that is cut into parts, of whole groups.
+        """
+        key_heads = self.heads // self.groups
+        size = max(1, min(heads // self.groups, key_heads))
+        entries = max(1, heads // self.heads)
+        entry, part = divmod(batch, -(-key_heads // size))
+        return slice(entry * entries, (entry + 1) * entries), slice(part * size, (part + 1) * size)
+
+    def has_batch(self, batch: int, heads: int) -> bool:
+        """Return whether there is a batch of this index."""
+        return bool(self.part(batch, heads)[0].start < self.entries)
+
 
 def captured_cases(folder: Path) -> tuple[Case, ...]:
     """Return a case for every layer in a folder of captured tensors, by step, rank and layer; reads headers.
@@ -101,10 +116,9 @@ def without_cancelled(errors: Errors, output: Tensor, inputs: AttentionInputs, r
 def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
     rank = "" if name[3] is None else f".rank={name[3]}"
     fixed_heads = FixedHeads(
-        entries=layer.entries,
         heads=layer.entries * layer.heads,
+        has_batch=layer.has_batch,
         cut=layer.cut,
-        groups=layer.groups,
         formats=(BF16, FP16) if layer.fmt == FP32 else (layer.fmt,),
         options=("--captured", str(folder)),
         checksum=partial(_checksum, layer),
@@ -114,7 +128,7 @@ def _case(layer: _Layer, name: re.Match[str], folder: Path) -> Case:
         f"captured[step={name[1]}{rank}.layer={layer.number}]",  # no comma: --cases takes lists
         f"layer {layer.number} as captured in step {name[1]}",
         layer.path.name,
-        partial(_inputs, layer=layer, fixed_heads=fixed_heads),
+        partial(_inputs, layer=layer),
         failure=True,
         gradients=True,
         chaotic=layer.made,
@@ -171,12 +185,12 @@ def _layer(path: Path, file: Any, number: str) -> _Layer:
         raise CapturedError(f"{path}: {padding} {shape}; expected [{keys}] or [{batch}, {keys}], a number a key")
     fields = path, number, causal == "true", alpha, fmt, groups
     if not made:
-        used, *tokens = _used(batch * heads, groups, queries=queries, keys=keys, causal=causal == "true")
-        sizes = {"heads": (used, batch * heads), "queries": (tokens[0], queries), "keys": (tokens[1], keys)}
-        cut = ", ".join(f"{whole - n:,} {what} of {whole:,}" for what, (n, whole) in sizes.items() if n < whole)
-        return _Layer(
-            *fields, *((used // heads, heads) if used > heads else (1, used)), *tokens, padded=padded, cut=cut
-        )
+        whole = {"heads": batch * heads, "queries": queries, "keys": keys}
+        used, rows, seen = _used(batch * heads, groups, queries=queries, keys=keys, causal=causal == "true")
+        left = zip(whole.items(), (used, rows, seen), strict=True)
+        cut = ", ".join(f"{n - kept:,} {what} of {n:,}" for (what, n), kept in left if kept < n)
+        entries, each = (used // heads, heads) if used > heads else (1, used)
+        return _Layer(*fields, entries, each, rows, seen, padded=padded, cut=cut)
     order = words.get("order", _ORDERS[0])
     if order not in _ORDERS:
         raise CapturedError(f"{path}: metadata layer{number}.order is {order}; expected one of {', '.join(_ORDERS)}")
@@ -253,9 +267,9 @@ def _checksum(layer: _Layer) -> int:
     return zlib.crc32(f"{crc:08x} {layer.order}".encode())
 
 
-def _inputs(draw: Draw, layer: _Layer, fixed_heads: FixedHeads) -> AttentionInputs:
+def _inputs(draw: Draw, layer: _Layer) -> AttentionInputs:
     """Return one batch of a layer's heads: its own entries of the batch, each with its own padding."""
-    (tensors, padding), (entries, keys) = _load(layer), fixed_heads.part(draw.batch, draw.heads)
+    (tensors, padding), (entries, keys) = _load(layer), layer.part(draw.batch, draw.heads)
     queries = slice(keys.start * layer.groups, keys.stop * layer.groups)
     padding = None if padding is None else padding[entries]
     parts = []

@@ -84,25 +84,13 @@ Recipe = Callable[[Draw], AttentionInputs]
 class FixedHeads:
     """The heads of a case that exist and are not generated, such as captured ones."""
 
-    entries: int  # of the batch
     heads: int  # query heads in all
-    groups: int  # query heads per key head: they stay together
+    has_batch: Callable[[int, int], bool]  # whether there is a batch of this index, where one has so many query heads
     cut: str  # what of the call these leave out, in words
     formats: tuple[Format, ...]  # it can be given in
     options: tuple[str, ...]  # of the command line, that bring the case in
     checksum: Callable[[], int]  # of the tensors
     measured: Callable[[Errors, Tensor, AttentionInputs, Reference], Errors]  # of O: the errors that say something
-
-    def part(self, batch: int, heads: int) -> tuple[slice, slice]:
-        """Return the entries and their key heads that batch `batch` has, about `heads` query heads; past the last none.
-
-        Entries stay whole; one of more heads than that is cut into parts, of whole groups.
-        """
-        key_heads = self.heads // self.entries // self.groups
-        size = max(1, min(heads // self.groups, key_heads))
-        entries = max(1, heads // (key_heads * self.groups))
-        entry, part = divmod(batch, -(-key_heads // size))
-        return slice(entry * entries, (entry + 1) * entries), slice(part * size, (part + 1) * size)
 
 
 @dataclass(frozen=True)
@@ -149,9 +137,7 @@ class Case:
 
     def has_batch(self, batch: int, heads: int) -> bool:
         """Return whether there is a batch `batch` where a batch has `heads` query heads."""
-        if self.fixed_heads is None:
-            return True
-        return self.fixed_heads.part(batch, heads)[0].start < self.fixed_heads.entries
+        return self.fixed_heads is None or self.fixed_heads.has_batch(batch, heads)
 
     def make(self, seed: int, batch: int, heads: int, fmt: Format) -> AttentionInputs:
         """Return inputs of one batch of heads: the same on every platform.

@@ -305,9 +305,6 @@ class _Kernel:
         elsewhere = [cell for cell in self.ran if cell.verdict in failing and cell.case not in self.failure]
         left_out = tuple(cell.case for cell in self.left_out)
         reasons = Counter(cell.skipped for cell in self.cells if cell.skipped not in (None, records.NO_TIME))
-        replayed = dict.fromkeys(
-            cell.evidence[records.REPLAYED] for cell in self.cells if records.REPLAYED in cell.evidence
-        )
         skipped = [f"{counted(number, 'cell')}: {why}" for why, number in reasons.items()]
         findings += [
             Finding("in training", "; ".join(filter(None, (self._in_gradients(), self._in_runs())))),
@@ -324,9 +321,9 @@ class _Kernel:
                 "not given",
                 ", ".join(sorted({name for cell in self.cells for name in cell.evidence.get("never_given", ())})),
             ),
-            Finding("captured", first_few(list(replayed), _LISTED)),
-            Finding(
-                "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
+            *(
+                Finding(name, "; ".join(sorted({told for cell in self.cells if (told := cell.evidence.get(name))})))
+                for name in (records.CAPTURED, "assumed")
             ),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),

@@ -34,7 +34,7 @@ from tiebreak.matrix.experiments.call import OneCall
 from tiebreak.matrix.run import run_cell
 from tiebreak.matrix.sample import Sample
 from tiebreak.matrix.workbench import Settings, Settled, Workbench
-from tiebreak.reports.records.record import CRASHED, MEASURED, REPLAYED, Run
+from tiebreak.reports.records.record import CAPTURED, CRASHED, MEASURED, Run
 
 MatrixRun = Callable[..., pytest.RunResult]
 Kept = Callable[..., Run]
@@ -213,7 +213,7 @@ class TestLooks:
         tested = users(partial(SOUND["tiled"], **changes), "tested")
         record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
         assert record.answers["gradients"].passed is passed
-        assert re.search(r"asked: O, and gradients .* beside .*; not asked: nothing", record.evidence[REPLAYED])
+        assert re.search(r"asked: O, and gradients .* beside .*; not asked: nothing", record.evidence[CAPTURED])
 
     def test_what_is_not_asked_of_a_captured_call_is_told(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,7 +222,7 @@ class TestLooks:
         case = only_case(tmp_path, normal((2, 4, 96, 16)), CAUSAL)
         tested = users(SOUND["tiled"], "tested", backward="none")
         record = run_cell(Cell(on(), tested, OneCall(case), BF16), Workbench(Settings(heads=8)))
-        told = record.evidence[REPLAYED].partition("; not asked: ")[2]
+        told = record.evidence[CAPTURED].partition("; not asked: ")[2]
         assert all(word in told for word in ("48 queries of 96", "48 keys of 96", "gradients"))
 
     def test_cancelled_elements_do_not_hide_a_bias(self, tmp_path: Path) -> None:

@@ -300,23 +300,6 @@ def _script(sample: Sample) -> str | None:
     return shlex.join(words)
 
 
-def _replayed(sample: Sample, backward: BackwardPasses | None) -> str:
-    """Return what was asked of a captured call, and what was not."""
-    fixed, gradients = sample.bench.case.fixed_heads, sample.outputs[0].gradients
-    assert fixed is not None
-    asked = "O, and gradients of its own dO within bounds" if gradients else "O"
-    asked += f" and beside {backward.name}" if backward else ""
-    left = [fixed.cut] if fixed.cut else []
-    left += [f"{fixed.heads - sample.heads:,} heads more"] if sample.heads < fixed.heads else []
-    if gradients is None:
-        left.append("gradients, since it gave none")
-    elif backward is None:
-        left.append("errors of gradients beside a known backward pass, since O follows no known plan")
-    elif sample.gradient_heads < sample.heads:
-        left.append(f"gradients of more than {sample.gradient_heads:,} heads")
-    return f"asked: {asked}; not asked: {', '.join(left) or 'nothing'}"
-
-
 def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]:
     """Return a record's evidence from the first batch."""
     assumed, evidence = sample.outputs[0].assumed, dict[str, Any]()
@@ -335,8 +318,6 @@ def _evidence(sample: Sample, backward: BackwardPasses | None) -> dict[str, Any]
     evidence |= {"assumed": assumed} if assumed else {}
     if isinstance(kernel := sample.cell.kernel, UserKernel) and (names := kernel.caller.convention.never_given):
         evidence["never_given"] = names
-    if sample.bench.case.fixed_heads is not None and sample.cell.kernel.external:
-        evidence[records.REPLAYED] = _replayed(sample, backward)
     heads = heads_to_tell(sample.errors.bias, sample.heads)
     if sample.verdict is BiasVerdict.UNDECIDED and heads < MOST_HEADS:
         evidence["heads_to_tell"] = heads
