@@ -126,11 +126,6 @@ class Case:
         return not (self.cancels or self.chaotic)
 
     @property
-    def passes_tell(self) -> bool:
-        """True if gradients are compared with those of known backward passes: of normal numbers, and of captured dO."""
-        return self.normal or (self.fixed_heads is not None and self.bits_tell)
-
-    @property
     def version(self) -> int:
         """The recipe's revision, or the checksum of existing heads: records of other versions are not comparable."""
         return self.revision if self.fixed_heads is None else self.fixed_heads.checksum()

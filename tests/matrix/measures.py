@@ -107,8 +107,8 @@ def _sink(sample: Sample) -> Value:
 
 
 def _backward_ratio(at: int, sample: Sample) -> Value:
-    normal = sample.bench.case.normal
-    heads = sample.backward_heads[GRADIENT_NAMES[at]] if sample.backward_heads and normal else None
+    compared = sample.backward_heads if sample.bench.case.normal else None
+    heads = compared[GRADIENT_NAMES[at]] if compared else None
     return None if heads is None else ratio_of_means(heads.square, heads.their_square)
 
 
