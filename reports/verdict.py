@@ -321,8 +321,9 @@ class _Kernel:
                 "not given",
                 ", ".join(sorted({name for cell in self.cells for name in cell.evidence.get("never_given", ())})),
             ),
-            Finding(
-                "assumed", "; ".join(sorted({how for cell in self.cells if (how := cell.evidence.get("assumed"))}))
+            *(
+                Finding(name, "; ".join(sorted({told for cell in self.cells if (told := cell.evidence.get(name))})))
+                for name in (records.CAPTURED, "assumed")
             ),
             Finding("backward", self._backward()),
             Finding("rules", self._rules()),

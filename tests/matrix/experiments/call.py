@@ -259,7 +259,8 @@ def _is_settled(check: str, sample: Sample) -> bool:
 def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPasses | None]:
     """Add heads until it is settled whether gradients err too much; a user's are held to a known backward pass."""
     cell, bench, first, held_to = sample.cell, sample.bench, sample.outputs[0], sample.held_to
-    if held_to is None or first.gradients is None or not bench.case.normal:
+    compared = bench.case.normal or bench.case.fixed_heads is not None  # with known backward passes
+    if held_to is None or first.gradients is None or not compared:
         return sample, None
     backward = None
     if cell.kernel.external:
