@@ -1,13 +1,19 @@
 """Accumulators: how products and terms are added up to one fp32 value."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiebreak.backends.emulation.instructions import amx_matmul, bfmmla_matmul, sequential_matmul, vdpbf16_matmul
+from tiebreak.backends.emulation.instructions import (
+    amx_matmul,
+    bfmmla_matmul,
+    holds_bf16,
+    sequential_matmul,
+    vdpbf16_matmul,
+)
 from tiebreak.kernels.kernel import CannotRunError
 from tiebreak.kernels.plans import Accumulator
 from tiebreak.plugins import Door
@@ -27,13 +33,18 @@ def _exact_matmul(a: Tensor, b: Tensor) -> Tensor:
     return product.reshape(*a.shape[:-2], m, n)
 
 
+def _of_bf16(instruction: Matmul, a: Tensor, b: Tensor) -> Tensor:
+    """Return a product by an instruction that takes bf16 alone; of wider operands it is a product of fp32, exact."""
+    return (instruction if holds_bf16(a) and holds_bf16(b) else _exact_matmul)(a, b)
+
+
 #: The core's own; those of a device come with its backend.
 MATMULS: Mapping[Accumulator, Matmul] = {
     Accumulator.EXACT: _exact_matmul,
     Accumulator.SEQUENTIAL: sequential_matmul,
-    Accumulator.BFMMLA: bfmmla_matmul,
-    Accumulator.VDPBF16: vdpbf16_matmul,
-    Accumulator.AMX: amx_matmul,
+    Accumulator.BFMMLA: partial(_of_bf16, bfmmla_matmul),
+    Accumulator.VDPBF16: partial(_of_bf16, vdpbf16_matmul),
+    Accumulator.AMX: partial(_of_bf16, amx_matmul),
 }
 
 

@@ -102,9 +102,14 @@ def _adder(a: Tensor, b: Tensor, *, flushes: bool = False) -> Callable[[Tensor, 
     return add
 
 
+def holds_bf16(x: Tensor) -> bool:
+    """Return whether all that an fp32 tensor holds are numbers of bf16."""
+    return not x.view(torch.int32).bitwise_and(_LACKS_BF16).any()
+
+
 def _has_exact_products(a: Tensor, b: Tensor) -> bool:
     """Return whether fp32 holds all products, and no sum is subnormal: then rounding a product changes nothing."""
-    sizes = [x.abs() for x in (a, b) if x.numel() and not x.view(torch.int32).bitwise_and(_LACKS_BF16).any()]
+    sizes = [x.abs() for x in (a, b) if x.numel() and holds_bf16(x)]
     if len(sizes) < 2 or not math.prod(size.max().item() for size in sizes) < 2.0 ** (FP32.max_exponent + 1):
         return False  # something else than bf16, or beyond the range of fp32, or no number
     # All products, and so all sums, are multiples of the product of the last bits of the smallest operands.
