@@ -36,9 +36,6 @@ kernel that follows none may err `WAYS` times as much, as one sound pass may as 
 autograd's gradients of tiled loops, sound ones, came to 10.9, compared with all of them to 4.2 in 100 seeds
 (tests/defects/loops.py).
 
-Gradients of a captured dO are asked this question alone: on such inputs sound kernels have gains and their means over
-heads are single draws, but the ratio in a head was at most 3.5 on 30 layers for seven sound kernels.
-
 A cell fails where the whole interval lies beyond the limit, and passes where it lies within. Else more heads are drawn;
 if they are too few at the cap the answer is undecided, and the run fails. The interval's confidence leaves one false
 alarm in 10,000 runs of 300 such questions, at four looks each, if the means over heads are normal. In the cells above

@@ -1,4 +1,8 @@
-"""Calls on tensors that a training run has left behind, as --captured names them."""
+"""Calls on tensors that a training run has left behind, as --captured names them.
+
+Of their gradients nothing is asked but their bounds and `worst_gradient`: on such inputs sound kernels have gains, and
+means over heads are single draws; the ratio in a head was at most 3.5 on 30 layers for seven sound kernels.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
