@@ -117,7 +117,7 @@ class Operands:
             if self.bias is None:
                 return self.masked(s, rows, keys)
             bias = cut(self.bias, rows, keys)
-            # FlashAttention-2 divides the slopes of ALiBi by the factor that is to come.
+            # FlashAttention-2 divides slopes by the factor that is to come.
             s = s + bias / self.unit if folds_scale(self.plan) else self.arithmetic.cast(s + bias, self.plan.s)
             return self.masked(s, rows, keys)
 
