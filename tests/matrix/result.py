@@ -49,7 +49,6 @@ class Result:
     held_to: str | None = None  # the plan that the errors of O are compared with; None: no such comparison
     refused: str | None = None  # the plan that it follows, and that is accepted only where it is declared
     backward_held_to: str | None = None  # the backward pass that those of dQ, dK and dV are compared with; None: none
-    failure: bool = False  # whether it is of an input on which rounding is known to fail
     external: bool = False  # whether the kernel is a user's
     bound_of: str | None = None  # name of the plan whose bounds the errors are shares of
     heads: int = 0  # that were drawn

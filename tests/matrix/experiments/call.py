@@ -157,7 +157,6 @@ class OneCall(Experiment):
             refused=held_to.refused if held_to else None,
             backward_held_to=backward.name if backward else None,
             gradient_heads=sample.gradient_heads,
-            failure=self.case.failure,
             external=cell.kernel.external,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,

@@ -281,7 +281,6 @@ def _call_result(judged: Judged, case: Case) -> Result:
         claims=tuple(_claims(judged, case)),
         prediction=prediction,
         backward_error=backward.why if backward is not None and raised else None,
-        failure=case.failure,
         external=cell.kernel.external,
         bound_of=(declared or UNDECLARED).plan.name,
         heads=record.heads,
