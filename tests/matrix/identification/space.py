@@ -94,14 +94,14 @@ def forward_alone(declaration: Declaration, inputs: Format) -> Declaration:
     block, split = _effective_block(declaration), algorithm is SPLIT_ATTENTION
     for field in ("o_bar", "row_sum"):
         once = split and (field == "o_bar" or not block.splits)
-        if block.is_one_tile or not algorithm.tiled or once:
+        if _is_one_tile(block) or not algorithm.tiled or once:
             plan = replace(plan, **{field: replace(getattr(plan, field), steps=Steps.EVERY)})
     for field in _POSITIVE:
         if (cast := getattr(plan, field)).rounding is Rounding.DOWN:
             plan = replace(plan, **{field: replace(cast, rounding=Rounding.RTZ)})
     plan = _cast_once(declaration, plan, inputs)
     rule = declaration.shift_rule if algorithm is FLASH_ATTENTION else _SAFE
-    if rule.lag and block.is_one_tile:
+    if rule.lag and _is_one_tile(block):
         rule = _SAFE  # it lags behind an earlier tile, and there is none
     return nameless(Declaration(algorithm, plan, rule, block, tile_named=algorithm.tiled))
 
@@ -117,9 +117,14 @@ def _effective_block(declaration: Declaration) -> Block:
     return Block(block.keys, block.keys, block.splits if split else 0, order if kept else TileOrder.FORWARDS)
 
 
+def _is_one_tile(block: Block) -> bool:
+    """Return whether a row is one tile."""
+    return block.keys == ONE_TILE.keys and not block.splits and block.order is not TileOrder.PREFIX
+
+
 def _cast_once(declaration: Declaration, plan: RoundingPlan, inputs: Format) -> RoundingPlan:
     """Return a plan that casts O once where no step separates O-bar's cast from O's, and O-bar is normalised."""
-    one_tile = _effective_block(declaration).is_one_tile
+    one_tile = _is_one_tile(_effective_block(declaration))
     weighed = not one_tile or plan.exponential.correction  # a fast exponential's weight of one split is not 1
     normalised = "row_sum_of" in declaration.algorithm.unused
     if not normalised and (declaration.algorithm is not SPLIT_ATTENTION or weighed):
