@@ -32,8 +32,8 @@ from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext,
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
 from tiebreak.matrix.resolver import BackwardPasses, plan_of, resolver
-from tiebreak.matrix.result import Claimed, Predicted, Result, recorded
-from tiebreak.matrix.sample import HeldTo, OnTheWhole, Sample
+from tiebreak.matrix.result import Claimed, HeldTo, Result, recorded
+from tiebreak.matrix.sample import OnTheWhole, Sample
 from tiebreak.matrix.trial import refusal
 from tiebreak.matrix.workbench import CaseBench, Settled, SharedBatch, Workbench
 from tiebreak.reports.errors import UsageError
@@ -140,7 +140,7 @@ class OneCall(Experiment):
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
         sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), plan_of(cell, bench)))
-        measures, held_to, errors = values_of(sample), sample.held_to, sample.errors
+        measures, errors = values_of(sample), sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
         return Result(
@@ -153,11 +153,9 @@ class OneCall(Experiment):
             prediction=_prediction(sample),
             backward_error=sample.outputs[0].backward_error,
             backward_raised=sample.outputs[0].backward_raised,
-            held_to=held_to.plan if held_to else None,
-            refused=held_to.refused if held_to else None,
+            held_to=sample.held_to,
             backward_held_to=backward.name if backward else None,
             gradient_heads=sample.gradient_heads,
-            failure=self.case.failure,
             external=cell.kernel.external,
             bound_of=sample.declaration.plan.name,
             heads=sample.heads,
@@ -337,7 +335,7 @@ def _claims(sample: Sample) -> Iterator[Claimed]:
         yield Claimed(*NO_WORSE, sample.rounded_passed, values_of)
 
 
-def _prediction(sample: Sample) -> Predicted | None:
+def _prediction(sample: Sample) -> Claimed | None:
     """Answer whether the prediction passed; if not, also whether it would be if the plan named the device's sums."""
     if sample.prediction is None:
         return None
@@ -348,7 +346,7 @@ def _prediction(sample: Sample) -> Predicted | None:
         plan = ",".join([label, *products])
         if predicted(difference(sample.errors, sample.emulated(parse_declaration(plan)))):
             values_of += f"; {plan}, as this device multiplies, does"
-    return Predicted(label, sample.prediction_passed, values_of)
+    return Claimed(f"what {label} predicts", "", sample.prediction_passed, values_of)
 
 
 def where_bias_is(verdict: str | None, measures: Mapping[str, Value], fmt: Format) -> tuple[bool | None, str | None]:
