@@ -299,30 +299,29 @@ def lines() -> Iterator[str]:
         for model in MODELS:
             each = rows[model, what, one]
             where = f" (layer {each.layer}, head {each.head})" if one else ""
-            cells.append(f"{100 * each.value:.2f} ± {100 * each.error:.2f} %{where}" if each.value else "0")
+            cells.append(f"{100 * each.value:.2f}±{100 * each.error:.2f} %{where}" if each.value else "0")
         return cells
 
     def ulps(names: Sequence[str], what: str, digits: int, one: bool = False) -> list[str]:
         told = [[rows[model, f"{what}_{name}", one] for name in names] for model in MODELS]
         sign = "+" if what == "bias" else ""
-        return [", ".join(f"{each.value:{sign}.{digits}f} ± {each.error:.{digits}f}" for each in cell) for cell in told]
+        return [", ".join(f"{each.value:{sign}.{digits}f}±{each.error:.{digits}f}" for each in cell) for cell in told]
 
     worst = [rows[model, "sink", True] for model in MODELS]
     yield from table(
         ("", "MiniLM", "SmolLM2, causal"),
         (
-            ["rows whose maximum occurs twice, S in fp32", *percent("twice_fp32")],
-            ["the same, S in bf16 (eager)", *percent("twice_bf16")],
-            ["the same, the head that has most", *percent("twice_bf16", True)],
-            ["rows with scores within 1e-3 of the maximum, where the published fix acts", *percent("near")],
+            ["rows with a repeated maximum, S in fp32", *percent("twice_fp32")],
+            ["S in bf16 (eager)", *percent("twice_bf16")],
+            ["the head of most", *percent("twice_bf16", True)],
+            ["rows where the published fix acts: two within 1e-3", *percent("near")],
             ["rows with one P above 0.9", *percent("sink")],
-            ["elements of O within 1 % of an ulp of a tie; chance: 2 %", *percent("tie")],
-            ["bias: plain flash, with the fix, fused", *ulps(list(KERNELS), "bias", 4)],
-            ["mean error: the same", *ulps(list(KERNELS), "error", 3)],
-            ["mean error where the fix acts: the same", *ulps(list(KERNELS), "error_near", 3)],
-            ["the head that plain flash biases most", *(f"layer {each.layer}, head {each.head}" for each in worst)],
-            ["its rows with one P above 0.9", *(cell.partition(" (")[0] for cell in percent("sink", True))],
-            ["its bias: plain flash, with the fix, fused", *ulps(list(KERNELS), "bias", 3, True)],
+            ["O within 1 % of an ulp of a tie; chance: 2 %", *percent("tie")],
+            ["bias: plain, fix, fused", *ulps(list(KERNELS), "bias", 4)],
+            ["mean error where the fix acts", *ulps(list(KERNELS), "error_near", 3)],
+            ["the most biased head", *(f"layer {each.layer}, head {each.head}" for each in worst)],
+            ["its rows with such a P", *(cell.partition(" (")[0] for cell in percent("sink", True))],
+            ["its bias", *ulps(list(KERNELS), "bias", 3, True)],
         ),
     )
 
