@@ -41,6 +41,7 @@ class Backend:
     #: How products are added up on the device, as plans name it; see `tiebreak.backends.emulation.accumulators`.
     accumulators: Mapping[Accumulator, Callable[[Tensor, Tensor], Tensor]] = field(default_factory=dict, compare=False)
     bits: str = "bits on this machine"  # what a plan rests on that is told by them
+    resident: bool = True  # whether kernels run in this process, and may leave something behind in it
 
     @property
     def evidence(self) -> str:

@@ -25,7 +25,7 @@ from tiebreak.kernels.features import HIDDEN_NAN, SCRIPTABLE
 from tiebreak.kernels.flash import BLOCK
 from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
-from tiebreak.kernels.kernel import Declaration, Kernel, delta_alone, tilings
+from tiebreak.kernels.kernel import Declaration, Kernel, NotAskedError, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
 from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
@@ -178,10 +178,14 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
     declaration = _in_its_tiles(cell, bench, output)
     sample = Sample(cell, bench, declaration, _claim(cell, bench, declaration))
     for look in range(LOOKS):
-        for index in batches_of(look):
-            if bench.has_batch(index):
-                output = _output(cell, bench, index) if index else output
-                sample = sample.with_batch(output, _errors(cell, bench, index, output, declaration))
+        indices, more = [index for index in batches_of(look) if bench.has_batch(index)], [output]
+        try:
+            more = [_output(cell, bench, index) for index in indices] if look else more
+        except NotAskedError:
+            sample = replace(sample, exhausted=True)
+            break
+        for index, each in zip(indices, more, strict=True):
+            sample = sample.with_batch(each, _errors(cell, bench, index, each, declaration))
         if not look:
             sample = _held_to_a_plan(sample, plan)
         exhausted = not bench.has_batch(len(sample.outputs))
@@ -270,7 +274,10 @@ def _with_gradients(sample: Sample, plan: Settled) -> tuple[Sample, BackwardPass
         if sample.out_of_time or not bench.has_batch(batches_of(look).start) or _is_settled(GRADIENTS, sample):
             break
         for batch in (bench.batch(index) for index in batches_of(look) if bench.has_batch(index)):
-            output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
+            try:
+                output = cell.backend.run(cell.kernel, batch.inputs, gradients=True)
+            except NotAskedError:
+                return replace(sample, exhausted=True), backward
             if output.gradients is None:
                 continue
             more = (*sample.more_gradients, OnTheWhole.of(output.gradients, batch))
