@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -12,15 +12,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
 from tiebreak.backends.backend import to_device
+from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.backends.platform import read
-from tiebreak.backends.probes import p_cast, softmax_errors
 from tiebreak.backends.torch_arithmetic import TorchArithmetic
 from tiebreak.backends.torch_device import TorchDevice, answers
+from tiebreak.kernels.formats import BF16, Formats, ulp
 from tiebreak.kernels.inputs import AttentionInputs
 from tiebreak.kernels.kernel import Kernel, first_line
 from tiebreak.kernels.npu import (
@@ -32,6 +34,8 @@ from tiebreak.kernels.npu import (
     npu_kernels,
     torch_npu_operators,
 )
+from tiebreak.kernels.probe_inputs import tied_p_bar
+from tiebreak.kernels.reference import reference
 from tiebreak.kernels.triton.loading import missing
 from tiebreak.kernels.triton.roster import triton_kernels
 
@@ -41,6 +45,7 @@ DETERMINISTIC = "HCCL_DETERMINISTIC"
 # The driver's libraries; all others come with CANN.
 _DRIVER_LIBRARIES = ("libascend_hal", "libdrv", "libdcmi", "libmmpa_drv")
 _NOT_FOUND = re.compile(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file")
+_P_HEADS = 16  # of either parity, with ties of P-bar
 _DRIVER = "usr/local/Ascend/driver/version.info"
 
 
@@ -211,6 +216,48 @@ def _kernels(operators: Operators) -> tuple[Kernel, ...]:
     """Return torch-npu's operators, and the Triton kernels where triton-ascend, imported as triton, is installed."""
     compiled = triton_kernels(interpreted=False) if missing() is None else ()
     return (*npu_kernels(operators), *compiled)
+
+
+def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
+    """Return how a kernel casts P-bar to bf16 where it is halfway between two neighbours.
+
+    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and does not
+    show in the bias of O. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an
+    even last bit, in the other half above an odd one.
+
+    Returns:
+        `rne`, `rtna` or `rtz`; `not seen` where its exponential misses the ties; `none known` else.
+    """
+    odd = torch.tensor([[False], [True]]).expand(2, _P_HEADS)
+    inputs = tied_p_bar(np.random.Generator(np.random.Philox(1)), odd)
+    o = reference(inputs).o
+    biases = ((run(inputs).double() - o) / ulp(o, BF16)).flatten(1).mean(1)
+    # A mean error of 1,024 elements is within 0.05 by chance: 0.29 / 32 ulp, five times over.
+    signs = tuple((biases.sign() * (biases.abs() >= 0.05)).tolist())
+    names = {(-1.0, 1.0): "rne", (1.0, 1.0): "rtna", (-1.0, -1.0): "rtz", (0.0, 0.0): "not seen"}
+    return names.get(signs, "none known")
+
+
+def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
+    """Return how far a kernel's row maxima and row sums are from the reference, on random scores.
+
+    `run` gives both on the host, (batch, heads, N, copies), from inputs there.
+
+    Returns:
+        `softmax_max_error`: largest |error| of the maximum of the scores; `softmax_sum_error`: largest relative error
+        of the row sum of exp(S - maximum).
+    """
+    rng = np.random.Generator(np.random.Philox(2))
+    q, k, v = (round_to(torch.from_numpy(rng.standard_normal((1, 4, 48, 64), np.float32)), BF16) for _ in "qkv")
+    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16))
+    s = reference(inputs).s
+    row_max = s.amax(-1, keepdim=True)
+    row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
+    kernel_max, kernel_sum = run(inputs)
+    return {
+        "softmax_max_error": (kernel_max.double() - row_max).abs().max().item(),
+        "softmax_sum_error": ((kernel_sum.double() - row_sum).abs() / row_sum).max().item(),
+    }
 
 
 ASCEND = ascend()

@@ -1,6 +1,6 @@
 """Probes: what a device's arithmetic does, measured, not read off a data sheet. The answers are its fingerprint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 
@@ -11,11 +11,8 @@ from torch import Tensor
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.rounding import round_to
 from tiebreak.kernels.arithmetic import Arithmetic
-from tiebreak.kernels.formats import BF16, FP32, Format, Formats, Rounding, ulp
-from tiebreak.kernels.inputs import AttentionInputs
+from tiebreak.kernels.formats import BF16, FP32, Format, Rounding, ulp
 from tiebreak.kernels.plans import Accumulator, Cast, Exponential
-from tiebreak.kernels.probe_inputs import tied_p_bar
-from tiebreak.kernels.reference import reference
 
 _SIZE = 64
 _LONG = 2048  # terms of a product that a library may split
@@ -25,7 +22,6 @@ _WINDOWS = (4, 8, 16, 32, 64)  # neighbours among which what meets what differs
 _TAILS = range(17, 35)  # how many bits below 1 a tail lies: bf16 lacks all of them, fp32 those beyond 23
 _TIP = 6  # bits below a tail
 _ORDERED = 32  # terms of the sum whose order is told
-_P_HEADS = 16  # of either parity, with ties of P-bar
 _WIDEST = 60  # bits looked for in an accumulator: more than fp64 has
 _DETERMINISTIC = tuple(mode for mode in Rounding if mode is not Rounding.STOCHASTIC)
 
@@ -257,45 +253,3 @@ def _order(arithmetic: Arithmetic, device: str) -> str:
 
 def _kept(value: Tensor) -> str:
     return "kept" if value.item() != 0.0 else "flushed"
-
-
-def p_cast(run: Callable[[AttentionInputs], Tensor]) -> str:
-    """Return how a kernel casts P-bar to bf16 where it is halfway between two neighbours.
-
-    `run` is the kernel, from inputs to O, both on the host. On random scores that happens once in 2^16, and does not
-    show in the bias of O. Here every P-bar but the maximum's is a tie, in half of the heads above a neighbour with an
-    even last bit, in the other half above an odd one.
-
-    Returns:
-        `rne`, `rtna` or `rtz`; `not seen` where its exponential misses the ties; `none known` else.
-    """
-    odd = torch.tensor([[False], [True]]).expand(2, _P_HEADS)
-    inputs = tied_p_bar(np.random.Generator(np.random.Philox(1)), odd)
-    o = reference(inputs).o
-    biases = ((run(inputs).double() - o) / ulp(o, BF16)).flatten(1).mean(1)
-    # A mean error of 1,024 elements is within 0.05 by chance: 0.29 / 32 ulp, five times over.
-    signs = tuple((biases.sign() * (biases.abs() >= 0.05)).tolist())
-    names = {(-1.0, 1.0): "rne", (1.0, 1.0): "rtna", (-1.0, -1.0): "rtz", (0.0, 0.0): "not seen"}
-    return names.get(signs, "none known")
-
-
-def softmax_errors(run: Callable[[AttentionInputs], tuple[Tensor, Tensor]]) -> Mapping[str, float]:
-    """Return how far a kernel's row maxima and row sums are from the reference, on random scores.
-
-    `run` gives both on the host, (batch, heads, N, copies), from inputs there.
-
-    Returns:
-        `softmax_max_error`: largest |error| of the maximum of the scores; `softmax_sum_error`: largest relative error
-        of the row sum of exp(S - maximum).
-    """
-    rng = np.random.Generator(np.random.Philox(2))
-    q, k, v = (round_to(torch.from_numpy(rng.standard_normal((1, 4, 48, 64), np.float32)), BF16) for _ in "qkv")
-    inputs = AttentionInputs(q, k, v, torch.ones_like(q), Formats.of(BF16))
-    s = reference(inputs).s
-    row_max = s.amax(-1, keepdim=True)
-    row_sum = torch.exp(s - row_max).sum(-1, keepdim=True)
-    kernel_max, kernel_sum = run(inputs)
-    return {
-        "softmax_max_error": (kernel_max.double() - row_max).abs().max().item(),
-        "softmax_sum_error": ((kernel_sum.double() - row_sum).abs() / row_sum).max().item(),
-    }

@@ -57,35 +57,26 @@ def _with_backward(forward: Declaration, points: Mapping[str, Any], block: Block
 _FLASH_2: Mapping[str, Any] = {"p": _LOW, "ds": _LOW}
 _EAGER: Mapping[str, Any] = {"delta_from": _FROM_P, "p": _LOW, "dp": _LOW, "ds": _LOW, "sums": OUTPUT}
 _UPCAST: Mapping[str, Any] = {"delta_from": _FROM_P}
-_OF_CAST_P: Mapping[str, Any] = {**_UPCAST, "p": _LOW, "dp": _LOW}
 _UNNORMALISED: Mapping[str, Any] = {"delta_from": DeltaSource.UNNORMALISED, "p": _LOW, "dp": _LOW}
-_BY_HEAD = ", heads of a group added in 16 bits"
-_PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries"
+_BY_HEAD = "heads of a group added in 16 bits"
+_PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)"
 _PYTORCH_TILES = Block(queries=32, keys=512)
 
 _UNNORMALISED_CAST: Mapping[str, Any] = {**_UNNORMALISED, "do_over_l": _LOW, "sums": OUTPUT}
 _ATTACHED, _ATTACHED_CAST = ({**each, "shift_attached": True} for each in (_UNNORMALISED, _UNNORMALISED_CAST))
 _TABLE: Mapping[str, Mapping[str, Any]] = {
     "FlashAttention-2's (P and dS in 16 bits)": _FLASH_2,
-    # Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: dk_expanded and dv_expanded
-    f"FlashAttention-2's (P and dS in 16 bits{_BY_HEAD})": {**_FLASH_2, "sums": OUTPUT},
     # aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward: of fewer than 192 queries.
-    f"{_PYTORCH})": {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT},
-    # Where key heads are repeated first, as Keras does, autograd adds them up.
-    f"{_PYTORCH}{_BY_HEAD})": {**_FLASH_2, "sums": OUTPUT},
+    _PYTORCH: {**_FLASH_2, "sums": OUTPUT, "group_sums": OUTPUT},
     # triton-lang/triton, python/tutorials/06-fused-attention.py
     "the Triton tutorial's (P and dS in 16 bits, P of a K that is scaled and rounded)": {**_FLASH_2, "scaled_k": _LOW},
     "FlashAttention-2's with delta in fp32 (P and dS in 16 bits, delta not from O)": {**_FLASH_2, **_UPCAST},
     "flash attention's in fp32 (delta from O)": {},
     "autograd's in fp32": _UPCAST,
-    f"autograd's in fp32 ({_BY_HEAD[2:]})": {**_UPCAST, "sums": OUTPUT},
     # XLA leaves the cast of dP out in some shapes, also where it is told to keep to casts.
     "autograd's of a P that is cast (P in 16 bits)": {**_UPCAST, "p": _LOW},
-    "autograd's of a P that is cast (P and dP in 16 bits)": _OF_CAST_P,
-    f"autograd's of a P that is cast (P and dP in 16 bits{_BY_HEAD})": {**_OF_CAST_P, "sums": OUTPUT},
+    "autograd's of a P that is cast (P and dP in 16 bits)": {**_UPCAST, "p": _LOW, "dp": _LOW},
     "autograd's of an unnormalised O (P and dP in 16 bits)": _UNNORMALISED,
-    # transformers, models/llama/modeling_llama.py, repeat_kv: K and V of a group expanded in their own format
-    f"autograd's of an unnormalised O (P and dP in 16 bits{_BY_HEAD})": {**_UNNORMALISED, "sums": OUTPUT},
     "autograd's of an unnormalised O, through the maximum (P and dP in 16 bits)": _ATTACHED,
     "autograd's of an unnormalised O that is cast (dO / l, P and dP in 16 bits)": _UNNORMALISED_CAST,
     "autograd's of an unnormalised O that is cast, through the maximum (dO / l, P and dP in 16 bits)": _ATTACHED_CAST,
@@ -98,18 +89,36 @@ _TABLE: Mapping[str, Mapping[str, Any]] = {
     },
     "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)": {**_EAGER, "p_of_ds": _LOW, "scaled_ds": _LOW},
 }
-#: By their name in reports.
-BACKWARD_PASSES: Mapping[str, BackwardPass] = {
-    name: BackwardPass(points, _PYTORCH_TILES if name.startswith(_PYTORCH) else ONE_TILE)
-    for name, points in _TABLE.items()
+_KNOWN = {
+    name: BackwardPass(points, _PYTORCH_TILES if name == _PYTORCH else ONE_TILE) for name, points in _TABLE.items()
 }
 
 
-def passes_after(forward: Declaration) -> dict[str, BackwardPass]:
+def _with_groups(passes: Mapping[str, BackwardPass]) -> dict[str, BackwardPass]:
+    """Return backward passes, each followed by that which adds the heads of a group up in the format of its gradients.
+
+    So does autograd where K and V are repeated in their own format (transformers, models/llama/modeling_llama.py,
+    repeat_kv; Keras), and FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd: dk_expanded and dv_expanded).
+    """
+    every = {}
+    for name, each in passes.items():
+        every[name] = each
+        if "sums" not in each.points or "group_sums" in each.points:
+            by_head = {**each.points, "sums": OUTPUT, "group_sums": _FP32}
+            grouped = f"{name[:-1]}, {_BY_HEAD})" if name.endswith(")") else f"{name} ({_BY_HEAD})"
+            every[grouped] = BackwardPass(by_head, each.block)
+    return every
+
+
+#: By their name in reports.
+BACKWARD_PASSES: Mapping[str, BackwardPass] = _with_groups(_KNOWN)
+
+
+def passes_after(forward: Declaration, groups: int) -> dict[str, BackwardPass]:
     """Return the backward passes that may follow a forward pass, by name: its plan's, if any, and known ones."""
-    plan = forward.plan
+    plan, passes = forward.plan, _KNOWN
     narrow = {name: getattr(plan, name) for name in _POINTS if getattr(plan, name).narrows}
     source = {} if plan.delta_from is DeltaSource.OUTPUT else {"delta_from": plan.delta_from}
-    if not narrow or any(each.points == {**source, **narrow} for each in BACKWARD_PASSES.values()):
-        return dict(BACKWARD_PASSES)
-    return {f"that of {forward.label}": BackwardPass({**source, **narrow}, forward.block), **BACKWARD_PASSES}
+    if narrow and not any(each.points == {**source, **narrow} for each in BACKWARD_PASSES.values()):
+        passes = {f"that of {forward.label}": BackwardPass({**source, **narrow}, forward.block), **_KNOWN}
+    return _with_groups(passes) if groups > 1 else dict(passes)

@@ -175,7 +175,10 @@ def cpu_sdpa_flash() -> Kernel:
         if abs(measured - FEXP_U20.at_zero) < abs(measured - 1.0):
             plan = replace(FUSED_FAST_EXP, exponential=replace(FEXP_U20, lanes=lanes))
             break
-    return _kernel("sdpa_flash", CPU_FLASH, Declaration(FLASH_ATTENTION, plan, SHIFT_RULES["safe"], _CPU_FLASH_BLOCK))
+    # Without the fast exponential its plan has the name of one in other tiles.
+    tiled, rule = plan is FUSED, SHIFT_RULES["safe"]
+    declared = Declaration(FLASH_ATTENTION, plan, rule, _CPU_FLASH_BLOCK, tile_named=tiled)
+    return _kernel("sdpa_flash", CPU_FLASH, declared)
 
 
 def sdpa_math() -> Kernel:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 
+import pytest
 from msgspec.structs import replace
 
 from tiebreak.kernels.external.isolation import own_randomness
@@ -39,6 +40,8 @@ def run_cell(cell: Cell, bench: Workbench, caught: Callable[[Exception], object]
         caught(error)
         broken = {CONTRACT: contract_broken(raised(error, cell.kernel))}
         return replace(blank_record(cell, settings, records.FAILED, broken), evidence=_traced(error))
+    except pytest.skip.Exception as error:  # by the kernel, where people run it in tests of their own
+        return skipped_record(cell, settings, first_line(error))
     except Exception as error:  # the kernel is not ours: whatever it raises belongs into its record
         caught(error)
         return replace(ended_record(cell, settings, records.RUNS, raised(error, cell.kernel)), evidence=_traced(error))

@@ -35,7 +35,7 @@ GROUPED_IN_TILES = replace(
 )
 CASES[GROUPED_IN_TILES.name] = GROUPED_IN_TILES
 FLASH_2 = "FlashAttention-2's (P and dS in 16 bits)"
-PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries"
+PYTORCH = "PyTorch's for CPUs (P and dS in 16 bits, sums in 16 bits after every 32 queries)"
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool = False) -> Tensor:
@@ -128,6 +128,14 @@ def in_tiles_at_every_step(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> 
     return _in_tiles(q, k, v, scale, lambda x: x.to(q.dtype))
 
 
+def of_heads_through_the_maximum(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """The same, and the gradient goes through the maximum."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = q.float() @ k.float().mT * scale
+    p = torch.exp(s - s.amax(-1, keepdim=True))
+    return (p.to(q.dtype).float() @ v.float() / p.sum(-1, keepdim=True)).to(q.dtype)
+
+
 class Coarse(torch.autograd.Function):
     """Nothing, of which the gradient keeps three significant bits."""
 
@@ -148,6 +156,10 @@ def coarse_dk(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return through_the_maximum(q, _coarse(k), v, scale=scale)
 
 
+def coarse_dk_of_heads(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    return of_heads_through_the_maximum(q, _coarse(k), v, scale=scale)
+
+
 def coarse_throughout(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return of_its_own(_coarse(q), _coarse(k), _coarse(v), scale=scale)
 
@@ -156,10 +168,10 @@ def judged(kernel: Kernel, case: str, heads: int = 32, fmt: Format = BF16) -> Re
     return run_cell(Cell(CPU, kernel, OneCall(CASES[case]), fmt), Workbench(Settings(seed=2, heads=heads)))
 
 
-CAST = "(dO / l, P and dP in 16 bits)"
+CAST, BY_HEAD = "(dO / l, P and dP in 16 bits)", "heads of a group added in 16 bits"
 SHIPPED: dict[Any, tuple[str, str]] = {
     flash: ("random_odd", FLASH_2),
-    of_repeated_keys: (GROUPED_IN_TILES.name, f"{PYTORCH}, heads of a group added in 16 bits)"),
+    of_repeated_keys: (GROUPED_IN_TILES.name, f"{PYTORCH[:-1]}, {BY_HEAD})"),
     composed: ("random_odd", "autograd's in fp32"),
     hugging_face: ("random_odd", "autograd's of eager attention (P, dP and dS in 16 bits)"),
     in_16_bits: ("random_odd", "autograd's of a softmax in 16 bits (P, dP and dS in 16 bits)"),
@@ -170,7 +182,11 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     with_o_bar_in_fp32: ("random_odd", "autograd's of an unnormalised O (P and dP in 16 bits)"),
     of_heads_in_16_bits: (
         "random_grouped",
-        "autograd's of an unnormalised O (P and dP in 16 bits, heads of a group added in 16 bits)",
+        f"autograd's of an unnormalised O (P and dP in 16 bits, {BY_HEAD})",
+    ),
+    of_heads_through_the_maximum: (
+        "random_grouped",
+        f"autograd's of an unnormalised O, through the maximum (P and dP in 16 bits, {BY_HEAD})",
     ),
 }
 
@@ -179,7 +195,7 @@ SHIPPED: dict[Any, tuple[str, str]] = {
     ("kernel", "case", "expected", "fmt"),
     [
         *((kernel, *expected, BF16) for kernel, expected in SHIPPED.items()),
-        (flash, "random_grouped", f"{PYTORCH})", BF16),
+        (flash, "random_grouped", PYTORCH, BF16),
         (flash, *SHIPPED[flash], FP16),
     ],
 )
@@ -218,16 +234,17 @@ def test_a_backward_pass_that_errs_more_fails_in_one_line_with_numbers() -> None
 
 
 @pytest.mark.parametrize(
-    ("sound", "coarse", "gradient", "held_to"),
+    ("sound", "coarse", "gradient", "held_to", "case"),
     [
-        (through_the_maximum, coarse_dk, "dK", "through the maximum"),
-        (of_its_own, coarse_throughout, "dV", "the loosest known backward pass"),
+        (through_the_maximum, coarse_dk, "dK", "through the maximum", "random"),
+        (of_its_own, coarse_throughout, "dV", "the loosest known backward pass", "random"),
+        (of_heads_through_the_maximum, coarse_dk_of_heads, "dK", "through the maximum", "random_grouped"),
     ],
 )
 def test_what_autograd_makes_is_held_to_its_own_pass_or_to_the_largest_errors_of_all(
-    sound: Any, coarse: Any, gradient: str, held_to: str
+    sound: Any, coarse: Any, gradient: str, held_to: str, case: str
 ) -> None:
-    good, bad = (judged(external_kernel(f"{Path(__file__)}:{each.__name__}"), "random") for each in (sound, coarse))
+    good, bad = (judged(external_kernel(f"{Path(__file__)}:{each.__name__}"), case, 128) for each in (sound, coarse))
     assert good.passed("gradients")
     answer = bad.answers["gradients"]
     assert answer.passed is False
@@ -249,8 +266,15 @@ def test_a_delta_of_the_forward_pass_in_tiles_is_no_fault_of_the_backward_pass(k
 
 
 def test_what_a_plan_says_of_the_backward_pass_is_tried_first() -> None:
-    assert list(passes_after(parse_declaration("fused"))) == list(BACKWARD_PASSES)
-    assert list(passes_after(parse_declaration("standard"))) == list(BACKWARD_PASSES)
-    own, *known = passes_after(parse_declaration("fused,ds=fp16"))
+    assert list(passes_after(parse_declaration("fused"), groups=2)) == list(BACKWARD_PASSES)
+    assert list(passes_after(parse_declaration("standard"), groups=2)) == list(BACKWARD_PASSES)
+    own, by_head, *known = passes_after(parse_declaration("fused,ds=fp16"), groups=2)
     assert own == "that of flash@fused,ds=fp16"
+    assert by_head.startswith(own)
     assert known == list(BACKWARD_PASSES)
+
+
+def test_passes_that_add_heads_up_are_tried_where_heads_share_keys() -> None:
+    alone = passes_after(parse_declaration("fused"), groups=1)
+    assert not any(BY_HEAD in name for name in alone)
+    assert {name for name in BACKWARD_PASSES if BY_HEAD not in name} == set(alone)

@@ -376,6 +376,7 @@ SOURCES = {
                     "FAIL: wrong on 1 of 1 input (tied_maxima[k=2]: called sys.exit(3)"),
     "takes no such input": ("raise NotImplementedError('not on a CPU'); ", HEADS,
                             "FAIL: no cell ran: NotImplementedError: not on a CPU"),
+    "skips as its tests do": ("import pytest; pytest.skip('not on a CPU'); ", HEADS, "FAIL: no cell ran: not on a CPU"),
     "few heads": ("", ("--heads", "2", "--plan", "fair"), "FAIL: "),
 }  # fmt: skip
 

@@ -206,11 +206,14 @@ def test_the_core_judges_a_kernel_without_any_plug_in(
     monkeypatch.setattr(plugins, "registered", lambda group: {})
     assert list(kinds()) == ["call"]
     (tmp_path / "mine.py").write_text(
-        "from torch.nn.functional import scaled_dot_product_attention\n\n\n"
-        "def mine(q, k, v):\n    return scaled_dot_product_attention(q, k, v)\n"
+        "def mine(q, k, v, scale=None):\n"
+        "    s = q.float() @ k.float().mT * (scale or q.shape[-1] ** -0.5)\n"
+        "    p = (s - s.amax(-1, keepdim=True)).exp()\n"
+        "    o = (p.to(v.dtype).float() @ v.float()).to(v.dtype)\n"
+        "    return (o.float() / p.sum(-1, keepdim=True)).to(q.dtype)\n"
     )
     call = OneCall(next(case for case in SCRIPTED if case.name == "tied_maxima[k=2]"))
-    kernels = (external_kernel(f"{tmp_path / 'mine.py'}:mine", plan) for plan in (None, "flash@fused_fast_exp"))
+    kernels = (external_kernel(f"{tmp_path / 'mine.py'}:mine", plan) for plan in (None, "flash@paper,tile=one"))
     cells = {kernel.declaration: Cell(CPU, kernel, call, BF16) for kernel in kernels}
     unknown, declared = (run_cell(each, Workbench(Settings(heads=32))) for each in cells.values())
     assert (unknown.verdict, declared.verdict) == ("biased", "biased")

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiebreak.backends.ascend import p_cast, softmax_errors
 from tiebreak.backends.backend import CPU, EMULATION
 from tiebreak.backends.emulation.accumulators import row_total
 from tiebreak.backends.emulation.arithmetic import EmulatedArithmetic
 from tiebreak.backends.emulation.instructions import bfmmla_matmul, vdpbf16_matmul
 from tiebreak.backends.emulation.rounding import flushed, round_to
 from tiebreak.backends.platform import cpu_features
-from tiebreak.backends.probes import accumulators_of, arithmetic_probes, fingerprint, p_cast, softmax_errors
+from tiebreak.backends.probes import accumulators_of, arithmetic_probes, fingerprint
 from tiebreak.kernels.algorithms import FLASH_ATTENTION
 from tiebreak.kernels.arithmetic import Arithmetic
 from tiebreak.kernels.formats import BF16, Format, Rounding

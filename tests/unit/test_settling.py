@@ -90,14 +90,12 @@ def test_who_waits_takes_what_is_found_meanwhile(
 ) -> None:
     found, key = Settled("what another process found", "flash@fused"), "cpu-eager-bf16"
 
-    def wait(seconds: float) -> None:
+    def wait(*_: object) -> None:
         settling.file_of(tmp_path, key, "settled").write_bytes(msgspec.json.encode(found))
 
     monkeypatch.setattr(settling, "_settle", lambda *_: pytest.fail("it was asked twice"))
-    monkeypatch.setattr("tiebreak.matrix.identification.settling.time.sleep", wait)
-    with settling._owned(settling.file_of(tmp_path, key, "owner")) as own:
-        assert own
-        assert plan_of(named("eager"), Workbench(Settings(), tmp_path)) == found
+    monkeypatch.setattr("tiebreak.matrix.identification.settling.fcntl.flock", wait)
+    assert plan_of(named("eager"), Workbench(Settings(), tmp_path)) == found
 
 
 def test_what_a_budget_ends_in_the_midst_of_asking_is_asked_again(
@@ -127,11 +125,14 @@ def test_a_kernel_that_ends_its_process_costs_the_others_nothing(named: Callable
         "plan_of(cell, Workbench(Settings(), Path(sys.argv[2])))\n"
     )
     target = named("ends").kernel.origin[1]
-    ended = subprocess.run([sys.executable, "-c", script, target, str(tmp_path)], check=False)
+    command = [sys.executable, "-c", script, target, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as ended:
+        assert ended.stdout is not None
+        ended.stdout.read()  # to its end: nobody has waited for the process, as nobody waits for a run's worker
+        assert plan_of(named("ends"), Workbench(Settings(), tmp_path)) == Settled(
+            "nothing: as it was asked for its plan, its process ended"
+        )
     assert ended.returncode == 3
-    assert plan_of(named("ends"), Workbench(Settings(), tmp_path)) == Settled(
-        "nothing: as it was asked for its plan, its process ended"
-    )
 
 
 def test_what_leaves_the_device_beyond_use_is_raised_once_and_asked_by_nobody_else(

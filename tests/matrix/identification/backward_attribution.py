@@ -92,7 +92,7 @@ def backward_held_to(
     follows on normal numbers is tried first, and alone if it has as many of the gradients' bits here. The forward plan,
     whose S the backward pass recomputes, is the one that O is compared with.
     """
-    passes = passes_after(forward)
+    passes = passes_after(forward, batch.inputs.groups)
     few = _Emulation(batch.first_heads, forward, o)
     ours = few.parts(gradients)
     name, agreeing = shown if shown is not None and shown[0] in passes else ("", 0)
@@ -120,7 +120,7 @@ def backward_held_to(
 
 def backward_pass_of(gradients: Gradients, o: Tensor, forward: Declaration, batch: SharedBatch) -> tuple[str, int]:
     """Return the backward pass that gradients come from, and how many of the three have its bits."""
-    emulation, passes = _Emulation(batch, forward, o), passes_after(forward)
+    emulation, passes = _Emulation(batch, forward, o), passes_after(forward, batch.inputs.groups)
     ours = emulation.parts(gradients)
     tried = {name: emulation.compared(ours, each) for name, each in passes.items()}
     best = max(passes, key=lambda name: tried[name].nearness(passes[name], forward))
@@ -222,7 +222,7 @@ class _Emulation:
 
     def after(self, name: str) -> Parts:
         """Return the gradients of a known backward pass."""
-        return self.gradients(passes_after(self._forward)[name].after(self._forward))
+        return self.gradients(passes_after(self._forward, self._batch.inputs.groups)[name].after(self._forward))
 
     def gradients(self, declaration: Declaration) -> Parts:
         batch = self._batch

@@ -4,12 +4,12 @@ A kernel is asked designed inputs, of which a plan has to explain all. Where non
 it is held to. Of all processes of a run one asks, and the others wait: no cell depends on which cells ran before it.
 """
 
+import fcntl
 import hashlib
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +45,6 @@ _ASKED = (*NORMAL, next(case for case in SCRIPTED if case.name == "tied_maxima[k
 #: 10 do (4 % of elements), where fp32 sums come in another order 1 in 8 (0.2 %).
 _OTHER_ROWS = 0.5
 HEADS = 32  # of normal numbers: on as many, attribution tells the candidates of a cell apart
-_LOOK = 0.05  # seconds between two looks at whether another process has come to an end
 
 
 class UnidentifiedError(Exception):
@@ -76,18 +75,20 @@ def _once(folder: Path | None, name: str, make: Callable[[], Settled]) -> Settle
     if folder is None:
         return make()
     made, owner = (file_of(folder, name, kind) for kind in ("settled", "owner"))
-    while not made.exists():
-        with _owned(owner) as owns:
-            if owns:
-                try:
-                    _share(made, make())
-                except Exception as error:
-                    _share(made, Settled(f"nothing: {first_line(error)}"))
-                    raise
-            elif not _is_alive(owner):
-                return Settled("nothing: as it was asked for its plan, its process ended")
+    with owner.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system gives it back, whatever ends a process
         if not made.exists():
-            time.sleep(_LOOK)
+            if owner.stat().st_size:  # somebody began
+                return Settled("nothing: as it was asked for its plan, its process ended")
+            lock.write("begun")
+            lock.flush()
+            try:
+                _share(made, make())
+            except Exception as error:
+                _share(made, Settled(f"nothing: {first_line(error)}"))
+                raise
+            finally:
+                lock.truncate(0)  # what a budget ends is asked again
     return msgspec.json.decode(made.read_bytes(), type=Settled)
 
 
@@ -100,33 +101,6 @@ def _share(file: Path, settled: Settled) -> None:
 def file_of(folder: Path, name: str, kind: str) -> Path:
     """Return a file of what processes share, whatever characters the name has."""
     return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{kind}"
-
-
-@contextmanager
-def _owned(file: Path) -> Iterator[bool]:
-    """Take a file that stays as long as this process works on it, or for good if it ends in the middle."""
-    try:
-        with file.open("x") as opened:
-            opened.write(str(os.getpid()))
-    except FileExistsError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        file.unlink()
-
-
-def _is_alive(owner: Path) -> bool:
-    """Return whether the process that owns a file still runs, or has given it back by now."""
-    try:
-        text = owner.read_text()
-        os.kill(int(text or os.getpid()), 0)  # it has just been made, where it is empty
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError):
-        return True
-    return True
 
 
 def _settle(probed: ProbedKernel, seed: int) -> Settled:
