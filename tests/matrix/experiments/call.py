@@ -27,7 +27,7 @@ from tiebreak.kernels.formats import Format, Formats
 from tiebreak.kernels.inputs import AttentionOutput, Gradients
 from tiebreak.kernels.kernel import Declaration, Kernel, NotAskedError, delta_alone, tilings
 from tiebreak.kernels.roster import roster_labels
-from tiebreak.matrix.checks import ACCURACY, GRADIENTS, checks, looks
+from tiebreak.matrix.checks import ACCURACY, CONTRACT, GRADIENTS, checks, contract_broken, looks
 from tiebreak.matrix.experiment import Cell, Experiment, Kind, SelectionContext, time_limit
 from tiebreak.matrix.measures import CALL_MEASURES, values_of
 from tiebreak.matrix.off import gradient_off, o_off
@@ -139,7 +139,8 @@ class OneCall(Experiment):
         return case.fixed_heads is None and cell.kernel.refusal(case.make(0, 0, 1, cell.fmt)) is not None
 
     def run(self, cell: Cell, bench: Workbench) -> Result:
-        sample, backward = _with_gradients(*_until_settled(cell, bench.case(self.case, cell.fmt), plan_of(cell, bench)))
+        plan = plan_of(cell, bench)
+        sample, backward = _with_gradients(_until_settled(cell, bench.case(self.case, cell.fmt), plan), plan)
         measures, held_to, errors = values_of(sample), sample.held_to, sample.errors
         verdict = None if sample.verdict is None else sample.verdict.value
         tied, in_training = where_bias_is(verdict, measures, self.case.formats(cell.fmt).output)
@@ -151,6 +152,7 @@ class OneCall(Experiment):
             in_training=in_training,
             claims=tuple(_claims(sample)),
             prediction=_prediction(sample),
+            answers={CONTRACT: contract_broken(plan.wrong)} if plan.wrong else {},
             backward_error=sample.outputs[0].backward_error,
             backward_raised=sample.outputs[0].backward_raised,
             held_to=held_to.plan if held_to else None,
@@ -168,7 +170,7 @@ class OneCall(Experiment):
         )
 
 
-def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample, Settled]:
+def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> Sample:
     """Add heads until O's verdicts are settled, no heads are left, the cap is reached or time is short.
 
     A look draws as many heads as all looks before it, and takes as long. The kernel's plan is known from the first.
@@ -193,7 +195,7 @@ def _until_settled(cell: Cell, bench: CaseBench, plan: Settled) -> tuple[Sample,
         sample = replace(sample, exhausted=exhausted, out_of_time=out_of_time and not exhausted)
         if exhausted or out_of_time or (sample.is_settled and _is_settled(ACCURACY, sample)):
             break
-    return sample, plan
+    return sample
 
 
 def _held_to_a_plan(sample: Sample, plan: Settled) -> Sample:
